@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime import engine
 from offload_runtime.cli import app
-from tests.helpers.engine import write_checkpoint
+from offload_runtime.cli.chat import ChatSession
+from offload_runtime.cli.options import ChatOptions
+from offload_runtime.engine import Runtime
 from tests.test_cli_fakes import FakeRuntime
 
 CONFIG = str(Path(__file__).parent / "data" / "configs" / "llama-3.1-8b")
@@ -132,6 +133,95 @@ def test_terminals_of_few_columns_are_shown_something(
     assert answer.getvalue().strip()
 
 
+# --- words
+
+
+def invoke(*words: str, turns: str | bytes = "") -> Result:
+    return CliRunner().invoke(app, words, input=turns)
+
+
+def assert_refused(result: Result, words: str) -> None:
+    """One line, exit code 2 and nothing on stdout."""
+    assert isinstance(result.exception, SystemExit) and (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and words in line and len(line) < 600
+
+
+LATIN = os.fsdecode(b"d\xe9j\xe0")
+NO_TEXT = "is not Unicode text: character 1 is the lone surrogate U+DCE9: write it in UTF-8"
+NUMBER = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", *ANSWER, "--prompt", LATIN], f"--prompt {NO_TEXT}"),
+        (["generate", *ANSWER, "--prompt", "Hi", "--stop", "a", "--stop", LATIN], f"--stop {NO_TEXT}"),
+        (["chat", *ANSWER, "--system", LATIN], f"--system {NO_TEXT}"),
+        (["demo", "--prompt", LATIN], f"--prompt {NO_TEXT}"),
+        (["generate", *ANSWER, "--prompt-file", LATIN], "cannot be read: No such file"),
+        (["generate", *ANSWER, "--prompt-file", "\ud800"], "cannot be found"),
+        (["generate", *ANSWER, "--prompt", "a\0b"], "holds a NUL character"),
+        (["plan", "--target", "a\0b"], "holds a NUL character"),
+        (["profile", "--save", "a\0b"], "holds a NUL character"),
+        (["generate", *ANSWER, "--prompt", "Hi", "--seed", NUMBER], "seed must be in [0, 2**64)"),
+        (["generate", *ANSWER, "--prompt", "Hi", "--max-new-tokens", NUMBER], "max_new_tokens must be less than 2**63"),
+        (["generate", *ANSWER, "--prompt", "Hi", "--top-k", "9" * 9000], "Invalid value for '--top-k'"),
+        ([*PLAN, "--batch", NUMBER], "max_batch must be less than 2**63"),
+        ([*PLAN, "--speculation", "triforce", "--draft", "none", "--refresh-steps", NUMBER], "refresh_steps must be less"),
+        ([*PLAN, "--dtype", "x" * 100_000], "is not one of"),
+        ([*PLAN, "--gamma", "x" * 100_000], "--gamma must be a count or auto"),
+        (["generate", *ANSWER, "x" * 100_000], "unexpected extra argument"),
+        (["x" * 100_000], "No such command"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value)[:40].encode(errors="replace").decode(),
+)
+def test_words_that_are_no_text_or_far_too_large(arguments: list[str], words: str) -> None:
+    assert_refused(invoke(*arguments), words)
+
+
+def test_a_batch_beyond_all_memory_is_refused_at_once() -> None:
+    result = invoke(*PLAN, "--batch", str((1 << 63) - 1))
+    assert result.exit_code == 2 and "--batch 1" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"version": 1, "messages": ' + "9" * 9000 + "}", "is not a saved conversation"),
+        ('{"version": 1, "messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 of the saved conversation is"),
+    ],
+)
+def test_saved_conversations_that_nobody_saved(
+    runtime: FakeRuntime, tmp_path: Path, target: Path, content: str, words: str
+) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(content)
+    with Runtime.load(target, device="cpu", context=64) as loaded:
+        runtime.conversation = lambda system: loaded.conversation(system)  # type: ignore[method-assign]
+        result = invoke("chat", *ANSWER, turns=f"/load {path}\n/system\n")
+    assert result.exit_code == 0 and words in result.stderr
+    assert result.stderr.splitlines()[-1] == "there is no system prompt"
+
+
+@pytest.mark.parametrize("line", ["/load a\0b", "/save a\0b", "/load " + "a" * 5000, "/save \0", "/load " + "9" * 5000])
+def test_names_of_files_that_cannot_be(runtime: FakeRuntime, line: str) -> None:
+    result = invoke("chat", *ANSWER, turns=f"{line}\none\n")
+    assert result.exit_code == 0 and result.stdout.endswith("Hello\n")
+    (error,) = [said for said in result.stderr.splitlines() if said.startswith("error: ")]
+    assert len(error) < 600
+
+
+def test_what_a_terminal_sends_may_be_no_text(runtime: FakeRuntime) -> None:
+    """A line editor hands on bytes that are not UTF-8 as lone surrogates."""
+    options = ChatOptions(target="some/model")
+    session = ChatSession(runtime, runtime.conversation(None), options, sys.stdout)  # type: ignore[arg-type]
+    assert session.take(LATIN) and not runtime.requests
+
+
+# --- processes
+
+
 SHELL = {
     "full": (">/dev/full", 2, "error: stdout cannot be written (No space left on device)"),
     "closed": (">&-", 2, "error: stdout cannot be written (it is closed)"),
@@ -160,7 +250,7 @@ def test_streams_of_a_shell(target: Path, command: str, how: str) -> None:
         "--version": ["--version"],
         "plan": [*PLAN],
         "generate": ["generate", *loaded, "--prompt", "the quick", "--max-new-tokens", "3"],
-        "verify": ["verify", *loaded, "--quick", "--tokens", "8", "--seeds", "8"],
+        "verify": ["verify", *loaded, "--quick", "--tokens", "8", "--seeds", "32"],
     }[command]
     script = f'"$@" {redirection}'
     done = subprocess.run(

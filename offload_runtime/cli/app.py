@@ -17,6 +17,7 @@ from offload_runtime.cli.options import with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.profile import profile
 from offload_runtime.cli.verify import verify
+from offload_runtime.config import require
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 # What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
@@ -25,7 +26,7 @@ BROKEN_PIPE_EXIT_CODE = 141
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def _exit_code(run: Callable[[], int | None]) -> int:
+def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
     """Run a command and return how it ends: typed errors, what typer says in a box and a full disk are `error: …` and 2,
     Ctrl-C is 130, and a closed pipe 141 without a word.
 
@@ -33,6 +34,7 @@ def _exit_code(run: Callable[[], int | None]) -> int:
     """
     try:
         terminal.require_output()
+        require(not any("\0" in word for word in words), "a word of the command line holds a NUL character: drop it")
         code = run() or 0
         sys.stdout.flush()
         return code
@@ -60,7 +62,7 @@ class OrderlyGroup(TyperGroup):
         words = list(sys.argv[1:] if args is None else args) or ["--help"]
         options["standalone_mode"] = False
         with terminal.standard_streams():
-            code = _exit_code(lambda: super(OrderlyGroup, self).main(words, *others, **options))
+            code = _exit_code(words, lambda: super(OrderlyGroup, self).main(words, *others, **options))
         sys.exit(code)
 
 

@@ -23,7 +23,7 @@ from offload_runtime.cli.generate import (
     stream_answer,
 )
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import require, write_atomically
+from offload_runtime.config import require, require_unicode, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class ChatSession:
         """
         is_message = not text.startswith("/") or text.startswith("//")
         try:
+            require_unicode("the line", text)  # a terminal may send anything
             if is_message:
                 return self._answer(text.removeprefix("/"))
             name, *argument = text.split(maxsplit=1)
@@ -164,10 +165,11 @@ class Command(NamedTuple):
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
+    text = terminal.read_text(path)
     try:
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(terminal.read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
     if not isinstance(record, dict):
         raise OptionError(f"{path} is not a saved conversation: it holds a {type(record).__name__}, not an object")

@@ -23,6 +23,7 @@ from offload_runtime.config import (
     SpeculationOptions,
     idle_options,
     parse_bytes,
+    require_unicode,
 )
 from offload_runtime.errors import OptionError
 
@@ -66,6 +67,14 @@ def _given(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
     return lambda text: None if text is None else read(text)
 
 
+def _unicode(param: typer.CallbackParam, given: Any) -> Any:
+    """Leave one text or several alone, if they are text."""
+    for text in [given] if isinstance(given, str) else given or ():
+        require_unicode(param.opts[0], text)
+    return given
+
+
+_text = partial(typer.Option, None, metavar="TEXT", callback=_unicode)
 _memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_given(parse_bytes))
 _machine_profile = partial(_machine, None, metavar="NAME|FILE")
 _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(user_path))
@@ -203,7 +212,7 @@ class AnswerOptions(LoadOptions):
     top_p: float = _sampling(1.0, help="Keep the likeliest tokens that hold P; 1 is off.")
     min_p: float = _sampling(0.0, help="Drop tokens below P times the likeliest; 0 is off.")
     seed: int = _SEED
-    stop: list[str] | None = _sampling(None, metavar="TEXT", help="End at this text; may be repeated.")
+    stop: list[str] | None = _sampling(None, metavar="TEXT", callback=_unicode, help="End at this text; may be repeated.")
     ignore_eos: bool = _sampling(False, "--ignore-eos", help="Go on past the end-of-text token.")
     profile: str | None = _machine_profile(
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
@@ -228,7 +237,7 @@ class AnswerOptions(LoadOptions):
 class GenerateOptions(AnswerOptions):
     """What `generate` takes."""
 
-    prompt: str | None = typer.Option(None, metavar="TEXT", help="What to continue or answer.")
+    prompt: str | None = _text(help="What to continue or answer.")
     prompt_file: list[str] | None = typer.Option(
         None,
         metavar="FILE",
@@ -249,7 +258,7 @@ class ChatOptions(AnswerOptions):
 
     max_new_tokens: int = _max_new_tokens(1024)
     temperature: float = _temperature(0.7)
-    system: str | None = typer.Option(None, metavar="TEXT", help="What the model is told before the first turn.")
+    system: str | None = _text(help="What the model is told before the first turn.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +294,7 @@ class ProfileOptions:
 class DemoOptions:
     """What `demo` takes."""
 
-    prompt: str | None = typer.Option(None, metavar="TEXT", help="Ask this instead of the text to rewrite.")
+    prompt: str | None = _text(help="Ask this instead of the text to rewrite.")
     max_new_tokens: int = _max_new_tokens(96)
     temperature: float = _temperature(0.0)
     seed: int = _SEED

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_runtime.config import user_directory
+from offload_runtime.config import require, user_directory
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
 # A bar that comes and goes within a blink is only flicker.
 _BAR_DELAY_S = 0.4
+_LONGEST_ERROR = 600
 
 
 class OutputError(Exception):
@@ -107,8 +108,11 @@ def status_line(text: str) -> None:
 
 
 def error_line(error: OffloadError) -> None:
-    """Print `error: …` as one line on stderr."""
-    console(sys.stderr).print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
+    """Print `error: …` as one line on stderr, of a word that is as long as a book the ends only."""
+    text = one_line(str(error))
+    if len(text) > _LONGEST_ERROR:
+        text = f"{text[: _LONGEST_ERROR // 2]} … {text[-_LONGEST_ERROR // 4 :]}"
+    console(sys.stderr).print(Text("error: ", style="bold red"), Text(text), sep="")
 
 
 def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
@@ -209,10 +213,12 @@ def read_text(file: str | Path, *, option: str = "") -> str:
 
 def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote, with `~` replaced; raises `OptionError` when that stands for nothing."""
+    require("\0" not in str(text), "a path holds a NUL character, which no file can have: write it without")
     try:
+        os.fsencode(text)
         return Path(text).expanduser()
-    except RuntimeError as error:
-        raise OptionError(f"{text} cannot be found ({error}): write the path without ~") from error
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise OptionError(f"{text} cannot be found ({error}): write it in full, without ~") from error
 
 
 def decode_utf8(raw: bytes, source: str) -> str:
