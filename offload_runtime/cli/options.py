@@ -42,7 +42,9 @@ _model, _sampling, _machine, _output, _proposing = (
 # error, while what a `parser` raises would be told in typer's words.
 
 
-def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
+def _count(
+    option: Callable[..., Any], help: str, *names: str, least: int = 0, metavar: str = "N|auto"
+) -> Any:
     """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
@@ -59,7 +61,7 @@ def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: st
             raise OptionError(f"{name} must be at least {least}, or auto, not {count}")
         return count
 
-    return option("auto", metavar=metavar, parser=str, callback=read, help=help)
+    return option("auto", *names, metavar=metavar, parser=str, callback=read, help=help)
 
 
 def _given(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
@@ -81,8 +83,8 @@ _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(
 
 
 def _tuning(usual: int | str, help: str, *names: str) -> Any:
-    """A field of `SpeculationOptions` by the same name; what that is by itself is shown as the default."""
-    return _proposing(None, *names, show_default=str(usual), help=help)
+    """A field of `SpeculationOptions` by the same name, whose own default is `usual`."""
+    return _count(_proposing, f"{help} auto: {usual}.", *names, least=1)
 
 
 # What several commands take; a call names the command's own default.
