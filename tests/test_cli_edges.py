@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from offload_runtime import engine
@@ -133,6 +135,49 @@ def test_terminals_of_few_columns_are_shown_something(
     assert answer.getvalue().strip()
 
 
+class Screen(io.StringIO):
+    """A terminal without colours."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_of_a_terminal_end_between_words(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    runtime.placement = "20 of 30 layers resident, 10 streamed (141.6 MB a pass) through 3 slots; KV cache 377.5 MB"
+    for columns, screen in ((40, Screen()), (200, io.StringIO())):
+        run(monkeypatch, COMMANDS["generate"], out=io.StringIO(), err=screen)
+        lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).splitlines()]
+        assert max(map(len, lines)) <= columns
+        assert (runtime.placement in lines) == (columns == 200)
+        assert runtime.placement in " ".join(lines)
+
+
+def helped(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    monkeypatch.setenv("COLUMNS", "100")
+    answer = io.StringIO()
+    assert run(monkeypatch, [*words, "--help"], out=answer, err=io.StringIO()) == 0
+    return answer.getvalue()
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "verify", "plan", "profile", "demo"])
+def test_help_is_grouped_and_says_no_types(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    text = helped(monkeypatch, command)
+    groups = re.findall(r"─ (\w+)", text)
+    order = ["Options", "Model", "Sampling", "Speculation", "Machine", "Output"]
+    assert groups == [group for group in order if group in groups] and len(groups) >= 2
+    assert not re.findall(r"<\w+>|<int|<float", text) and "…" not in text
+    parser: Any = typer.main.get_command(app)
+    for option in parser.commands[command].params:
+        assert option.help[0].isupper() or option.help[0].isdigit() or ":" in option.help
+        assert option.help.endswith(".") and option.opts[0] in text
+
+
+def test_help_of_the_program_says_no_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "<bool>" not in helped(monkeypatch)
+
+
 # --- words
 
 
@@ -168,7 +213,10 @@ NUMBER = "9" * 400
         (["generate", *ANSWER, "--prompt", "Hi", "--max-new-tokens", NUMBER], "max_new_tokens must be less than 2**63"),
         (["generate", *ANSWER, "--prompt", "Hi", "--top-k", "9" * 9000], "Invalid value for '--top-k'"),
         ([*PLAN, "--batch", NUMBER], "max_batch must be less than 2**63"),
-        ([*PLAN, "--speculation", "triforce", "--draft", "none", "--refresh-steps", NUMBER], "refresh_steps must be less"),
+        (
+            [*PLAN, "--speculation", "triforce", "--draft", "none", "--refresh-steps", NUMBER],
+            "refresh_steps must be less",
+        ),
         ([*PLAN, "--dtype", "x" * 100_000], "is not one of"),
         ([*PLAN, "--gamma", "x" * 100_000], "--gamma must be a count or auto"),
         (["generate", *ANSWER, "x" * 100_000], "unexpected extra argument"),
@@ -189,7 +237,10 @@ def test_a_batch_beyond_all_memory_is_refused_at_once() -> None:
     ("content", "words"),
     [
         ('{"version": 1, "messages": ' + "9" * 9000 + "}", "is not a saved conversation"),
-        ('{"version": 1, "messages": [{"role": "user", "content": "\\ud800"}]}', "message 0 of the saved conversation is"),
+        (
+            '{"version": 1, "messages": [{"role": "user", "content": "\\ud800"}]}',
+            "message 0 of the saved conversation is",
+        ),
     ],
 )
 def test_saved_conversations_that_nobody_saved(

@@ -258,9 +258,7 @@ def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:
         BudgetError, match=r"host memory of 68\.7 GB is too small .* or add memory: rtx4090 has no more"
     ):
         plan_run(request, machine)
-    with pytest.raises(
-        BudgetError, match=r"--ram 500\.0 GB is more than the 68\.7 GB of rtx4090: lower it to 68\.7GB"
-    ):
+    with pytest.raises(BudgetError, match=r"--ram 500\.0 GB is more than the 68\.7 GB of rtx4090: lower it to 68\.7GB"):
         plan_run(replace(request, ram_bytes=500 * GB), machine)
     with pytest.raises(BudgetError, match=r"^--ram of 20\.0 GB is too small .* or allow more with --ram"):
         plan_run(replace(request, ram_bytes=20 * GB), machine)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.chat import chat
@@ -54,7 +54,20 @@ def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
     return terminal.ERROR_EXIT_CODE
 
 
-class OrderlyGroup(TyperGroup):
+class _Helpful:
+    """What all commands share: `--help` is not said to be a <bool>."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        option.metavar = ""
+        return option
+
+
+class OrderlyCommand(_Helpful, TyperCommand):
+    """Typer's command."""
+
+
+class OrderlyGroup(_Helpful, TyperGroup):
     """Typer's group of commands, but for how they end."""
 
     def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
@@ -75,7 +88,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _command in (generate, chat, verify, plan, profile, demo):
-    app.command()(with_options(_command))
+    app.command(cls=OrderlyCommand)(with_options(_command))
 
 
 def main() -> None:
@@ -94,7 +107,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     """Options that belong to no command."""

@@ -16,10 +16,9 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import (
     answer_line,
     answer_record,
-    detail_figures,
+    detail_lines,
     load_runtime,
     run_record,
-    speed_figures,
     stream_answer,
 )
 from offload_runtime.cli.options import ChatOptions
@@ -199,12 +198,12 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    stats, runtime = session.last_stats, session.runtime
-    if stats is None:
+    if session.last_stats is None:
         terminal.status_line("no answer yet")
-    figures = [] if stats is None else [*speed_figures(stats), *detail_figures(stats)]
-    for figure in (*figures, runtime.load_report, runtime.placement):
-        terminal.status_line(f"  {figure}")
+    else:
+        detail_lines(session.last_stats, str(session.runtime.device))
+    for line in (session.runtime.load_report, session.runtime.placement):
+        terminal.status_line(f"  {line}")
 
 
 def _save(session: ChatSession, argument: str) -> None:

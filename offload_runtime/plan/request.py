@@ -60,6 +60,11 @@ def device_type_of(request: RuntimeConfig) -> str:
     return "cpu" if request.device == "cpu" else "cuda"
 
 
+def memory_name(device_type: str) -> str:
+    """What the memory is called that a target on such a device works in: a CPU has no other one beside the host's."""
+    return "device memory" if device_type == "cuda" else "memory"
+
+
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":
@@ -240,7 +245,9 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     """
     device_bytes = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
     ram_bytes = machine.ram_bytes if request.ram_bytes is None else request.ram_bytes
-    _require_there("--vram", device_bytes, machine.vram_bytes, f"of a card of {machine.name}", "choose another --profile")
+    _require_there(
+        "--vram", device_bytes, machine.vram_bytes, f"of a card of {machine.name}", "choose another --profile"
+    )
     _require_there("--ram", ram_bytes, machine.ram_bytes, f"of {machine.name}", "choose another --profile")
     pinned_bytes, pinned_name = machine.pinnable_bytes, machine.name
     if request.pinned_bytes is not None and (pinned_bytes is None or request.pinned_bytes < pinned_bytes):

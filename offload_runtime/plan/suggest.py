@@ -263,7 +263,10 @@ def _larger_machine(
             lacking.append(f"{size} of {memory}")
     if not lacking and [*short_bytes] in ([], ["device memory"]):
         return short_bytes, ()  # a single change is enough and named already
-    change, larger = _typed(options), replace(machine, vram_bytes=has["vram"], ram_bytes=has["ram"], pinnable_bytes=has["pinned"])
+    change, larger = (
+        _typed(options),
+        replace(machine, vram_bytes=has["vram"], ram_bytes=has["ram"], pinnable_bytes=has["pinned"]),
+    )
     if lacking:
         change = f"{change} on a machine with {' and '.join(lacking)}".removeprefix(" on ")
     return short_bytes, _fitting([(change, request)], larger if lacking else machine)
