@@ -159,10 +159,8 @@ def require_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OptionError(
-            f"{name} is not Unicode text: character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}: "
-            "write it in UTF-8"
-        ) from error
+        what = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+        raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
 
 
 def require_positive(name: str, value: int | None) -> None:

@@ -43,7 +43,6 @@ def demo(options: DemoOptions) -> None:
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
     with load_runtime(config, show_progress=show_progress) as runtime:
-        memory = memory_name(runtime.device.type)
         write_text(f"{machine_line(runtime.device.type)}\n")
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
@@ -54,7 +53,7 @@ def demo(options: DemoOptions) -> None:
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
             results[name] = _finished(stream_answer(start, messages, options, quiet=False))
-    print_tables([comparison_table(results, memory)], sys.stdout)
+    print_tables([comparison_table(results, memory_name(runtime.device.type))], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:
