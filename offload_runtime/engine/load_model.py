@@ -20,7 +20,7 @@ from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import DeviceBudget, HostArena, make_registrar
+from offload_runtime.memory import DeviceBudget, HostArena, make_registrar, require_readable_arenas
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
@@ -147,6 +147,8 @@ def load_models(
     def load(source: CheckpointSource, plan: ModelPlan, name: str) -> LoadedModel:
         return load_model(source, plan, budget, queues, name=name, on_progress=on_progress, undo=undo)
 
+    if plan.has_verifier and plan.target.on_host and budget.device.type == "cuda":
+        require_readable_arenas(budget.device)
     draft = load(draft_source, plan.draft, "draft") if draft_source is not None and plan.draft is not None else None
     target = load(target_source, plan.target, "target")
     if budget.device.type == "cuda":

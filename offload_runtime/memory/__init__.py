@@ -11,6 +11,7 @@ from offload_runtime.memory.arena import (
     check_host_memory,
     host_memory,
     make_registrar,
+    require_readable_arenas,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
