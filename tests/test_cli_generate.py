@@ -86,6 +86,17 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     ]  # fmt: skip
 
 
+def test_control_tokens_in_messages_are_allowed_where_there_are_messages(runtime: FakeRuntime) -> None:
+    for arguments, allowed in (((), False), (("--allow-special-tokens",), True)):
+        assert generate("--chat", "--prompt", "Hi", *arguments).exit_code == 0
+        assert runtime.loads.pop().allow_special_tokens is allowed
+    refused = generate("--prompt", "Hi", "--allow-special-tokens")
+    assert (refused.exit_code, runtime.loads) == (2, [])
+    assert error_lines(refused) == [
+        "error: --allow-special-tokens does nothing without --chat: a plain prompt always allows them"
+    ]
+
+
 def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:
     assert "predicted" not in generate("--prompt", "Hi").stderr
     runtime.stats = make_stats(predicted_s_per_pass=0.234, measured_s_per_pass=0.2359)

@@ -36,6 +36,8 @@ _PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "retrieval": "retrieval v
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
     config, params = options.config, options.params
+    if options.allow_special_tokens and not options.chat:
+        raise OptionError("--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1

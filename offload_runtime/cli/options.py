@@ -209,6 +209,9 @@ class AnswerOptions(LoadOptions):
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
         "your own or a shipped one."
     )
+    allow_special_tokens: bool = _model(
+        False, "--allow-special-tokens", help="Control tokens spelled in chat messages are control tokens, not text."
+    )
     explain: bool = _output(False, "--explain", help="Say on stderr what lives where, before loading.")
     trace: Path | None = _file(
         rich_help_panel="Output",

@@ -188,7 +188,8 @@ def load_runtime(
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
-            check(PromptRoom(tokenizer, plan.target.config, plan.target.context_tokens))
+            model = plan.target
+            check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
         check_host_memory(plan)
         budget.reserve("workspace", plan.workspace_bytes)
         if plan.graph_bytes:

@@ -64,7 +64,8 @@ class Runtime:
         )
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
-        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
+        allowed = parts.plan.request.allow_special_tokens
+        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed)
         self.parts = parts  # what generations work with; gone once the runtime is closed
         # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
         # allocator capped. Alive until it is closed.
@@ -85,7 +86,7 @@ class Runtime:
         emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-        trace: str | Path | None = None,
+        trace: str | Path | None = None, allow_special_tokens: bool = False,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -124,6 +125,9 @@ class Runtime:
             check: Called with what prompts have to go with, before weights are read; what it raises ends the loading.
             trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
                 for chrome://tracing, ui.perfetto.dev and `tools/timeline.py`. None records nothing and costs nothing.
+            allow_special_tokens: Text of chat messages that spells a control token (`<|im_end|>`) is that token, as it
+                always is in a prompt that is a text. By itself it is plain text, and the template sees it with another
+                first character.
 
         Raises:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
@@ -141,6 +145,7 @@ class Runtime:
             pinned_bytes=pinned_bytes, resident_layers=layers, context=context, kv=kv,
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile, trace=None if trace is None else Path(trace),
+            allow_special_tokens=allow_special_tokens,
         )  # fmt: skip
         return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
 
