@@ -21,7 +21,7 @@ from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
-Turn = Callable[[], AbstractContextManager[None]]
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,9 @@ class TokenStream(Iterator[str]):
         on_end: Called once, when the answer has ended for whatever reason and its result is there.
     """
 
-    def __init__(self, generation: Generation, turn: Turn, on_end: Callable[[TokenStream], None] | None = None) -> None:
+    def __init__(
+        self, generation: Generation, turn: Guard, on_end: Callable[[TokenStream], None] | None = None
+    ) -> None:
         self._generation, (self._request,), self._turn, self._on_end = generation, generation.requests, turn, on_end
         self._pieces = generation.pieces()
         self._result: GenerationResult | None = None
