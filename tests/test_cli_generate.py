@@ -90,7 +90,7 @@ def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
         windows={"tree 256": 7, "plain": 2, "unigram 16": 1}, accepted_by_source={"draft": 9, "ngram": 30},
         accepted_by_depth=(20, 19), hidden_draft_share=0.5,
     )  # fmt: skip
-    lines = generate("--prompt", "Hi", "--explain").stderr.splitlines()
+    lines = generate(runtime, "--prompt", "Hi", "--explain").stderr.splitlines()
     assert (
         lines[-9:]
         == [
@@ -107,7 +107,18 @@ def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
         ][-9:]
     )
     runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
-    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate("--prompt", "Hi").stderr
+    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate(runtime, "--prompt", "Hi").stderr
+
+
+def test_control_tokens_in_messages_are_allowed_where_there_are_messages(runtime: FakeRuntime) -> None:
+    for arguments, allowed in (((), False), (("--allow-special-tokens",), True)):
+        assert generate(runtime, "--chat", "--prompt", "Hi", *arguments).exit_code == 0
+        assert runtime.loads.pop().allow_special_tokens is allowed
+    refused = generate(runtime, "--prompt", "Hi", "--allow-special-tokens")
+    assert (refused.exit_code, runtime.loads) == (2, [])
+    assert error_lines(refused) == [
+        "error: --allow-special-tokens does nothing without --chat: a plain prompt always allows them"
+    ]
 
 
 def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:

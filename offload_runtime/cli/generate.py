@@ -37,6 +37,8 @@ _PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "retrieval": "TriForce"}
 def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
     config, params, show_progress = options.config, options.params, not options.no_progress
+    allowed = options.chat or not options.allow_special_tokens
+    require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
