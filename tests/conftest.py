@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
 # Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1))
 
+_unfreeze = gc.unfreeze
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,9 +52,27 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return answer
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
-    as every one of them waits for what others are at."""
+def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the command line names this very test, its function or its class."""
+    for argument in config.args:
+        path, colons, name = argument.partition("::")
+        if colons and (config.invocation_params.dir / path).resolve() == item.path.resolve():
+            own = item.nodeid.partition("::")[2]
+            if own == name or own.startswith((f"{name}[", f"{name}::")):
+                return True
+    return False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `slow` tests unless they are named or `-m` says what to run.
+
+    Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
+    as every one of them waits for what others are at.
+    """
+    if not config.option.markexpr:
+        slow = {item for item in items if item.get_closest_marker("slow") and not _is_named(item, config)}
+        config.hook.pytest_deselected(items=list(slow))
+        items[:] = [item for item in items if item not in slow]
     for item in items:
         assert item.get_closest_marker("gpu") or not item.get_closest_marker("alone"), f"{item.name} needs no GPU"
     if torch.cuda.is_available():
@@ -80,12 +100,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Take what imports have made out of the garbage collector's sight.
 
-    Closing a runtime collects, and would look through half a million objects of torch and transformers: 0.15 s each.
+    Loading and closing a runtime collect, and would look through half a million objects of torch and transformers:
+    0.2 s each, two fifths of the time of all tests. Closing one gives back what loading it took, so that without a GPU,
+    whose memory would not come back, nothing is given back before the end.
     """
     gc.collect()
     gc.freeze()
+    if not torch.cuda.is_available():
+        gc.unfreeze = lambda: None
 
 
 def pytest_sessionfinish() -> None:
     """Give it back: what libraries look for when the process ends is then collected as ever."""
-    gc.unfreeze()
+    _unfreeze()
