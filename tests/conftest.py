@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.card import one_card
+from tests.helpers.covering import few
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
@@ -63,18 +64,27 @@ def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
     return False
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `slow` tests unless they are named or `-m` says what to run.
 
     Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
     as every one of them waits for what others are at.
     """
-    if not config.option.markexpr:
-        slow = {item for item in items if item.get_closest_marker("slow") and not _is_named(item, config)}
-        config.hook.pytest_deselected(items=list(slow))
-        items[:] = [item for item in items if item not in slow]
+    grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         assert item.get_closest_marker("gpu") or not item.get_closest_marker("alone"), f"{item.name} needs no GPU"
+        if item.get_closest_marker("few") is not None:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for grid in grids.values():
+        often = few([vars(item)["callspec"].indices for item in grid], grid[0].get_closest_marker("few").args[0])
+        for item in (item for at, item in enumerate(grid) if at not in often):
+            item.add_marker(pytest.mark.slow)
+    if not config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("slow") and not _is_named(item, config)]
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
         return

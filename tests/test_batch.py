@@ -56,6 +56,7 @@ def expected(target: Path) -> list[list[list[int]]]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("proposals", ["ngram", "model", "triforce"])
 def test_every_way_of_proposing(
@@ -85,6 +86,7 @@ def as_params(gamma: int | None, noise_id: int, **options: Any) -> GenerationPar
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("proposals", ["none", "ngram", "model", "trees", "triforce"])
 def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, proposals: str) -> None:
     """Greedy, sampled and filtered answers share passes, and each is what it is alone."""

@@ -167,6 +167,7 @@ def play(draft: Draft, full: Draft, tokens: list[int], requests: int, *, sequenc
     return tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY], ids=["greedy", "noisy"])
 def test_a_budget_that_holds_everything_is_a_full_cache(base: Base, params: SamplingParams) -> None:
     draft, full = base.draft(ALL, params), base.draft(None, params)
@@ -186,6 +187,7 @@ def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
     made.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> None:
     draft, full = (base.draft(budget, num_sequences=sequence + 1) for budget in (ALL, None))

@@ -112,6 +112,7 @@ def assert_usable(runtime: Runtime, said: list[int]) -> None:
         assert runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, speculate=speculate).tokens == said[:12]
 
 
+@pytest.mark.slow
 def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int]) -> None:
     places = first_places(said)
     assert len(places) >= 8
@@ -216,6 +217,7 @@ def assert_interrupted(runtime: Runtime, said: list[int], interrupt: Callable[[]
     assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], after: int) -> None:
     target = runtime.parts.target
@@ -225,6 +227,7 @@ def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], afte
     assert_usable(runtime, said)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after: int) -> None:
     assert runtime.parts.draft is not None

@@ -39,6 +39,7 @@ def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[Mode
     host.close()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("length", [5, 255, 256, 257, 700, 1024])
 def test_decoding_behind_prompts_of_any_length(pair: tuple[ModelRunner, ModelRunner], length: int) -> None:
     reset(*pair)
@@ -154,6 +155,7 @@ def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(
     made.close()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("kept", "more"), [(600, 100), (600, 500), (600, 1000), (512, 500), (512, 900), (300, 1100), (40, 300), (40, 1060)]
 )

@@ -61,6 +61,7 @@ def trees(target: Path, draft: Path) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(("gamma", "tree_nodes"), [(None, None), (6, 1), (3, 24)])
 def test_trees_change_nothing_but_the_passes(
@@ -129,6 +130,7 @@ def say_briefly(runtime: Runtime, sampling: dict[str, Any]) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [1, "auto"])
 def test_running_ahead_changes_nothing(
@@ -158,6 +160,7 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
     assert answers[0] == answers[1] and all(answers[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kv", "sampling"), [("gpu", SAMPLINGS[1]), ("host", SAMPLINGS[0])])
 def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
     tmp_path: Path, device: str, kv: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ class Watch(TraceRecorder):
         return max(max(proposal.depths, default=0) for proposal in self.proposals)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [2, "auto"])
 def test_a_runtime_loaded_for_trees(
@@ -152,6 +153,7 @@ class Oracle(NgramProposer):
         ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kv", "resident_layers"), [("gpu", "auto"), ("host", 2)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_window_is_accepted_as_far_as_it_is_right(

@@ -70,6 +70,7 @@ def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
             assert said == tokens[:size]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("cache", "heads", "kv"), COMBINATIONS)
 def test_triforce_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, heads: str,
@@ -81,6 +82,7 @@ def test_triforce_says_what_plain_decoding_says(
         check(runtime, expected[heads])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_chain_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str
@@ -106,6 +108,7 @@ TASKS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cache", "params"),
     [

@@ -140,6 +140,7 @@ def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monk
     assert "answers together" in bad_answers(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [lambda p: p - p[0], lambda p: p + torch.arange(len(p)), lambda p: p + 1])
 def test_noise_of_other_positions_is_a_defect(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, moved: Callable[[torch.Tensor], torch.Tensor]
@@ -152,6 +153,7 @@ def test_noise_of_other_positions_is_a_defect(
     assert all(run.finding.foreign_tokens for run in report.bad_runs)
 
 
+@pytest.mark.slow
 def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings with noise of their own: whoever proposes chains does not notice."""
     monkeypatch.setattr(rounds, "sample", with_noise_at(lambda p: p[0] + torch.arange(len(p), dtype=p.dtype)))
@@ -160,6 +162,7 @@ def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeyp
     assert "greedy" not in {run.setting for run in report.bad_runs}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("repeated", ["position", "seed"])
 def test_noise_that_repeats_fails_the_fit_alone(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, repeated: str
@@ -175,6 +178,7 @@ def test_noise_that_repeats_fails_the_fit_alone(
     assert report.bad_runs == [] and len([fit for fit in report.bad_fits if "answer" not in fit.name]) == 5
 
 
+@pytest.mark.slow
 def test_a_biased_temperature_fails_the_fit_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling.noise_ops, "gumbel_argmax", with_temperature_of(1.2))
     report = verify(runtime, FIT_PLAN)
@@ -183,6 +187,7 @@ def test_a_biased_temperature_fails_the_fit_alone(runtime: Runtime, monkeypatch:
     assert "rows of logits together" in [fit.name for fit in report.bad_fits]
 
 
+@pytest.mark.slow
 def test_a_filter_that_does_nothing_is_impossible(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "filter_logits", lambda logits, params: logits)
     report = verify(runtime, FIT_PLAN)
@@ -220,6 +225,7 @@ def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     torch.testing.assert_close(other[3], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_runtime_is_itself_again_afterwards(
     runtime: Runtime, exact_report: VerificationReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +277,7 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
     assert min(fit["p_value"] for fit in record["fit"]) > record["fit_level"] == 1e-4 / len(record["fit"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("proof", ["identity", "fit"])
 def test_the_command_ends_with_1_for_a_defect(target: Path, monkeypatch: pytest.MonkeyPatch, proof: str) -> None:
     if proof == "identity":
