@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.helpers.card import one_card
 from tests.helpers.covering import few
@@ -25,12 +26,21 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cp
 _unfreeze = gc.unfreeze
 
 
-@pytest.fixture(scope="module")
+def _written_once(directory: Path, write: Callable[[Path], Path]) -> Path:
+    """A directory that the first worker to want it writes."""
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            write(directory.with_suffix(".partial")).rename(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random checkpoint, for files whose tests need none of their own."""
+    """A small random checkpoint, for files whose tests need none of their own: one for all workers, never changed."""
     from tests.helpers.engine import write_checkpoint  # brings transformers, which tests of kernels do without
 
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+    base = tmp_path_factory.getbasetemp()
+    return _written_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "target", write_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +48,9 @@ def draft(target: Path) -> Path:
     """A copy of the file's target with so little noise that it is often right."""
     from tests.helpers.engine import write_noisy_copy
 
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
+    return _written_once(
+        target.parent / f"{target.name}-draft", lambda path: write_noisy_copy(target, path, noise=0.03)
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and before time is counted

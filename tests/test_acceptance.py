@@ -103,7 +103,7 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
     return find
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refresh_steps", "kv"), [(1, "gpu"), (1, "host"), (4, "host")]
 )  # fmt: skip

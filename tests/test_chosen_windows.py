@@ -79,8 +79,8 @@ class WorkClock:
 
 
 @pytest.fixture(scope="module")
-def useless(target: Path) -> Path:
-    return write_checkpoint(target.parent / "useless", seed=99, num_layers=1)
+def useless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "useless", seed=99, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def expected(plain: Runtime) -> Expected:
     return Expected([says(plain, sampling) for sampling in SAMPLINGS], converse(plain))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resident_layers", "kv", "step_s"),
     [(1, "gpu", 0.002), (1, "host", 0.002), (1, "host", 0.2), ("auto", "gpu", 0.002), ("auto", "host", 0.002)],

@@ -392,6 +392,7 @@ def test_ctrl_d_leaves(terminal: Terminal) -> None:
     assert terminal.process.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_json_at_a_terminal_is_refused(tmp_path: Path) -> None:
     chat = Terminal(tmp_path, "chat", "--target", "some/model", "--json")
     chat.expect("--json is for programs")

@@ -25,10 +25,7 @@ COUNT = 12
 
 
 @pytest.fixture(scope="module", params=["ngram", "model", "triforce"])
-def runtime(target: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    draft = target.parent / "draft"
-    if request.param != "ngram" and not draft.exists():
-        write_noisy_copy(target, draft, noise=0.03)
+def runtime(target: Path, draft: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     options: dict[str, Any] = {"draft": "ngram" if request.param == "ngram" else draft, "resident_layers": 2}
     if request.param == "triforce":
         speculation = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2)

@@ -68,16 +68,6 @@ def test_no_speculation_is_one_token_a_pass(speculative: Runtime, expected: list
     assert assert_same(speculative, expected, speculate=False) == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("resident", [0, 1, NUM_LAYERS - 1, NUM_LAYERS, "auto"])
-def test_residency_and_ngram_lookup_change_nothing(
-    target: Path, expected: list[list[int]], resident: int | str
-) -> None:
-    with load(target, draft="ngram", resident_layers=resident) as runtime:
-        for gamma in (None, 3, 21):
-            assert_same(runtime, expected, gamma=gamma)
-
-
 def test_ngram_lookup_saves_passes_where_the_text_repeats(plain: Runtime, target: Path) -> None:
     prompt = [5, 6, 7, 8] * 6
     with load(target) as runtime:

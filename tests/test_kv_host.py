@@ -74,7 +74,7 @@ def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
                 runner.cache.commit(sequence, 2 + sequence)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelRunner], data: st.DataObject) -> None:
     reset(*pair)

@@ -87,7 +87,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, list[int], int]]:
     return rounds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(histories(), st.sampled_from(PARAMS))
 def test_guesses_are_plain_decoding_after_any_history(
     draft: ModelRunner, rounds: list[tuple[int, list[int], int]], params: SamplingParams

@@ -83,7 +83,7 @@ def decode(pair: Pair, count: int, *, seed: int = 0, accept: int = 0) -> None:
         runner.cache.commit(0, accept)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("length", [5, 256, 700, 1024])
 def test_decoding_across_blocks_and_continuing(pair: Pair, length: int) -> None:
     reset(*pair)
@@ -110,7 +110,7 @@ def test_ragged_batches(pair: Pair) -> None:
 
 
 @pytest.mark.few(1)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_prompts_windows_and_cuts(pair: Pair, data: st.DataObject) -> None:
     reset(*pair)

@@ -44,8 +44,8 @@ NEWEST = SpeculationOptions("chain", "streaming", sink_tokens=4, recent_tokens=6
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.05)
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_noisy_copy(target, tmp_path_factory.mktemp("models") / "draft", noise=0.05)
 
 
 @pytest.fixture(scope="module")
