@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -407,18 +408,19 @@ def test_every_result_that_the_readme_names_is_there() -> None:
 
 
 def test_chosen_windows_are_held_against_fixed_ones_as_measured() -> None:
-    page, speeds = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8"), dict[tuple[Any, ...], dict[str, float]]()
+    page = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")
+    measured: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in (RESULTS / "commits-h200.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row.get("bench") == "trees":
             case = f"{row['noise']:g}", row["link"].split()[0].strip(","), row["prompt"]
-            speeds.setdefault(case, {})["before" if row["commit"] == "08ad60b" else row["how"]] = row["tok_per_s"]
+            measured[case]["before" if row["commit"] == "08ad60b" else row["how"]].append(row["tok_per_s"])
     shares = list[float]()
-    for case, found in speeds.items():
-        fixed = {how: speed for how, speed in found.items() if how.startswith(("chain", "tree"))}
-        if "auto" in found and "before" in found and len(fixed) == 3:
-            best = max(fixed, key=lambda how: fixed[how])
-            shares.append(found["auto"] / max(found["before"], fixed[best]))
-            figures = f"{found['auto']:.1f} | {found['before']:.1f} | {fixed[best]:.1f} ({best}) | {shares[-1]:.2f}"
-            assert f"| {' | '.join(case)} | {figures} |" in page
-    assert len(shares) == page.count("| own |") + page.count("| emulated |") == 8
+    for case, answers in measured.items():
+        speeds = {how: mean(found) for how, found in answers.items()}
+        best = max((how for how in speeds if how.startswith(("chain", "tree"))), key=lambda how: speeds[how])
+        shares.append(speeds["auto"] / max(speeds["before"], speeds[best]))
+        figures = f"{speeds['auto']:.1f} | {speeds['before']:.1f} | {speeds[best]:.1f} ({best}) | {shares[-1]:.2f}"
+        assert f"| {' | '.join(case)} | {figures} |" in page
+    assert len(shares) == page.count("| own |") + page.count("| emulated |") == 12
+    assert f"{mean(shares):.2f} on average" in page
