@@ -93,10 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in (item for at, item in enumerate(grid) if at not in often):
             item.add_marker(pytest.mark.slow)
     if not config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("slow") and not _is_named(item, config)]
+        chosen: list[pytest.Item] = []
+        left_out: list[pytest.Item] = []
+        for item in items:
+            is_left_out = item.get_closest_marker("slow") and not _is_named(item, config)
+            (left_out if is_left_out else chosen).append(item)
         config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
+        items[:] = chosen
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
         return

@@ -138,7 +138,7 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
         assert modes & {"chain", "tree"} and stats.tokens_per_pass > 1.4
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_chosen_windows_of_triforce(target: Path, draft: Path, expected: Expected, kv: str, tmp_path: Path) -> None:
     small = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}

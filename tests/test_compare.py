@@ -96,6 +96,7 @@ def test_every_installed_system_is_measured_and_a_missing_one_is_no_failure(outc
         assert result["differing_generations"] == 0
 
 
+@pytest.mark.slow
 def test_all_systems_say_the_same_and_say_so(outcome: Outcome) -> None:
     agreement = outcome.report["agreement"]
     assert agreement["reference"] == "ours-plain" and set(agreement["systems"]) == set(MEASURED)
@@ -110,6 +111,7 @@ def test_all_systems_say_the_same_and_say_so(outcome: Outcome) -> None:
     assert first != second, "two prompts, two answers"
 
 
+@pytest.mark.slow
 def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outcome) -> None:
     results = outcome.report["results"]
     matrices = 80 * 24 * (2 * 16 + 2 * 4) + 3 * 80 * 130
@@ -125,6 +127,7 @@ def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outc
     assert any("offloaded cache needs CUDA" in note for note in results["transformers-offloaded-cache"]["notes"])
 
 
+@pytest.mark.slow
 def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     lines = outcome.printed.splitlines()
     assert json.loads(lines[-1]) == outcome.report
@@ -136,6 +139,7 @@ def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "wide"
 
 
+@pytest.mark.slow
 def test_a_report_names_no_directory_of_this_machine(outcome: Outcome, models: Models) -> None:
     written = outcome.out.read_text()
     assert str(models.target.parent) not in written and str(outcome.out.parent) not in written
@@ -249,7 +253,7 @@ def test_the_best_of_all_assistants_is_reported(models: Models, temperature: str
     assert one["probabilities"] == pytest.approx(other["probabilities"], rel=1e-4)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.5", "2"])
 def test_an_assistant_that_knows_the_target_is_always_accepted(models: Models, temperature: str) -> None:
     """Fair to the peer: the draft sees all of the prompt and samples at the target's temperature, not at its square."""

@@ -239,6 +239,7 @@ def test_what_cannot_run_is_left_out_with_the_reason() -> None:
     assert "name one with --draft" in systems.run_system(drafted, [], {}, **given)["skipped"]
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_or_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems, "PEERS", tmp_path)
     (tmp_path / "failing.py").write_text("import sys; print('error: no room', file=sys.stderr); sys.exit(3)")

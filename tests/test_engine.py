@@ -53,7 +53,7 @@ def assert_same(runtime: Runtime, expected: list[list[int]], **options: Any) -> 
 
 
 # The tile is 8 rows high: windows of 2, 8, 9, 17 and 40 rows.
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gamma", [None, 1, 7, 8, 16, 39])
 def test_a_draft_model_changes_nothing_but_the_passes(
     speculative: Runtime, expected: list[list[int]], gamma: int | None
@@ -193,7 +193,7 @@ def test_figures_of_a_single_token_and_of_resident_weights(plain: Runtime, specu
     assert (stats.passes, stats.bytes_per_pass, stats.link_gbps, stats.link_peak_gbps) == (3, 0, None, None)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_tokens_on_the_cpu_do_not_depend_on_speculation(target: Path, draft: Path, dtype: str) -> None:
     with load(target, draft="none", dtype=dtype) as runtime:

@@ -86,7 +86,7 @@ def least(plan: RunPlan) -> int:
     return with_staging_rings(plan.target, 0).ring_bytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("share", "resident"),
     [(share, 3) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]

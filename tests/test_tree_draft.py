@@ -111,7 +111,7 @@ def mean_accepted(rounds: Sequence[Sequence[StepResult]]) -> float:
     return sum(one.num_accepted for one in played) / len(played)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tree_nodes", "ahead", "params"),
     [
@@ -162,7 +162,7 @@ def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, para
     assert draft.proposer(params).propose([DraftRequest(0, text, 4)])[0] == Proposal.chain(chain, "draft")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", PARAMS[:3], ids=str)
 def test_a_tree_accepts_more_than_a_chain_of_its_depth(
     target: ModelRunner, draft: TreeDraft, params: SamplingParams
@@ -266,7 +266,7 @@ class Interrupted:
         self.layers = raising(error, after=after, then=weights.layers)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
 @pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(

@@ -160,7 +160,7 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
     assert answers[0] == answers[1] and all(answers[0])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "sampling"), [("gpu", SAMPLINGS[1]), ("host", SAMPLINGS[0])])
 def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
     tmp_path: Path, device: str, kv: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_a_runtime_loaded_for_trees(
         assert watch.num_trees and {request.tree_nodes for request in asked if len(request.tokens) < 200} == {300}
 
 
+@pytest.mark.slow
 def test_only_who_asks_for_trees_gets_them(target: Path, expected: list[list[list[int]]]) -> None:
     with load(target, max_batch=3, tree_nodes=0) as runtime:
         way, answers = SAMPLINGS[1], expected[1]

@@ -88,7 +88,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.close()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
 @pytest.mark.parametrize(("gamma", "nodes", "seed"), [(1, 5, 1), (4, 40, 2), (7, 60, 3)])
 def test_any_tree_gives_plain_decodings_tokens_and_keys(

@@ -70,7 +70,7 @@ def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
             assert said == tokens[:size]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "heads", "kv"), COMBINATIONS)
 def test_triforce_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, heads: str,
@@ -239,6 +239,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
         assert steps[0] == steps[2] == 0 < steps[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("context", "kv", "cache"), [(768, "gpu", "full"), (760, "gpu", "full"), (762, "host", "retrieval")]
 )
@@ -296,6 +297,7 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
         assert window.num_rows == 1
 
 
+@pytest.mark.slow
 def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence(
     models: dict[str, tuple[Path, Path]],
 ) -> None:

@@ -108,6 +108,7 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
         assert [step for step in steps if step[0] == stage] == [(stage, n + 1, all_steps) for n in range(all_steps)]
 
 
+@pytest.mark.slow
 def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
     report = verify(runtime, replace(PLAN, tokens=10))
@@ -123,6 +124,7 @@ def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, mo
     assert not [fit for fit in report.bad_fits if "answer" not in fit.name]
 
 
+@pytest.mark.slow
 def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def speak_the_draft(
         target: Any, slots: Any, proposer: Any, requests: Sequence[Any], **options: Any
@@ -162,7 +164,7 @@ def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeyp
     assert "greedy" not in {run.setting for run in report.bad_runs}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", ["position", "seed"])
 def test_noise_that_repeats_fails_the_fit_alone(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, repeated: str
@@ -196,6 +198,7 @@ def test_a_filter_that_does_nothing_is_impossible(runtime: Runtime, monkeypatch:
     assert all(fit.p_value == 0 for fit in impossible)
 
 
+@pytest.mark.slow
 def test_a_cache_with_the_keys_of_another_token_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of every longer window is read as another one; plain decoding has no such windows."""
     honest = rounds.Window
@@ -263,6 +266,7 @@ def run(target: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["verify", *options, *arguments], env={"COLUMNS": "120"})
 
 
+@pytest.mark.slow
 def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the lazy dog\n\nthe pass\n", encoding="utf-8")
     result = run(target, "--draft", str(draft), "--json", "--prompts", str(tmp_path / "prompts"))
