@@ -51,7 +51,7 @@ def as_params(gamma: int | None, noise_id: int, **options: Any) -> GenerationPar
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("proposals", ["none", "ngram", "model", "trees", "triforce"])
 def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, proposals: str) -> None:
     """Greedy, sampled and filtered answers share passes, and each is what it is alone."""
@@ -142,6 +142,7 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
 def test_memory_that_runs_out_costs_no_answer(target: Path, draft: Path, error: Exception) -> None:
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:

@@ -245,6 +245,7 @@ def on_host() -> Iterator[PlayedOnHost]:
     played.cache.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kept", [1500, 1030, 700, 256, 255, 5])
 def test_a_cut_behind_what_the_ring_holds(on_host: PlayedOnHost, kept: int) -> None:
     on_host.grow(1700)

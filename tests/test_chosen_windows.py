@@ -204,7 +204,7 @@ def with_controller(runtime: Runtime, always: Choice | None = None) -> NotingCon
     return controller
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0.002, 0.2])
 def test_what_n_grams_add_to_chains_changes_no_token(
     target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, tmp_path: Path
@@ -311,6 +311,7 @@ def short_of_room(target: Path, folder: Path, *, triforce: bool) -> dict[str, An
     return {"draft": draft, "context": 256, "tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("triforce", [False, True])
 def test_what_there_is_no_room_for_does_not_speak_against_a_draft(target: Path, tmp_path: Path, triforce: bool) -> None:
     options = short_of_room(target, tmp_path, triforce=triforce)

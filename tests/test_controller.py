@@ -47,7 +47,7 @@ def controller_of(cost: Cost, known: str = "known") -> Controller:
     return Controller(modes, lambda choice, *_: cost(choice) if known == "known" else cost(choice) ** 1.2)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("known", ["unknown", "known", "wrong"])
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("rate", TEXTS)
@@ -64,7 +64,7 @@ def test_it_is_as_fast_as_the_best_fixed_choice(cost: Cost, rate: float, limits:
     assert min(whole) > 0.65
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("known", ["unknown", "known", "wrong"])
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("cost", [resident, streamed])
@@ -156,7 +156,7 @@ def test_n_grams_are_looked_up_in_repetitive_text_only() -> None:
         assert run.speed(450) > 0.9 * best_fixed(code, cost, {"ngram": 64}, idea_share=1.0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cost", [resident, streamed])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.3, 0.95), (0.95, 0.3), (0.0, 0.9)])
 def test_another_text_is_followed(cost: Cost, before: float, after: float) -> None:
@@ -282,6 +282,7 @@ def answer(controller: Controller, context_tokens: int, chance: random.Random, *
     return total_s
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("known", [0.0, 1 / 3, 3.0])
 @pytest.mark.parametrize("lengths", [(512, 4000, 30_000, 120_000), (30_000, 2000), (120_000, 512)])
 def test_what_pays_is_not_off_for_good_at_another_length(lengths: tuple[int, ...], known: float) -> None:

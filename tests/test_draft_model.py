@@ -204,7 +204,7 @@ def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: in
     play(draft, dense_streaming(draft), NOISY, tokens, until=length + 30)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sinks", "recent"), [(1, 2), (BLOCK_TOKENS, 30), (64, 300)])
 def test_other_numbers_of_sinks_and_recent_tokens(
     tmp_path_factory: pytest.TempPathFactory, sinks: int, recent: int
@@ -217,7 +217,7 @@ def test_other_numbers_of_sinks_and_recent_tokens(
     draft.made.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-yarn"])
 def test_frequencies_are_those_of_the_window(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     draft = make_draft(name, tmp_path_factory.mktemp("rope"))

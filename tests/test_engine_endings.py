@@ -141,7 +141,7 @@ def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
     assert len(text) > COUNT / 2
     tried = 0
     for length in (1, 3, 9):  # within a token, across two, across many
-        for start in range(length, len(text) - length, 7):
+        for start in range(1, len(text) - length, 5):
             stop = text[start : start + length]
             if "\ufffd" in stop:
                 continue
@@ -153,7 +153,7 @@ def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
             shorter = runtime.tokenizer.decode([*runtime.encode(PROMPT), *result.tokens[:-1]], skip_special_tokens=True)
             assert stop not in shorter.removeprefix(PROMPT)
             tried += 1
-    assert tried > 6
+    assert tried > 6, "the text is short"
     assert_usable(runtime, said)
 
 
@@ -179,6 +179,7 @@ def test_streamed_pieces_hold_back_what_may_be_a_stop_string(runtime: Runtime) -
     assert shown == stream.result.text == text[: text.index(stop)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [0, 1, 2, 5])
 def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -> None:
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
@@ -217,7 +218,7 @@ def assert_interrupted(runtime: Runtime, said: list[int], interrupt: Callable[[]
     assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], after: int) -> None:
     target = runtime.parts.target
@@ -227,7 +228,7 @@ def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], afte
     assert_usable(runtime, said)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after: int) -> None:
     assert runtime.parts.draft is not None
@@ -246,6 +247,7 @@ def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after
     assert_usable(runtime, said)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_while_waiting_for_a_copy(runtime: Runtime, said: list[int], after: int) -> None:
     queue = runtime.parts.target.engine

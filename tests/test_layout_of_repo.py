@@ -360,6 +360,12 @@ def _tests_that_start_processes(sources: Mapping[str, str]) -> list[str]:
         sources: Source by dotted name, such as `tests.helpers.mutants`; what `tests.conftest` has is everybody's.
     """
     trees = {name: ast.parse(source) for name, source in sources.items()}
+    used = {
+        (name, node.name): _names_used(node)
+        for name, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, Definition)
+    }
     starters = {name: STARTS_PROCESSES | {f"os.{call}" for call in OF_OS} for name in trees}
     before = -1
     while before != (before := sum(map(len, starters.values()))):
@@ -371,7 +377,7 @@ def _tests_that_start_processes(sources: Mapping[str, str]) -> list[str]:
                     everything = node.module in STARTS_PROCESSES
                     bound = {one.asname or one.name for one in node.names if everything or one.name in of}
                     starters[name] |= bound
-                elif isinstance(node, Definition) and _names_used(node) & starters[name]:
+                elif isinstance(node, Definition) and used[name, node.name] & starters[name]:
                     starters[name].add(node.name)
     found = []
     for name, tree in trees.items():

@@ -257,7 +257,7 @@ def test_a_landing_is_not_overtaken_by_what_is_written_there_next(directory: Pat
 # --- what fails
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("after", [0, 7, 60, 200])
 @pytest.mark.parametrize("where", ["before_fill", "before_landing"])

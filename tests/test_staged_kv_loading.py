@@ -128,6 +128,7 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     assert not registrar.locked
 
 
+@pytest.mark.slow
 def test_a_conversation_and_a_batch(target: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [LONG_PROMPT, PROMPT, LONG_PROMPT[:300]]
 

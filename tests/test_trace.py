@@ -152,7 +152,7 @@ def assert_figures(run: Traced) -> None:
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_path: Path) -> None:
     options = {"draft": draft, "resident_layers": NUM_LAYERS, **RUNS[name]}

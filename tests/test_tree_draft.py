@@ -266,7 +266,7 @@ class Interrupted:
         self.layers = raising(error, after=after, then=weights.layers)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
 @pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(
@@ -349,7 +349,7 @@ class SteadyRates(MatchRates):
         return self._steady
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
 def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rate: float) -> None:
     """Where n-grams and draft say the same, too: nothing that waits to be expanded could give a better one."""

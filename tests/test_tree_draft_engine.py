@@ -130,7 +130,7 @@ def say_briefly(runtime: Runtime, sampling: dict[str, Any]) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [1, "auto"])
 def test_running_ahead_changes_nothing(

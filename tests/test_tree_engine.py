@@ -154,7 +154,7 @@ class Oracle(NgramProposer):
         ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "resident_layers"), [("gpu", "auto"), ("host", 2)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_window_is_accepted_as_far_as_it_is_right(
@@ -229,6 +229,7 @@ def test_the_printed_summary() -> None:
     assert "by source" not in one and "by depth" not in one
 
 
+@pytest.mark.slow
 def test_where_the_link_binds_trees_are_all_that_is_chosen(target: Path, draft: Path) -> None:
     slow = MachineProfile(
         "slow", "made up", 1, 10**9, gpu_name="slow", vram_bytes=10**9, link_gbps=0.02,

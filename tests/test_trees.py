@@ -88,7 +88,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.close()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
 @pytest.mark.parametrize(("gamma", "nodes", "seed"), [(1, 5, 1), (4, 40, 2), (7, 60, 3)])
 def test_any_tree_gives_plain_decodings_tokens_and_keys(
@@ -123,6 +123,7 @@ def test_each_tree_is_accepted_as_far_as_it_is_right(setup: Setup) -> None:
                 texts[request.slot] += played.tokens
 
 
+@pytest.mark.few(2)
 def test_logits_of_a_path_are_those_of_a_chain(setup: Setup) -> None:
     """Rows of the pass that verified a tree, beside rows of plain decoding's, bit for bit."""
     runner, prompt, truth = setup.runner, PROMPTS[1], setup.truth[1][1]
@@ -187,6 +188,7 @@ def test_trees_of_n_grams(setup: Setup) -> None:
     assert 0 in accepted
 
 
+@pytest.mark.few(2)
 def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> None:
     """What comes behind a tree overwrites what it left."""
     runner, params, truth = setup.runner, PARAMS[0], setup.truth[0]

@@ -95,6 +95,7 @@ def test_what_n_grams_add_changes_no_token(
     assert {"ngram", "retrieval"} <= sources
 
 
+@pytest.mark.slow
 def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     target: Path, draft: Path, tmp_path: Path
 ) -> None:

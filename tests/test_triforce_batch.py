@@ -82,7 +82,7 @@ def test_triforce_says_what_plain_decoding_says(
         check(runtime, expected[heads])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_chain_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str
@@ -93,6 +93,7 @@ def test_a_chain_says_what_plain_decoding_says(
         check(runtime, expected["gqa"])
 
 
+@pytest.mark.slow
 def test_a_retrieval_verifier_without_a_draft(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]]
 ) -> None:
@@ -239,7 +240,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
         assert steps[0] == steps[2] == 0 < steps[1]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "kv", "cache"), [(768, "gpu", "full"), (760, "gpu", "full"), (762, "host", "retrieval")]
 )

@@ -84,7 +84,7 @@ def _check(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], ro
     return out
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @versions
 @pytest.mark.parametrize("num_keys", [8, 256, 300])
 @pytest.mark.parametrize(("num_queries", "num_kv_heads", "group"), [(1, 3, 1), (5, 2, 2), (17, 1, 4), (3, 1, 20)])

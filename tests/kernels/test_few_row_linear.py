@@ -108,13 +108,14 @@ FUSED = [
 ]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fused", FUSED, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 17])
 def test_everything_that_can_be_fused(rows: int, fused: dict[str, bool]) -> None:
     check_kernel(make_problem(rows, 22, 69, **fused))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 def test_every_number_of_rows(rows: int) -> None:
     check_kernel(make_problem(rows, 20, 48, norm=True, residual=True))

@@ -106,7 +106,7 @@ def poison_new_tensors(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "temperature"),
     [(torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.0), (torch.float16, 0.6)],
