@@ -66,11 +66,14 @@ def test_what_is_asked_of_a_runtime_can_be(folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_command_runs(folder: Path) -> None:
-    """With the demo model, which stands for draft and target; in one process."""
+def test_every_command_runs(folder: Path, target: Path, draft: Path) -> None:
+    """With the demo model, which stands for draft and target; `verify`, which says hundreds of answers, with small
+    ones. All in one process."""
     for name in ("model.gguf", "draft.gguf"):
         (folder / name).symlink_to(fetch_demo_model())
     for line in LINES:
+        if line.startswith("verify"):
+            line = line.replace("./model.gguf", str(target)).replace("./draft.gguf", str(draft))
         result = run(line, *shlex.split(SHORTER[line.split()[0]]))
         assert result.exit_code == 0 and result.stdout.strip(), (line, result.stderr, result.exception)
     assert (folder / "plan.png").exists() and (folder / "config" / "profiles" / "mine.toml").exists()
