@@ -281,6 +281,7 @@ def test_files_of_a_hub_repository(reference: str, found: str, tmp_path, monkeyp
             door(reference)
 
 
+@pytest.mark.slow
 def test_hub_offline_is_a_typed_error_with_a_way_out(tmp_path):
     code = (
         "from offload_runtime.weights import describe_model, open_checkpoint\n"

@@ -221,7 +221,11 @@ def sweep_points(sweep: str, arguments: argparse.Namespace) -> list[Point]:
     Raises:
         OptionError: A value makes no sense; CheckpointError: there is no such model.
     """
-    num_layers = open_models(arguments).config.num_layers
+    return points_among(sweep, arguments, open_models(arguments).config.num_layers)
+
+
+def points_among(sweep: str, arguments: argparse.Namespace, num_layers: int) -> list[Point]:
+    """The same of a model of `num_layers`."""
     if sweep == "resident":
         return resident_points(arguments.values, num_layers=num_layers)
     return window_points(arguments.values, resident_layers=arguments.resident_layers, num_layers=num_layers)
