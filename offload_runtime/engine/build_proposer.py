@@ -136,10 +136,9 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: 
         take_step([params], 1)
     for num_sequences in warm_up_batches(batch):
         take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
-    longest = min(
-        target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2
-    )  # a step puts so many behind
+    cache, behind = target.cache, gamma + 2  # which a step puts there
+    longest = min(cache.capacity_tokens, cache.max_tokens_with_draft - behind)
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         take_step(DIFFERENT_WAYS[:1], length)
-        target.cache.truncate(0, 0)
+        cache.truncate(0, 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_runtime.config import require
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
@@ -175,10 +176,8 @@ class Generation:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Around work on the target: an error instead of another generation's keys."""
-        if not self.is_current:
-            raise OptionError(
-                "another generation has begun on this runtime since, or it was closed: this one cannot go on"
-            )
+        current = self.is_current
+        require(current, "another generation has begun on this runtime since, or it was closed: this one cannot go on")
         with device_errors(self._parts.budget.device):
             yield
 

@@ -64,10 +64,8 @@ def require_memory(emulation: Emulation, device: torch.device) -> None:
     Raises:
         DeviceError: It has.
     """
-    if device.type == "cuda":
-        there_bytes = torch.cuda.get_device_properties(device).total_memory
-    else:
-        there_bytes = psutil.virtual_memory().total
+    on_gpu = device.type == "cuda"
+    there_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     if emulation.whole_vram_bytes > there_bytes:
         raise DeviceError(
             f"{emulation.name} cannot be emulated here: it has {format_bytes(emulation.whole_vram_bytes)} of device "
@@ -219,9 +217,8 @@ def load_runtime(
         recorder = TraceRecorder(device) if config.trace is not None else None
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-        branches = plan.proposer == "ngram" or (
-            (plan.proposer != "none" or plan.has_verifier) and config.tree_nodes != 0
-        )  # fmt: skip
+        proposes = plan.proposer != "none" or plan.has_verifier
+        branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
         target, drafter = assembly.load_models(
             target_source, draft_source, plan, budget, queues, registrar=registrar, on_progress=on_progress,
             trees=branches, undo=undo,

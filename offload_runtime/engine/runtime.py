@@ -55,9 +55,7 @@ class Runtime:
         self.tokenizer: Any = parts.tokenizer
         self.device = parts.budget.device
         self.dtype = target.weights.layout.dtype
-        self.placement = parts.placement
-        self.plan = parts.plan
-        self.emulated = parts.emulated
+        self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
         self.load_report = (
             f"loaded {format_bytes(target.weights.layout.total_bytes)} in {target.weights.load_seconds:.1f} s "
             f"({target.weights.load_gbps:.1f} GB/s)"
@@ -253,10 +251,8 @@ class Runtime:
             BudgetError: Memory ran out; once all prompts had been worked on, with what there is of every answer.
         """
         most = self.plan.target.batch
-        if not 1 <= len(prompts) <= most:
-            raise OptionError(
-                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {most}: raise max_batch when loading it"
-            )
+        fine = 1 <= len(prompts) <= most
+        require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
         asked = params_of_each(params_once(by_name, params), noise_ids, len(prompts))

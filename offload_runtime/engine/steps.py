@@ -204,11 +204,8 @@ class StepRunner:
         results = self._step(requests, window, choice)
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
         # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
-        able = [
-            (request, result)
-            for request, result in zip(requests, results, strict=True)
-            if self._is_able(request, choice.mode)
-        ]
+        pairs = zip(requests, results, strict=True)
+        able = [(request, result) for request, result in pairs if self._is_able(request, choice.mode)]
         whole = [result for request, result in able if self._was_whole(request, result, window)]
         seen, size = whole, choice.size
         if not whole and choice.mode == "chain":  # what was cut tells about smaller windows
