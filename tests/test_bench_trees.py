@@ -19,6 +19,7 @@ SLOW_LINK = MachineProfile(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "slow.toml"
     profile.write_text(profile_toml(SLOW_LINK))

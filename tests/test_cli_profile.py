@@ -131,6 +131,7 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
     assert "--disk-file /absent is not a file" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_real_command_measures_this_machine(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": path, "OFFLOAD_RUNTIME_CONFIG": str(tmp_path)}

@@ -240,6 +240,7 @@ def test_what_cannot_run_is_left_out_with_the_reason() -> None:
     assert "name one with --draft" in systems.run_system(drafted, [], {}, **given)["skipped"]
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_or_takes_too_long_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text("import sys; print('error: no room', file=sys.stderr); sys.exit(3)")
     (tmp_path / "endless.py").write_text("import time; time.sleep(60)")

@@ -102,6 +102,7 @@ def test_neither_a_file_nor_a_model_of_the_hub(tmp_path: Path) -> None:
         describe_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plan_does_without_transformers() -> None:
     """Whose import alone takes longer than a plan may take."""
     program = (

@@ -108,6 +108,7 @@ class TestBeforeLoading:
     def test_a_context_longer_than_the_model(self, target: Path) -> None:
         refused(ContextLengthError, target, "513", "512", "--context", context=CONTEXT_TOKENS + 1)
 
+    @pytest.mark.few(3)
     @pytest.mark.parametrize("resident", ["auto", 0, 3, NUM_LAYERS])
     @pytest.mark.parametrize("draft", ["ngram", "model"])
     def test_too_little_vram_names_what_would_do(
@@ -177,6 +178,7 @@ class TestBeforeLoading:
         refused(DeviceError, target, word, device=device)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_failure_while_loading_leaves_nothing_running(target: Path, share: float) -> None:
     def fail(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -291,6 +293,7 @@ def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
 
 
 # Three copies fill the ring, then five make a pass.
+@pytest.mark.few(2)
 @pytest.mark.parametrize("copies", [3, 5, 8, 20])
 def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, copies: int) -> None:
     with (

@@ -30,6 +30,7 @@ def run_in(process: TestProcess, directory: Path, tests: tuple[str, ...]) -> Out
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_broken_line_is_seen(mutation: Mutation, process: TestProcess, tmp_path: Path) -> None:
     copy = copy_of_packages(tmp_path, path=mutation.path, old=mutation.old, new=mutation.new)
@@ -40,6 +41,7 @@ def test_a_broken_line_is_seen(mutation: Mutation, process: TestProcess, tmp_pat
     assert sorted(outcome.passed) == sorted(mutation.blind)
 
 
+@pytest.mark.slow
 def test_without_a_broken_line_the_same_tests_pass(process: TestProcess, tmp_path: Path) -> None:
     tests = tuple(sorted({test for mutation in MUTATIONS for test in mutation.tests}))
     outcome = run_in(process, copy_of_packages(tmp_path), tests)

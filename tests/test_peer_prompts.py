@@ -138,6 +138,7 @@ def run_watched(options: Any, tokens: int | None) -> tuple[Run, list[int], list[
     return run, read, drafted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [1, 5, PROMPT_TOKENS - 1, PROMPT_TOKENS, 100])
 def test_prompts_are_read_in_chunks_and_the_answers_stay(target: Path, chunk: int) -> None:
     pytest.importorskip("accelerate")
@@ -149,6 +150,7 @@ def test_prompts_are_read_in_chunks_and_the_answers_stay(target: Path, chunk: in
     assert whole == ([PROMPT_TOKENS] + [1] * (NEW_TOKENS - 1)) * 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
 @pytest.mark.parametrize("chunk", [1, 5, PROMPT_TOKENS])
 def test_target_and_assistant_read_chunks_and_the_right_draft_is_always_accepted(

@@ -217,6 +217,7 @@ def measure_ours(models: tuple[Path, Path], own: OurOptions, *others: str) -> di
     return ours_runtime.measure(options_from(peer_parser("").parse_args(given)), own)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("resident", [0, 3])
 def test_streamed_keys_and_values_of_ours_are_in_its_bytes(long_models: tuple[Path, Path], resident: int) -> None:
     own = OurOptions(draft="none", speculation="auto", gamma=None, tree_nodes=None, kv="host")
@@ -237,6 +238,7 @@ def test_streamed_keys_and_values_of_ours_are_in_its_bytes(long_models: tuple[Pa
     assert stats.bytes_per_pass == found["bytes_per_pass"]
 
 
+@pytest.mark.slow
 def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tuple[Path, Path]) -> None:
     own = OurOptions(
         draft=str(long_models[1]), speculation="triforce", gamma=3, tree_nodes=None, kv="host", budget_tokens=64,

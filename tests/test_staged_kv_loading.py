@@ -78,6 +78,7 @@ def least(plan: RunPlan) -> int:
     return with_staging_rings(plan.target, 0).ring_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("share", "resident"),
     [(share, 3) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]
@@ -118,6 +119,7 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     assert not registrar.locked
 
 
+@pytest.mark.slow
 def test_a_conversation_and_a_batch(target: Path, whole: RunPlan) -> None:
     prompts = [LONG_PROMPT, PROMPT, LONG_PROMPT[:300]]
 
@@ -185,6 +187,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
     assert not registrar.locked
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", range(NUM_LAYERS))
 def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
     target: Path, whole: RunPlan, expected: tuple[int, ...], count: int
@@ -224,6 +227,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, draft: Pat
     assert f"lower --context (now {CONTEXT})" in said and "--speculation chain" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["streaming", "retrieval"])
 def test_auto_does_without_triforce_and_says_why(
     target: Path, draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str
@@ -241,6 +245,7 @@ def test_auto_does_without_triforce_and_says_why(
         assert tokens_of(runtime) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
 def test_a_context_left_to_the_runtime_ends_in_a_plan(tmp_path: Path, share: float) -> None:
     target = write_checkpoint(tmp_path, num_layers=2, context=8192)
@@ -264,6 +269,7 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(tmp_path: Path, share: flo
 # --- what fails
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("way", "after"), [("h2d", 0), ("h2d", 20), ("h2d", 150), ("d2h", 0), ("d2h", 8), ("d2h", 15)])
 def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int

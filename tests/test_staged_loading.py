@@ -84,6 +84,7 @@ def staged_of(runtime: Runtime) -> tuple[int, ...]:
     return runtime.parts.target.placement.staged_layers
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("count", range(NUM_LAYERS + 1))
 def test_a_refusal_after_any_layer_gives_the_same_tokens(
@@ -113,6 +114,7 @@ REFUSALS = [(call,) for call in range(2 * NUM_LAYERS)]
 REFUSALS += [(first, later) for first in (1, 5, 9) for later in range(first + 1, first + 16, 2)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("calls", REFUSALS)
 def test_refusals_at_any_moment_give_the_same_tokens(
@@ -136,6 +138,7 @@ def test_refusals_at_any_moment_give_the_same_tokens(
     assert not registrar.locked
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("shrink", range(1, 9))
 def test_a_layer_is_given_up_for_the_ring(target: Path, layer_bytes: int, expected: list[int], shrink: int) -> None:
@@ -159,6 +162,7 @@ def test_a_system_that_locks_nothing_is_told_so(target: Path) -> None:
     assert not registrar.locked
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("resident", [0, 3, 9])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])

@@ -94,6 +94,7 @@ class Interrupted(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_stopped(
     sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_sweep_goes_on_where_it_stopped(
     assert list(again) == ["1"] and again["1"] != rows["1"]  # of other settings nothing is kept
 
 
+@pytest.mark.slow
 def test_several_sweeps_share_a_runtime(
     sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +142,7 @@ def test_several_sweeps_share_a_runtime(
         assert 0 <= row["policies"]["streaming"]["agreement"] < row["policies"]["topk"]["agreement"] <= 1
 
 
+@pytest.mark.slow
 def test_batches(sweep: Callable[..., int], tmp_path: Path) -> None:
     out = tmp_path / "b.json"
     assert sweep("batch", "--values", "2x400,3x300", "--out", str(out), "--temperature", "0") == 0
@@ -160,12 +163,14 @@ class Lying(Session):
         return replace(done, texts=tuple((*text[:5], text[5] + 1, *text[6:]) for text in done.texts))
 
 
+@pytest.mark.slow
 def test_a_row_says_where_it_is_not_plain_decoding(runtime: Runtime) -> None:
     rows = RowMeasurement(Lying(runtime), Rig(runtime), [TOKENS], Lengths(8, 8, 2))
     row = rows.measure(Setting(OPTIONS, 0.6, 900, 9, 8))
     assert not row["identical_to_plain"] and row["first_difference"] == (0, 5)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_plain_decoding_fails_the_command(sweep: Callable[..., int], tmp_path: Path) -> None:
     """Whenever it was measured."""
     out = tmp_path / "g.json"
@@ -247,6 +252,7 @@ def test_files_of_something_else_are_left_alone(
         assert "name another file" in capsys.readouterr().err and out.read_text() == content
 
 
+@pytest.mark.slow
 def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtime) -> None:
     """Its acceptance is that of the loaded one at every level, after other hierarchies have been there."""
     start, params = [TOKENS[:700]], SamplingParams(0.6, seed=3)
@@ -313,6 +319,7 @@ def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
     assert all(torch.equal(again.blocks[key], data) for key, data in first.blocks.items())
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
     session, rig, params = Session(runtime), Rig(runtime), SamplingParams(1.0, seed=5)
     proposer = rig.build(OPTIONS)
@@ -387,6 +394,7 @@ def test_longer_contexts_come_first() -> None:
         Lengths(1, 1, 0)
 
 
+@pytest.mark.slow
 def test_agreement_with_itself_is_full(runtime: Runtime) -> None:
     """A needle's retrieval verifier that holds everything says what the full target says."""
     setting = Setting(replace(OPTIONS, budget_tokens=768, gamma_draft=3), 0.6, 800, 9, 8, depth=0.5)

@@ -99,6 +99,7 @@ def test_windows_and_shares_have_their_bounds() -> None:
     assert set(lines_of("resident", without, 1)) == {"plain decoding", "its bound"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sweep", "rows"), [("window", WINDOWS), ("resident", SHARES)])
 def test_one_call_draws_both_formats_the_same_again(sweep: str, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     report = {**ABOUT, "sweep": sweep, "settings": SETTINGS, "rows": rows}

@@ -37,6 +37,7 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     return {row["value"]: row for row in json.loads(path.read_text())["rows"]}
 
 
+@pytest.mark.slow
 def test_windows_of_a_shape(tmp_path: Path) -> None:
     out = tmp_path / "w.json"
     command = ["window", "--shape", "tiny", "--passes", "2", "--resident-layers", "3", "--out", str(out), *ON_CPU]
@@ -71,6 +72,7 @@ def test_windows_are_as_wide_as_they_say(models: tuple[Path, Path, Path], monkey
     assert set(widths) == {30}
 
 
+@pytest.mark.slow
 def test_shares_of_a_checkpoint_with_a_draft(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, draft, text = models
     out = tmp_path / "r.json"

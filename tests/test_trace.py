@@ -152,6 +152,7 @@ def assert_figures(run: Traced) -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_path: Path) -> None:
     options = {"draft": draft, "resident_layers": NUM_LAYERS, **RUNS[name]}
@@ -273,6 +274,7 @@ def recorders() -> list[TraceRecorder]:
     return [found for found in gc.get_objects() if isinstance(found, TraceRecorder)]
 
 
+@pytest.mark.slow
 def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, tmp_path: Path) -> None:
     before = len(recorders())
     for options in RUNS.values():
@@ -296,6 +298,7 @@ class InterruptedProposer(WithNgrams):
         return proposals
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "after", "passes"),
     [("between passes", 3, 4), ("in prefill", 2, 0), ("while drafting", 2, 3)],

@@ -44,8 +44,8 @@ NEWEST = SpeculationOptions("chain", "streaming", sink_tokens=4, recent_tokens=6
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.05)
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_noisy_copy(target, tmp_path_factory.mktemp("models") / "draft", noise=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def trees(target: Path, draft: Path) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(("gamma", "tree_nodes"), [(None, None), (6, 1), (3, 24)])
 def test_trees_change_nothing_but_the_passes(
@@ -129,6 +130,7 @@ def say_briefly(runtime: Runtime, sampling: dict[str, Any]) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [1, None])
 def test_running_ahead_changes_nothing(
@@ -155,6 +157,7 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
     assert answers[0] == answers[1] and all(answers[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "sampling"), [("gpu", SAMPLINGS[1]), ("host", SAMPLINGS[0])])
 def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
     tmp_path: Path, device: str, kv: str, sampling: dict[str, Any]

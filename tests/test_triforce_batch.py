@@ -71,6 +71,7 @@ def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
             assert said == tokens[:size]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "heads", "kv"), COMBINATIONS)
 def test_triforce_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, heads: str,
@@ -82,6 +83,7 @@ def test_triforce_says_what_plain_decoding_says(
         check(runtime, expected[heads])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_chain_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str
@@ -92,6 +94,7 @@ def test_a_chain_says_what_plain_decoding_says(
         check(runtime, expected["gqa"])
 
 
+@pytest.mark.slow
 def test_a_retrieval_verifier_without_a_draft(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]]
 ) -> None:
@@ -107,6 +110,7 @@ TASKS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cache", "params"),
     [
@@ -231,6 +235,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
         assert steps[0] == steps[2] == 0 < steps[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "kv", "cache"), [(768, "gpu", "full"), (760, "gpu", "full"), (762, "host", "retrieval")]
 )
@@ -288,6 +293,7 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
         assert window.num_rows == 1
 
 
+@pytest.mark.slow
 def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence(
     models: dict[str, tuple[Path, Path]],
 ) -> None:

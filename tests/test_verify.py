@@ -121,6 +121,7 @@ def test_no_sample_is_impossible(exact_report: VerificationReport) -> None:
     assert not [fit.name for fit in exact_report.fits if fit.impossible]
 
 
+@pytest.mark.slow
 def test_a_window_with_another_token_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     misread(runtime, monkeypatch)
     report = verify(runtime, RUN_PLAN)
@@ -148,6 +149,7 @@ def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     torch.testing.assert_close(other[3], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_runtime_is_itself_again_afterwards(
     runtime: Runtime, exact_report: VerificationReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ def run(target: Path, *arguments: str, program: Typer = app) -> Result:
     return CliRunner().invoke(program, ["verify", *options, *arguments], env={"COLUMNS": "120"})
 
 
+@pytest.mark.slow
 def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the lazy dog\n\nthe pass\n", encoding="utf-8")
     result = run(target, "--draft", str(draft), "--json", "--prompts", str(tmp_path / "prompts"))
@@ -209,6 +212,7 @@ class Misreading(Runtime):
         return runtime
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
     result = run(target, "--json", program=app_of(command, engine=SimpleNamespace(Runtime=Misreading)))
     assert result.exit_code == 1, result.output

@@ -152,6 +152,7 @@ def small_draft(kind: str, directory: Path) -> tuple[PlayedDraft, Any, Any]:
     return PlayedDraft(runner), runner.cache, made
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
 def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
@@ -215,6 +216,7 @@ def played_by(
     return played
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
 def test_warming_up_the_retrieval_verifier_leaves_nothing(

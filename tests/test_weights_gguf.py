@@ -193,6 +193,7 @@ def test_sliding_window_of_a_mistral_model(tmp_path):
     assert describe_model(path).config() == config and describe_model(path).native_dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_file_is_described_without_transformers(tmp_path):
     """Whose import alone takes longer than a plan may take."""
     path = write(tmp_path / "m.gguf", "qwen3", build("qwen3", head_dim=32))
@@ -254,6 +255,7 @@ def test_truncated_file_tells_how_much_is_missing(tmp_path):
         open_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_fuzzed_headers_never_raise_anything_else(tmp_path):
     path = write(tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1))
     intact = path.read_bytes()

@@ -249,6 +249,7 @@ def test_hub_id_downloads_what_is_needed_and_no_more(single, monkeypatch):
     assert picked == repository[:6]
 
 
+@pytest.mark.slow
 def test_hub_offline_is_a_typed_error_with_a_way_out(tmp_path):
     code = (
         "from offload_runtime.weights import open_checkpoint\n"

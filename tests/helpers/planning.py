@@ -19,7 +19,7 @@ from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

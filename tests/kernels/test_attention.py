@@ -49,6 +49,7 @@ def _ragged_case(group: int, head_dim: int, dtype: torch.dtype) -> tuple[Attenti
     return case, rows
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("group", [1, 3, 7])
@@ -69,6 +70,7 @@ def test_ragged_batch_matches_reference_in_half_precision(group: int, head_dim: 
         _check(case, rows, window=window, prefill=prefill)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("start", [0, 254, 700])
 def test_several_splits(start: int) -> None:
     rows = chain_rows((start,), (3,), max_length=start + 40)
@@ -83,6 +85,7 @@ def test_a_batch_member_of_padding_only() -> None:
     _check(case, rows, prefill=True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("window", [1, 20, 64, 300])
 def test_sliding_window(window: int, prefill: bool) -> None:
@@ -108,6 +111,7 @@ def test_prefill_of_more_queries_than_a_program_takes(start: int) -> None:
     _check(case, rows, window=33, prefill=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 6, 70])
 @pytest.mark.parametrize("committed", [(5, 60), (300, 250), (0, 256)])
 def test_tree_matches_reference(committed: tuple[int, int], window: int | None) -> None:
@@ -118,6 +122,7 @@ def test_tree_matches_reference(committed: tuple[int, int], window: int | None) 
     _check(case, rows, window=window)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("committed", [5, 61, 254])
 def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
     slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
@@ -130,6 +135,7 @@ def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
         assert_within(out[:, path], chain_out, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least_splits", [1, 16])
 def test_a_small_workspace_changes_nothing(least_splits: int) -> None:
     case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)

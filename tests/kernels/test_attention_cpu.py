@@ -51,6 +51,7 @@ def _run(case: AttentionCase, rows: QueryRows, window: int | None = None) -> tor
         return attention(case.q, case.kv, _rows(rows), scale=case.scale, sliding_window=window)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
@@ -61,6 +62,7 @@ def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
         assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_window(dtype: torch.dtype, window: int | None, num_threads: int) -> None:
@@ -80,6 +82,7 @@ def _shifted(tensor: torch.Tensor) -> torch.Tensor:
     return memory[1:].view(tensor.shape).copy_(tensor)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("group", [1, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, group: int, num_threads: int) -> None:
@@ -95,6 +98,7 @@ def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, grou
         assert torch.equal(finish_attention(case.q, rows, state), expected), f"step {step}"
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("gathered_bytes", [20_000, GATHERED_BYTES], ids=["a few paths", "all paths"])
 @pytest.mark.parametrize("window", [None, 270])
 @pytest.mark.parametrize("committed", [0, 61, 254, 640])
