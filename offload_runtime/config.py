@@ -154,9 +154,19 @@ def require(fine: bool, message: str) -> None:
         raise OptionError(message)
 
 
+def require_unicode(name: str, text: str) -> None:
+    """Raise `OptionError` for a byte of a command line that is not UTF-8, or half of a pair in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+        raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
+
+
 def require_positive(name: str, value: int | None) -> None:
-    """Raise `OptionError` unless `value` is at least one, or left open."""
+    """Raise `OptionError` unless `value` is at least one and no more than a machine counts to, or left open."""
     require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+    require(value is None or value < 1 << 63, f"{name} must be less than 2**63")
 
 
 def require_nodes(tree_nodes: int | None) -> None:
@@ -431,7 +441,8 @@ class RuntimeConfig:
     `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
     Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit. `gamma` is what a
     pass proposes where nothing else is asked for (None chooses) and `max_gamma` the longest chain to make room for.
-    `tree_nodes` None leaves trees to the runtime, 0 makes no room for any.
+    `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `allow_special_tokens` makes control tokens
+    of what spells them in chat messages.
     """
 
     target: Any
@@ -452,6 +463,7 @@ class RuntimeConfig:
     emulate: Any = None
     profile: Any = None
     trace: Path | None = None
+    allow_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         wanted = {"target": "a directory, a GGUF file or a hub id such as org/name", "draft": "a model, ngram or none"}

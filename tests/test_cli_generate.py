@@ -13,8 +13,6 @@ from typer.testing import CliRunner, Result
 
 import offload_runtime
 from offload_runtime.cli import app
-from offload_runtime.cli.demo import demo as demo_command
-from offload_runtime.cli.generate import generate as command
 from offload_runtime.cli.generate import link_figure
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.errors import BudgetError
@@ -29,13 +27,13 @@ def runtime() -> FakeRuntime:
 
 
 def generate(runtime: FakeRuntime, *arguments: str, stdin: str | bytes | None = None) -> Result:
-    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["generate", "--target", "some/model", *arguments], input=stdin)
 
 
 def demo(runtime: FakeRuntime, model: Path, *arguments: str) -> Result:
     engine = SimpleNamespace(Runtime=runtime, fetch_demo_model=lambda **options: model)
-    return CliRunner().invoke(app_of(demo_command, engine=engine), ["demo", *arguments], env={"COLUMNS": "100"})
+    return CliRunner().invoke(app_of(engine=engine), ["demo", *arguments], env={"COLUMNS": "100"})
 
 
 def error_lines(result: Result) -> list[str]:
@@ -46,14 +44,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
     result = generate(runtime, "--prompt", "Hi")
     assert (result.exit_code, result.stdout) == (0, NOISE + "Hello\n")
     last_line = result.stderr.splitlines()[-1]
-    for figure in (
-        "12.5 tokens/s",
-        "1.50 tokens per pass",
-        "accepted 0.90 of the retrieval verifier's, 0.65 of the draft's",
-        "20.0 of 25.0 GB/s (80 %), idle 4.0 %",
-        "0.25 s",
-    ):
-        assert figure in last_line
+    assert last_line == "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · first token 0.25 s"
     assert result.stderr.splitlines()[:2] == [runtime.load_report, runtime.placement]
     assert runtime.closed
 
@@ -90,6 +81,42 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
             tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
         )
     ]  # fmt: skip
+
+
+def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
+    runtime.stats = make_stats(
+        windows={"tree 256": 7, "plain": 2, "unigram 16": 1}, accepted_by_source={"draft": 9, "ngram": 30},
+        accepted_by_depth=(20, 19), hidden_draft_share=0.5,
+    )  # fmt: skip
+    lines = generate(runtime, "--prompt", "Hi", "--explain").stderr.splitlines()
+    assert (
+        lines[-9:]
+        == [
+            "12.5 tokens/s · n-grams 1.5 tokens/pass · link 80 % · first token 0.25 s",
+            "  prompt of 7 tokens, first token after 0.25 s",
+            "  answer of 3 tokens in 2 passes, 1.50 tokens a pass",
+            "  accepted, as shares of what was proposed: 0.65 of draft, 0.90 of TriForce",
+            "  accepted, by depth: 20, 19",
+            "  accepted, by who proposed: 9 of draft, 30 of n-grams",
+            "  passes by what was proposed: 7 x tree 256, 2 x plain, 1 x n-grams 16",
+            "  link 20.0 of 25.0 GB/s (80 %), idle 4.0 %, 2.0 GB a pass, 0.50 s waited for",
+            "  drafting hidden 50.0 %",
+            "  peak of 3.0 GB of memory, 4.0 GB of page-locked memory",
+        ][-9:]
+    )
+    runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
+    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate(runtime, "--prompt", "Hi").stderr
+
+
+def test_control_tokens_in_messages_are_allowed_where_there_are_messages(runtime: FakeRuntime) -> None:
+    for arguments, allowed in (((), False), (("--allow-special-tokens",), True)):
+        assert generate(runtime, "--chat", "--prompt", "Hi", *arguments).exit_code == 0
+        assert runtime.loads.pop().allow_special_tokens is allowed
+    refused = generate(runtime, "--prompt", "Hi", "--allow-special-tokens")
+    assert (refused.exit_code, runtime.loads) == (2, [])
+    assert error_lines(refused) == [
+        "error: --allow-special-tokens does nothing without --chat: a plain prompt always allows them"
+    ]
 
 
 def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:
@@ -190,9 +217,9 @@ def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> 
         ("--prompt a --temperature inf", "temperature must be"),
         ("--prompt a --gamma 3 --draft none", "--draft none"),
         ("--prompt a --gamma 3 --speculation none", "--speculation none"),
-        ("--prompt a --context many", "--context must be a count or auto"),
-        ("--prompt a --context 0", "--context must be at least 1"),
-        ("--prompt a --resident-layers -1", "--resident-layers must be a count or auto"),
+        ("--prompt a --context many", "--context must be auto or a count of at least 1, not 'many'"),
+        ("--prompt a --context 0", "--context must be auto or a count of at least 1, not '0'"),
+        ("--prompt a --resident-layers -1", "--resident-layers must be auto or a count of at least 0"),
         ("--prompt a --vram much", "not a size"),
         ("--prompt a --target=", "--target is empty"),
     ],

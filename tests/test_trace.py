@@ -314,7 +314,9 @@ def test_what_is_interrupted_leaves_a_whole_trace(
         load(target, draft=draft, resident_layers=1, context=CONTEXT, trace=path) as runtime,
     ):
         if where == "while drafting":
-            runtime.parts = replace(runtime.parts, proposer=InterruptedProposer(drafting(runtime.proposer), after))
+            runtime.parts = replace(
+                runtime.parts, proposer=InterruptedProposer(drafting(runtime.parts.proposer), after)
+            )
         runtime.generate_batch(PROMPTS[:1], gamma=7, **ASKED, **hooks.get(where, {}))
     rows = rows_of(path)
     assert len(rows["passes"]) == passes

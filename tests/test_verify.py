@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
-from offload_runtime.cli.verify import verify as command
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -132,6 +131,7 @@ def test_a_window_with_another_token_is_a_defect(runtime: Runtime, monkeypatch: 
         assert found.mismatch.moved > found.mismatch.rounding  # logits of another context, however close the scores
 
 
+@pytest.mark.slow
 def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     prompt = runtime.encode(PROMPT)
     params = GenerationParams(20, ignore_eos=True)
@@ -214,7 +214,7 @@ class Misreading(Runtime):
 
 @pytest.mark.slow
 def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
-    result = run(target, "--json", program=app_of(command, engine=SimpleNamespace(Runtime=Misreading)))
+    result = run(target, "--json", program=app_of(engine=SimpleNamespace(Runtime=Misreading)))
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     assert record["verdict"] == "defect"

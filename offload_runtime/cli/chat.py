@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.generate import (
-    answer_line,
-    answer_record,
-    detail_figures,
-    load_runtime,
-    run_record,
-    speed_figures,
-    stream_answer,
-)
+from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, stream_answer, tell_more
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import require, write_atomically
-from offload_runtime.errors import BudgetError, OffloadError, OptionError
+from offload_runtime.config import require, require_unicode, write_atomically
+from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
@@ -35,25 +27,21 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
     config, _ = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
-    if interactive and options.as_json:
-        raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
+    require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
     with (
         terminal.only_json(options.as_json) as output,
         load_runtime(config, engine, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
-        if interactive:
-            _converse_at_terminal(session)
-        else:
-            _converse_through_pipe(session)
+        converse = _converse_at_terminal if interactive else _converse_through_pipe
+        converse(session)
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
     """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
     terminal.status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    read = terminal.line_editor(
-        list(COMMANDS), [name for name, command in COMMANDS.items() if command.argument == "FILE"]
-    )
+    with_files = [name for name, command in COMMANDS.items() if command.argument == "FILE"]
+    read = terminal.line_editor(list(COMMANDS), with_files)
     # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
     interrupted = False
     while True:
@@ -106,20 +94,21 @@ class ChatSession:
         """
         is_message = not text.startswith("/") or text.startswith("//")
         try:
+            require_unicode("the line", text)  # a terminal may send anything
             if is_message:
                 return self._answer(text.removeprefix("/"))
             name, *argument = text.split(maxsplit=1)
-            if name not in COMMANDS:
-                listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
-                raise OptionError(f"unknown command {name}; {listing}")
+            listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
+            require(name in COMMANDS, f"unknown command {name}; {listing}")
             command = COMMANDS[name]
             require(bool(argument) or command.argument != "FILE", f"{name} needs the name of a file: {name} FILE")
             command.run(self, "".join(argument))
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
             if is_message and self.options.as_json:
-                answers = error.answers if isinstance(error, BudgetError) else ()
-                self._write_json(answers, {"error": str(error), "error_type": type(error).__name__})
+                self._write_json(
+                    getattr(error, "answers", ()), {"error": str(error), "error_type": type(error).__name__}
+                )
             terminal.error_line(error)
         return True
 
@@ -164,13 +153,14 @@ class Command(NamedTuple):
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
+    text = terminal.read_text(path)
     try:
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(terminal.read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
-    if not isinstance(record, dict):
-        raise OptionError(f"{path} is not a saved conversation: it holds a {type(record).__name__}, not an object")
+    kind = type(record).__name__
+    require(isinstance(record, dict), f"{path} is not a saved conversation: it holds a {kind}, not an object")
     return record
 
 
@@ -197,12 +187,12 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    stats, runtime = session.last_stats, session.runtime
-    if stats is None:
+    if session.last_stats is None:
         terminal.status_line("no answer yet")
-    figures = [] if stats is None else [*speed_figures(stats), *detail_figures(stats)]
-    for figure in (*figures, runtime.load_report, runtime.placement):
-        terminal.status_line(f"  {figure}")
+    else:
+        tell_more(session.last_stats, str(session.runtime.device))
+    for line in (session.runtime.load_report, session.runtime.placement):
+        terminal.status_line(f"  {line}")
 
 
 def _save(session: ChatSession, argument: str) -> None:
@@ -219,8 +209,8 @@ def _load(session: ChatSession, argument: str) -> None:
 
 
 def _count(session: ChatSession) -> str:
-    messages = len(session.conversation.messages)
-    return "1 message" if messages == 1 else f"{messages} messages"
+    count = len(session.conversation.messages)
+    return f"{count} message{'s' * (count != 1)}"
 
 
 def _exit(session: ChatSession, argument: str) -> None:

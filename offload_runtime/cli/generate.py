@@ -20,8 +20,8 @@ import typer
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
 from offload_runtime.cli.plan import print_explanation
-from offload_runtime.config import RuntimeConfig, format_bytes
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.config import RuntimeConfig, format_bytes, require
+from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
     CheckPrompts = Callable[[PromptRoom], object]
 
-_PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "retrieval": "retrieval verifier's"}
+# Names of those who propose, and of windows, where users call them otherwise.
+_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "retrieval": "TriForce"}
 
 
 def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
     config, params, show_progress = options.config, options.params, not options.no_progress
+    allowed = options.chat or not options.allow_special_tokens
+    require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
@@ -72,8 +75,10 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
         texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
         terminal.write_text("".join(texts))
     for name, result in answers:
-        line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s")
+        line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s", *prediction(result.stats))
         terminal.status_line(f"{name}: {line}" if is_batch else line)
+        if options.explain:
+            tell_more(result.stats, about["device"])
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -83,13 +88,13 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
 def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, str]]:
     """Return the name and the text of `--prompt`, or of each `--prompt-file`: the file as the user wrote it (`-` is
     stdin). Raises `OptionError`."""
-    if (prompt is None) == (not files):
-        given = "both" if files else "neither"
-        raise OptionError(f"{given} of --prompt and --prompt-file was given: give exactly one of them")
+    given = "both" if files else "neither"
+    fine = (prompt is None) != (not files)
+    require(fine, f"{given} of --prompt and --prompt-file was given: give exactly one of them")
     if prompt is not None:
         return [("--prompt", prompt)]
-    if files.count("-") > 1:
-        raise OptionError(f"--prompt-file - was given {files.count('-')} times: stdin can be read once")
+    again = files.count("-")
+    require(again <= 1, f"--prompt-file - was given {again} times: stdin can be read once")
     return [("stdin" if path == "-" else path, terminal.read_text(path, option="--prompt-file")) for path in files]
 
 
@@ -198,59 +203,60 @@ def stream_answer(
 
 
 def answer_line(result: GenerationResult, *more: str) -> str:
-    """Return what was reached in one line, with what else there is to tell; an interrupted answer says so."""
-    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
-    return " · ".join([*stopped, *speed_figures(result.stats), *more])
+    """Return in one line how fast it was, by whose proposals, how much of the link's peak was used, and what else there
+    is to tell; an interrupted answer says so, and so does that of an emulated machine."""
+    stats = result.stats
+    sources = stats.accepted_by_source or {level.proposed_by: 1 for level in stats.acceptance if level.proposed}
+    by = _in_words(max(sources, key=lambda source: sources[source])) if sources else "plain"
+    figures = ["stopped"] if result.finish_reason == "interrupted" else []
+    figures += [f"emulating {stats.emulated}"] if stats.emulated else []
+    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{by} {stats.tokens_per_pass:.1f} tokens/pass"]
+    if stats.link_gbps is not None and stats.link_peak_gbps:
+        figures.append(f"link {100 * stats.link_gbps / stats.link_peak_gbps:.0f} %")
+    return " · ".join([*figures, *more])
 
 
-def speed_figures(stats: GenerationStats) -> list[str]:
-    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance (of each level, by
-    depth and by source), windows, link, prediction.
-
-    Figures of an emulated machine begin with its name.
-    """
-    figures = [f"emulating {stats.emulated}"] if stats.emulated else []
-    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    levels = [level for level in reversed(stats.acceptance) if level.proposed]
-    if levels:
-        shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
-        figures.append(_listed("accepted", shares))
-    if stats.accepted_by_depth:
-        figures.append(_listed("by depth", stats.accepted_by_depth))
-    if len(stats.accepted_by_source) > 1:
-        counts = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
-        figures.append(_listed("by source", counts))
-    if set(stats.windows) - {"plain"}:
-        figures.append(_listed("windows", [f"{count} x {name}" for name, count in stats.windows.items()], most=4))
-    if stats.link_gbps is not None:
-        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
-        figures.append(f"link {link_figure(stats)}{idle}")
-    if stats.hidden_draft_share is not None:
-        figures.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
+def prediction(stats: GenerationStats) -> list[str]:
+    """Return what was predicted of a pass beside what was measured, where something was."""
     predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
-    if predicted_s and measured_s:
-        off = 100 * (measured_s / predicted_s - 1)
-        figures.append(f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)")
-    return figures
+    if not predicted_s or not measured_s:
+        return []
+    off = 100 * (measured_s / predicted_s - 1)
+    return [f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)"]
 
 
-def _listed(name: str, items: Sequence[object], *, most: int = 8) -> str:
-    """Return the first `most` of several figures behind their name."""
-    shown = [str(item) for item in items[:most]] + ["..."] * (len(items) > most)
-    return f"{name} {', '.join(shown)}"
+def tell_more(stats: GenerationStats, device: str) -> None:
+    """Print what else there is to tell of an answer: lengths, times, proposals, the link and memory, a line each."""
+    from offload_runtime.plan import memory_name
 
-
-def detail_figures(stats: GenerationStats) -> list[str]:
-    """Return what else there is to tell of an answer: lengths, times and memory."""
-    figures = [
+    lines = [
         f"prompt of {stats.prompt_tokens} tokens, first token after {stats.time_to_first_token_s:.2f} s",
-        f"answer of {stats.new_tokens} tokens in {stats.passes} passes",
-        f"{format_bytes(stats.bytes_per_pass)} streamed per pass, {stats.stall_s:.2f} s spent waiting for the link",
-        f"peak of {format_bytes(stats.peak_vram_bytes)} of device memory, {format_bytes(stats.pinned_bytes)} pinned",
+        f"answer of {stats.new_tokens} tokens in {stats.passes} passes, {stats.tokens_per_pass:.2f} tokens a pass",
     ]
-    if stats.pageable_bytes:
-        figures.append(f"{format_bytes(stats.pageable_bytes)} staged from pageable memory")
-    return figures
+    lists: dict[str, Sequence[object]] = {
+        "accepted, as shares of what was proposed":
+            [f"{level.rate:.2f} of {_in_words(level.proposed_by)}" for level in stats.acceptance if level.proposed],
+        "accepted, by depth": stats.accepted_by_depth,
+        "accepted, by who proposed": [f"{n} of {_in_words(name)}" for name, n in stats.accepted_by_source.items()],
+        "passes by what was proposed": [f"{n} x {_in_words(name)}" for name, n in stats.windows.items()],
+    }  # fmt: skip
+    for name, items in lists.items():
+        lines += [f"{name}: {', '.join(map(str, items[:8]))}{', ...' * (len(items) > 8)}"] if items else []
+    if stats.link_gbps is not None:
+        idle = f"idle {100 * (stats.link_idle_share or 0):.1f} %"
+        waited = f"{format_bytes(stats.bytes_per_pass)} a pass, {stats.stall_s:.2f} s waited for"
+        lines.append(f"link {link_figure(stats)}, {idle}, {waited}")
+    if stats.hidden_draft_share is not None:
+        lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
+    held = {memory_name(device.split(":")[0]): stats.peak_vram_bytes, "page-locked memory": stats.pinned_bytes,
+            "pageable memory to stage from": stats.pageable_bytes}  # fmt: skip
+    peak = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in held.items() if nbytes)
+    for line in (*lines, *prediction(stats), f"peak of {peak}"):
+        terminal.status_line(f"  {line}")
+
+
+def _in_words(name: str) -> str:
+    return " ".join(_PROPOSERS.get(word, word) for word in name.split())
 
 
 def link_figure(stats: GenerationStats) -> str:

@@ -44,6 +44,7 @@ from offload_runtime.plan import (
     known_figures,
     limits_here,
     link_slack,
+    memory_name,
     predicted_step_s,
     require_dtype,
     resolve_dtype,
@@ -136,8 +137,9 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, 
     parts = [where]
     if placement.staged_layers or placement.staged_kv_layers:
         parts.append(describe_staging(placement))
+    memory = memory_name(budget.device.type)
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved"]
+    parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of {memory} reserved"]
     parts += [describe_draft_cache(plan), describe_speculation(plan)]
     if emulation is not None:
         unpaced = plan.has_verifier and plan.target.on_host
@@ -186,6 +188,7 @@ def load_runtime(
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
         eos_token_ids = frozenset(target_source.generation_eos())
         budget = DeviceBudget(device, limit_bytes, other_bytes=others)
+        undo.callback(budget.release)
         dtype = resolve_dtype(config.dtype, target_source, device.type)
         require_dtype(dtype, device)
         own_figures = known_figures(profile, device, dtype)
@@ -199,13 +202,13 @@ def load_runtime(
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
-            check(PromptRoom(tokenizer, plan.target.config, plan.target.context_tokens))
+            model = plan.target
+            check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
         check_host_memory(plan)
         budget.reserve("workspace", plan.workspace_bytes)
         if plan.graph_bytes:
             budget.reserve("CUDA graphs", plan.graph_bytes)
-        undo.callback(budget.release)
-        undo.callback(gc.collect)  # before it, so that nothing is left of a runtime that is closed
+        undo.callback(gc.collect)  # before the budget's end, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
         gc.collect()

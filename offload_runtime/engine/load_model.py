@@ -21,7 +21,7 @@ from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import DeviceBudget, HostArena, Registrar
+from offload_runtime.memory import DeviceBudget, HostArena, Registrar, require_readable_arenas
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
@@ -144,6 +144,8 @@ def load_models(
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
+    if plan.has_verifier and plan.target.on_host and budget.device.type == "cuda":
+        require_readable_arenas(budget.device)
     load = partial(load_model, budget=budget, queues=queues, registrar=registrar, on_progress=on_progress, undo=undo)
     draft = load(draft_source, plan.draft, name="draft") if draft_source and plan.draft else None
     target = load(target_source, plan.target, name="target")

@@ -10,6 +10,7 @@ from offload_runtime.memory.arena import (
     Registrar,
     check_host_memory,
     host_memory,
+    require_readable_arenas,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
