@@ -71,7 +71,7 @@ _OTHER_NAMES = {
     "gpt-4o": "llama4 kanana2 talkie minimax-m2",
     "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
 }
-_KNOWN = {other: _SPLITS[name] for name, others in _OTHER_NAMES.items() for other in others.split()} | _SPLITS
+_SPLITS_BY_NAME = {other: _SPLITS[name] for name, others in _OTHER_NAMES.items() for other in others.split()} | _SPLITS
 
 # --- special tokens, by llama.cpp's names: of whatever type a file gives them, these end an answer, or control
 
@@ -111,9 +111,9 @@ def special_ids(fields: Fields) -> dict[str, int]:
 
 def end_token_ids(fields: Fields) -> list[int]:
     """What ends an answer: the tokens that the file says, the end of a sequence first, and those of known names."""
-    said = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
+    given = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
     tokens = fields.items("tokenizer.ggml.tokens", str)
-    return list(dict.fromkeys(said + [index for index, token in enumerate(tokens) if token in _END_NAMES]))
+    return list(dict.fromkeys(given + [index for index, token in enumerate(tokens) if token in _END_NAMES]))
 
 
 # --- tokenizers
@@ -154,7 +154,7 @@ def gguf_tokenizer(fields: Fields) -> Any:
     kind, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
     if kind not in ("gpt2", "llama"):
         fields.refuse("tokenizer.ggml.model", kind, "gpt2 or llama")
-    if kind == "gpt2" and pre not in _KNOWN:
+    if kind == "gpt2" and pre not in _SPLITS_BY_NAME:
         fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_SPLITS)} or an alias")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.items("tokenizer.ggml.tokens", str))]
     types = fields.items("tokenizer.ggml.token_type", int) or [0] * len(tokens)
@@ -198,7 +198,7 @@ def _byte_level(fields: Fields, tokens: list[str], pre: str, others: list[str]) 
     vocabulary = {token: index for index, token in enumerate(tokens)}
     whole = pre in _WHOLE_WORDS.split()
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _KNOWN[pre]]
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _SPLITS_BY_NAME[pre]]
     by_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, by_bytes])
     letters = [decoders.Replace(word, by_bytes.pre_tokenize_str(word)[0][0]) for word in others if word in _NO_BYTES]
