@@ -14,7 +14,6 @@ from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.chat import COMMANDS
-from offload_runtime.cli.chat import chat as command
 from offload_runtime.cli.terminal import open_history
 from offload_runtime.config import GenerationParams, SamplingParams
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
@@ -27,7 +26,7 @@ def runtime() -> FakeRuntime:
 
 
 def chat(runtime: FakeRuntime, *arguments: str, turns: str | bytes) -> Result:
-    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
 
 

@@ -202,9 +202,7 @@ class AnswerOptions(LoadOptions):
         "your own or a shipped one."
     )
     allow_special_tokens: bool = _switch(
-        "--allow-special-tokens",
-        rich_help_panel="Model",
-        help="Control tokens spelled in chat messages are control tokens, not text.",
+        "--allow-special-tokens", rich_help_panel="Model", help="Messages may spell control tokens."
     )
     explain: bool = _print("--explain", help="Say what lives where before loading, and all figures after the answer.")
     trace: Path | None = _file(
