@@ -236,8 +236,8 @@ def device_errors(device: torch.device) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         raise BudgetError(
-            f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
-            "keep fewer layers resident"
+            f"the device memory allowed did not suffice ({error}): raise --vram, lower --context or keep fewer layers "
+            "resident"
         ) from error
     except torch.AcceleratorError as error:
-        raise DeviceError(f"the device failed during a pass ({error}): load the runtime again") from error
+        raise DeviceError(f"the device failed ({error}): load the runtime again") from error

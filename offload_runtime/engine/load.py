@@ -17,6 +17,7 @@ from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
+from offload_runtime.engine.generate import device_errors
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
@@ -27,7 +28,6 @@ from offload_runtime.memory import (
     DeviceBudget,
     HostArena,
     Registrar,
-    current_device,
     device_memory_used_by_others,
     resolve_device,
 )
@@ -181,7 +181,7 @@ def load_runtime(
     if emulation is not None:
         require_memory(emulation, device)
         limit_bytes = min(emulation.vram_bytes, emulation.vram_bytes if limit_bytes is None else limit_bytes)
-    with current_device(device), ExitStack() as undo:
+    with device_errors(device), ExitStack() as undo:
         draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
         eos_token_ids = frozenset(target_source.generation_eos())

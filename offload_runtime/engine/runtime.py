@@ -31,7 +31,7 @@ from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
@@ -153,13 +153,7 @@ class Runtime:
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
     ) -> Runtime:  # fmt: skip
         """Load what a configuration asks for. Callbacks and errors as of `load`."""
-        try:
-            parts = load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check)
-        except torch.OutOfMemoryError as error:
-            raise BudgetError(
-                f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
-            ) from error
-        return cls(parts)
+        return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check))
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
