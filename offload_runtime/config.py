@@ -416,11 +416,9 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
     """
     fine = chunk_size in (2, 4, 8, 16, 32, 64)
     require(fine, f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
-    if budget_tokens <= 0 or budget_tokens % chunk_size:
-        raise OptionError(
-            f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: "
-            f"use {max(1, budget_tokens // chunk_size) * chunk_size}"
-        )
+    whole = max(1, budget_tokens // chunk_size) * chunk_size
+    uneven = f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: use {whole}"
+    require(budget_tokens == whole, uneven)
     return budget_tokens // chunk_size
 
 

@@ -152,10 +152,8 @@ def _layers(resident: Sequence[int], num_layers: int) -> str:
     if not resident:
         return f"all {num_layers} layers streamed"
     streamed = [layer for layer in range(num_layers) if layer not in resident]
-    return (
-        f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)}), {len(streamed)} streamed "
-        f"({_ranges(streamed)})"
-    )
+    kept = f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)})"
+    return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

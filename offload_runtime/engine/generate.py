@@ -235,9 +235,7 @@ def device_errors(device: torch.device) -> Iterator[None]:
         with current_device(device):
             yield
     except torch.OutOfMemoryError as error:
-        raise BudgetError(
-            f"the device memory allowed did not suffice ({error}): raise --vram, lower --context or keep fewer layers "
-            "resident"
-        ) from error
+        ways = "raise --vram, lower --context or keep fewer layers resident"
+        raise BudgetError(f"the device memory allowed did not suffice ({error}): {ways}") from error
     except torch.AcceleratorError as error:
         raise DeviceError(f"the device failed ({error}): load the runtime again") from error

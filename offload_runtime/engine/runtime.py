@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
 
-class Runtime:
+class Runtime(AbstractContextManager["Runtime"]):
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
 
     Any thread may call it. Calls wait for one another, `close` too: `generate` and `generate_batch` until all their
@@ -50,16 +50,14 @@ class Runtime:
     """
 
     def __init__(self, parts: RuntimeParts) -> None:
-        target = parts.target
+        target, weights = parts.target, parts.target.weights
         self.config: ModelConfig = target.config
         self.tokenizer: Any = parts.tokenizer
         self.device = parts.budget.device
-        self.dtype = target.weights.layout.dtype
+        self.dtype = weights.layout.dtype
         self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
-        self.load_report = (
-            f"loaded {format_bytes(target.weights.layout.total_bytes)} in {target.weights.load_seconds:.1f} s "
-            f"({target.weights.load_gbps:.1f} GB/s)"
-        )
+        speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
+        self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens
@@ -376,9 +374,6 @@ class Runtime:
                     about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                              "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                     write_trace(path, recorder.finish(), about)
-
-    def __enter__(self) -> Runtime:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
