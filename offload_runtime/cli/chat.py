@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
 
 
-def chat(options: ChatOptions) -> None:
+def chat(options: ChatOptions, *, engine: Any = None) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
     config, _ = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
@@ -30,7 +30,7 @@ def chat(options: ChatOptions) -> None:
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
     with (
         terminal.only_json(options.as_json) as output,
-        load_runtime(config, explain=options.explain, show_progress=not options.no_progress) as runtime,
+        load_runtime(config, engine, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
         converse = _converse_at_terminal if interactive else _converse_through_pipe

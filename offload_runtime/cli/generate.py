@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 _PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "retrieval": "TriForce"}
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, params = options.config, options.params
+    config, params, show_progress = options.config, options.params, not options.no_progress
+    allowed = options.chat or not options.allow_special_tokens
+    require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
@@ -48,11 +50,11 @@ def generate(options: GenerateOptions) -> None:
     failure: BudgetError | None = None
     with (
         terminal.only_json(options.as_json),
-        load_runtime(config, show_progress=not options.no_progress, explain=options.explain, check=check) as runtime,
+        load_runtime(config, engine, show_progress=show_progress, explain=options.explain, check=check) as runtime,
     ):
         try:
             if is_batch:
-                with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+                with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
                     on_progress = partial(bars.update, "answers finished")
                     results = runtime.generate_batch(
                         prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
@@ -101,15 +103,17 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 
 @contextmanager
 def load_runtime(
-    config: RuntimeConfig, *, show_progress: bool, explain: bool = False, check: CheckPrompts | None = None
-) -> Iterator[Runtime]:
+    config: RuntimeConfig, engine: Any = None, *, show_progress: bool, explain: bool = False,
+    check: CheckPrompts | None = None,
+) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
-    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first."""
-    from offload_runtime.engine import Runtime
+    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first, and `engine`
+    stands in for the room of that name."""
+    from offload_runtime import engine as own
 
     on_plan = print_explanation if explain else None
     with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
-        runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
+        runtime = (engine or own).Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
     with runtime:
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)

@@ -207,6 +207,9 @@ class AnswerOptions(LoadOptions):
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
         "your own or a shipped one."
     )
+    allow_special_tokens: bool = _model(
+        False, "--allow-special-tokens", help="Control tokens spelled in chat messages are control tokens, not text."
+    )
     explain: bool = _print("--explain", help="Say what lives where before loading, and all figures after the answer.")
     trace: Path | None = _file(
         rich_help_panel="Output", help="Write when what ran, for ui.perfetto.dev and tools/timeline.py."

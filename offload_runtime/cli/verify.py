@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Column, Table
@@ -21,7 +21,7 @@ DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
 
 
-def verify(options: VerifyOptions) -> None:
+def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
     config, show_progress = options.config, not options.no_progress
     extra = {} if options.prompts is None else read_prompts(options.prompts)
@@ -37,7 +37,7 @@ def verify(options: VerifyOptions) -> None:
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with (
         only_json(options.as_json),
-        load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime,
+        load_runtime(config, engine, show_progress=show_progress, check=plan.encoded) as runtime,
         ProgressBars(enabled=show_progress) as bars,
     ):
         report = verify(runtime, plan, on_progress=bars.update)
