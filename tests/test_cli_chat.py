@@ -14,7 +14,6 @@ from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.chat import COMMANDS, read_json_object
-from offload_runtime.cli.chat import chat as command
 from offload_runtime.cli.terminal import open_history
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.errors import OptionError
@@ -28,7 +27,7 @@ def runtime() -> FakeRuntime:
 
 
 def chat(runtime: FakeRuntime, *arguments: str, turns: str | bytes) -> Result:
-    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
 
 

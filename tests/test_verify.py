@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
-from offload_runtime.cli.verify import verify as command
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -213,8 +212,9 @@ class Misreading(Runtime):
         return runtime
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
-    result = run(target, "--json", program=app_of(command, engine=SimpleNamespace(Runtime=Misreading)))
+    result = run(target, "--json", program=app_of(engine=SimpleNamespace(Runtime=Misreading)))
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     assert record["verdict"] == "defect"

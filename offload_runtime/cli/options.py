@@ -207,8 +207,8 @@ class AnswerOptions(LoadOptions):
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
         "your own or a shipped one."
     )
-    allow_special_tokens: bool = _model(
-        False, "--allow-special-tokens", help="Control tokens spelled in chat messages are control tokens, not text."
+    allow_special_tokens: bool = _switch(
+        "--allow-special-tokens", rich_help_panel="Model", help="Messages may spell control tokens."
     )
     explain: bool = _print("--explain", help="Say what lives where before loading, and all figures after the answer.")
     trace: Path | None = _file(
