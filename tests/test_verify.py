@@ -23,7 +23,7 @@ from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Proposal
 from offload_runtime.speculation import accepted_path as honest_path
 from offload_runtime.speculation import step as rounds
-from offload_runtime.verify.replay import ScriptedProposer, transcribe
+from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 
