@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModel
@@ -104,9 +104,7 @@ def _make_triforce(
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
-        with ExitStack() as eager:
-            for level in levels:
-                eager.enter_context(level.graphs.eager())
+        with verifier.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
             warm_up_verifier(proposer, runner, gamma=gamma, batch=batch)
         retrieved.warm_up()
         if first is not None:

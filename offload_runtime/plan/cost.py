@@ -473,8 +473,6 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    causes = {
-        "HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s,
-    }  # fmt: skip
+    causes = {"HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
     seconds = growth_s + max(compute_s, link_s, staging_s)
     return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)

@@ -427,22 +427,19 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 # --- one way: in host memory
 
 
-def with_staging_rings(target: ModelPlan, available_bytes: int | None = None) -> Placement:
+def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
-    memory or, at least, two pieces each; None for their full size."""
+    memory or, at least, two pieces each."""
     on_host = bool(target.kv_layers_on_host)
     largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
     d2h = NO_RING
     if on_host:
         # A prompt's blocks are written as they become full, piece by piece of the prompt.
         written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
-        d2h = RingShape(
-            min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES), _MOST_WRITEBACK_PIECES
-        )
-        if available_bytes is not None:
-            fitting = (available_bytes - ring_shape(largest, 0).nbytes) // d2h.piece_bytes
-            d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
-            available_bytes -= d2h.nbytes
+        piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
+        fitting = (available_bytes - ring_shape(largest, 0).nbytes) // piece_bytes
+        d2h = RingShape(piece_bytes, max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
+        available_bytes -= d2h.nbytes
     return replace(target.placement, h2d_ring=ring_shape(largest, available_bytes), d2h_ring=d2h)
 
 

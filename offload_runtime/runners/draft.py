@@ -170,7 +170,11 @@ class DraftModel:
             reach = graph_reach(reach, self._max_tokens_with_draft)
         for sequence, length in lengths.items():
             self.frequencies.set(sequence, length)
-        self._set_places()
+        # Where a streaming cache stands; any other one stays where it has been all the time.
+        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
+        if places != self._place_host:
+            overwrite(self._place, torch.tensor(places, dtype=torch.int32))
+            self._place_host = places
         new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
         if self.choosing is not None:
             self.choosing.begin_steps(range(self.window.num_rows), new)
@@ -203,13 +207,6 @@ class DraftModel:
         newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
         token = sample(newest, self._sampling, step.ahead, sequences)
         window.put(cursor, token, self._cursor[:num_rows])
-
-    def _set_places(self) -> None:
-        """Tell the device where a streaming cache stands; any other one stays where it has been all the time."""
-        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
-        if places != self._place_host:
-            overwrite(self._place, torch.tensor(places, dtype=torch.int32))
-            self._place_host = places
 
 
 def _inputs(tokens: Sequence[int], count: int) -> WindowInput:

@@ -86,26 +86,25 @@ def workspace_bytes(
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Runs passes of one model.
 
-    Args:
+    Attributes:
         decoder: The maths.
         streamer: The weights, resident or streamed.
         cache: Keys and values; the runner owns what is committed to it.
         rows: Builder of the pass's rows.
         shape: Heights of the matrix products.
+        recorder: Whoever wants a trace of the passes sets it.
     """
 
-    def __init__(
-        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rows: RowBuilder, shape: PassShape
-    ) -> None:
-        self.decoder = decoder
-        self.streamer = streamer
-        self.cache = cache
-        self.shape = shape
-        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the passes sets it
-        self.rows = rows
+    decoder: Decoder
+    streamer: LayerStreamer
+    cache: KVCache
+    rows: RowBuilder
+    shape: PassShape
+    recorder: TraceRecorder | None = None
 
     @torch.inference_mode()
     def prefill(

@@ -131,8 +131,6 @@ class TreeDraftProposer(Proposer):
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         with self._at_work():
             self._chains.prepare(slot, tokens)
-        if self.ngrams is not None:
-            self.ngrams.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         chains = [request for request in requests if request.tree_nodes is None]
