@@ -134,9 +134,8 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: 
         take_step([params], 1)
     for num_sequences in warm_up_batches(batch):
         take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
-    longest = min(
-        target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2
-    )  # a step puts so many behind
+    # A step puts gamma tokens and two more behind a text.
+    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2)
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         take_step(DIFFERENT_WAYS[:1], length)

@@ -143,9 +143,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
     stages = [(1, target.layout.head_bytes / attained_hbm, _head_operations(target, height) / flops)]
     matrix_s = 2 * target.layer_elements * height / flops
-    for (reach, layer_bytes), count in Counter(
-        zip(target.config.layer_windows, target.layout.layer_bytes, strict=True)  # layers are of a few kinds
-    ).items():
+    kinds = Counter(zip(target.config.layer_windows, target.layout.layer_bytes, strict=True))  # layers are of a few
+    for (reach, layer_bytes), count in kinds.items():
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
         stages.append((count, height // tile * layer_bytes / attained_hbm, matrix_s))

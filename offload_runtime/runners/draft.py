@@ -124,8 +124,7 @@ class DraftModel:
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `texts`; fewer at the end of the context
         or where logits are NaN. As many steps as the longest answer has tokens."""
-        rooms = {sequence: min(counts[sequence], self.room(len(tokens))) for sequence, tokens in texts.items()}
-        asked = {sequence: count for sequence, count in rooms.items() if count > 0}
+        asked = {s: most for s, tokens in texts.items() if (most := min(counts[s], self.room(len(tokens)))) > 0}
         proposals: dict[int, list[int]] = {sequence: [] for sequence in texts}
         if not asked:
             return proposals
