@@ -120,9 +120,7 @@ class PassMeter:
     def hidden_draft_share(self) -> float | None:
         """As in `GenerationStats`, so far."""
         recorder = self._parts.recorder
-        if recorder is None:
-            return None
-        spans = recorder.spans[self._spans_before :]
+        spans = [] if recorder is None else recorder.spans[self._spans_before :]
         drafts = [(span.start_s, span.end_s) for span in spans if span.row == DRAFT]
         target = [(span.start_s, span.end_s) for span in spans if span.row in (PASSES, LINK)]
         drafting_s = union_seconds(drafts)

@@ -97,9 +97,8 @@ class DraftModel:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
         self.forget()
         inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
-        self.texts.catch_up(0, [0] * inputs)
-        for power in range(CATCH_UP_TOKENS.bit_length()):
-            inputs += 1 << power
+        for more in (0, *(1 << power for power in range(CATCH_UP_TOKENS.bit_length()))):
+            inputs += more
             if inputs <= self._capacity_tokens:
                 self.texts.catch_up(0, [0] * inputs)
 
@@ -179,8 +178,7 @@ class DraftModel:
             self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
-        recorder = self.recorder
-        with recorder.span("draft steps", steps=count, sequences=len(longest)) if recorder else nullcontext():
+        with self.recorder.span("draft steps", steps=count, sequences=len(longest)) if self.recorder else nullcontext():
             for step in range(count):
                 first = step == 0
                 choice = None if self.choosing is None else self.choosing.begin_step(first=first)

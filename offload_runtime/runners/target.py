@@ -126,15 +126,12 @@ class ModelRunner:
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
         self.cache.begin_prefill(sequence, len(tokens))
-        start = self.cache.length(sequence)
-        step = self.shape.prefill_chunk_tokens
+        start, step = self.cache.length(sequence), self.shape.prefill_chunk_tokens
+        end = start + len(tokens)
         pieces = [
-            self.rows.build(
-                [Window(tuple(tokens[offset : offset + step]))], [start + offset], [0],
-                prompt_length=start + len(tokens),
-            )
-            for offset in range(0, len(tokens), step)
-        ]  # fmt: skip
+            self.rows.build([Window(tuple(tokens[at : at + step]))], [start + at], [0], prompt_length=end)
+            for at in range(0, len(tokens), step)
+        ]
         residual, delta = _run_layers(
             self.decoder, self.streamer.layers(), self.cache, pieces, self.shape.prefill_rows, on_layer
         )
@@ -211,17 +208,16 @@ def _run_layers(
     streams do. Of the last layer only the last piece's is of use.
     """
     residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
-    deltas: list[torch.Tensor | None] = [None] * len(pieces)
+    last: torch.Tensor | None = None
     num_layers = decoder.config.num_layers
     for index, weights in layers:
-        for number, rows in enumerate(pieces):
-            delta = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
+        for residual, rows in zip(residuals, pieces, strict=True):
+            delta = decoder.layer(index, weights, residual, last, rows, cache, tile_rows)
             if rows.prefill and index + 1 < num_layers:
-                residuals[number].add_(delta)
-            elif number + 1 == len(pieces):
-                deltas[number] = delta
+                residual.add_(delta)
+            elif rows is pieces[-1]:
+                last = delta
         if on_layer is not None:
             on_layer(index + 1, num_layers)
-    last = deltas[-1]
     assert last is not None, "a model has at least one layer"
     return residuals[-1], last

@@ -345,8 +345,7 @@ class CandidateTree:
         path: list[int] = []
         node = self.root if start is None else start
         for token in tokens:
-            child = self._child(node, token)
-            if child is None:
+            if (child := self._child(node, token)) is None:
                 break
             path.append(child)
             node = child
