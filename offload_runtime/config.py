@@ -154,9 +154,21 @@ def require(fine: bool, message: str) -> None:
         raise OptionError(message)
 
 
+def require_unicode(name: str, text: str) -> None:
+    """Raise `OptionError` for a byte of a command line that is not UTF-8, or half of a pair in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"{name} is not Unicode text: character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}: "
+            "write it in UTF-8"
+        ) from error
+
+
 def require_positive(name: str, value: int | None) -> None:
-    """Raise `OptionError` unless `value` is at least one, or left open."""
+    """Raise `OptionError` unless `value` is at least one and no more than a machine counts to, or left open."""
     require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+    require(value is None or value < 1 << 63, f"{name} must be less than 2**63")
 
 
 def require_nodes(tree_nodes: int | None) -> None:

@@ -401,7 +401,7 @@ def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, tmp_path: Path) 
 def test_room_for_trees(target: Path, draft: Path) -> None:
     """As much as is predicted to be of use, and none where it would push layers out."""
     with load(target, draft=draft, resident_layers=2, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
+        assert runtime.plan.tree_room == 256 and "trees of up to 256 tokens" in runtime.placement
         assert runtime.plan.target.window_tokens == 257
     with load(target, draft=draft, tree_nodes=0, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
@@ -410,7 +410,7 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
         assert runtime.plan.tree_room == 0 and runtime.plan.placement.num_streamed == 0
         assert "no trees: room for them would cost more than they bring" in runtime.placement
     with load(target, draft="ngram", resident_layers=2, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 256 and "trees of up to 256 nodes" in runtime.placement
+        assert runtime.plan.tree_room == 256 and "trees of up to 256 tokens" in runtime.placement
     for less in ({"draft": "none"}, {"gamma": 5}, {"tree_nodes": 0}):
         with load(target, profile=SLOW_LINK, **less) as runtime:
             assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement

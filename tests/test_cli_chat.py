@@ -44,8 +44,7 @@ def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
     assert said(runtime) == ["one", "two", "three"]
     assert runtime.requests[2][1] == GenerationParams(1024, sampling=SamplingParams(0.7, seed=9))
     # Two words of system prompt, then a word each way and turn.
-    figures = "12.5 tokens/s · 1.50 tokens per pass · accepted 0.90 of the retrieval verifier's, 0.65 of the draft's · "
-    assert figures + "link 20.0 of 25.0 GB/s (80 %), idle 4.0 % · context 8 of 100" in result.stderr
+    assert "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · context 8 of 100\n" in result.stderr
 
 
 def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> None:
@@ -117,7 +116,7 @@ def test_help_and_stats(runtime: FakeRuntime) -> None:
     assert result.exit_code == 0
     assert "no answer yet" in result.stderr
     assert all(command.help in result.stderr for command in COMMANDS.values())
-    for figure in ("prompt of 7 tokens", "3 tokens in 2 passes", "2.0 GB streamed per pass", "3.0 GB of device memory"):
+    for figure in ("prompt of 7 tokens", "3 tokens in 2 passes", "2.0 GB a pass", "peak of 3.0 GB of memory, 4"):
         assert figure in result.stderr
     assert "emulating" not in result.stderr and "predicted" not in result.stderr
     assert result.stderr.count(runtime.placement) == 3
@@ -126,10 +125,9 @@ def test_help_and_stats(runtime: FakeRuntime) -> None:
 
 def test_stats_of_an_emulated_machine_and_of_predictions(runtime: FakeRuntime) -> None:
     runtime.stats = make_stats(emulated="rtx4090", predicted_s_per_pass=0.1, measured_s_per_pass=0.12)
-    answered, stats = chat(turns="one\n/stats\n").stderr.split("of 25.0 GB/s", 1)
-    assert "emulating rtx4090 · " in answered
-    assert stats.count("predicted 0.1 s a pass, measured 0.12 (+20.0 %)") == 2
-    assert stats.count("emulating rtx4090") == 1
+    said = chat(turns="one\n/stats\n").stderr
+    assert "\nemulating rtx4090 · 12.5 tokens/s" in said
+    assert said.count("predicted 0.1 s a pass, measured 0.12 (+20.0 %)") == 1
 
 
 def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:

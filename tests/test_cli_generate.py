@@ -40,14 +40,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
     result = generate("--prompt", "Hi")
     assert (result.exit_code, result.stdout) == (0, NOISE + "Hello\n")
     last_line = result.stderr.splitlines()[-1]
-    for figure in (
-        "12.5 tokens/s",
-        "1.50 tokens per pass",
-        "accepted 0.90 of the retrieval verifier's, 0.65 of the draft's",
-        "20.0 of 25.0 GB/s (80 %), idle 4.0 %",
-        "0.25 s",
-    ):
-        assert figure in last_line
+    assert last_line == "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · first token 0.25 s"
     assert result.stderr.splitlines()[:2] == [runtime.load_report, runtime.placement]
     assert runtime.closed
 
@@ -84,6 +77,31 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
             tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
         )
     ]  # fmt: skip
+
+
+def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
+    runtime.stats = make_stats(
+        windows={"tree 256": 7, "plain": 2, "unigram 16": 1}, accepted_by_source={"draft": 9, "ngram": 30},
+        accepted_by_depth=(20, 19), hidden_draft_share=0.5,
+    )  # fmt: skip
+    lines = generate("--prompt", "Hi", "--explain").stderr.splitlines()
+    assert (
+        lines[-9:]
+        == [
+            "12.5 tokens/s · n-grams 1.5 tokens/pass · link 80 % · first token 0.25 s",
+            "  prompt of 7 tokens, first token after 0.25 s",
+            "  answer of 3 tokens in 2 passes, 1.50 tokens a pass",
+            "  accepted, as shares of what was proposed: 0.65 of draft, 0.90 of TriForce",
+            "  accepted, by depth: 20, 19",
+            "  accepted, by who proposed: 9 of draft, 30 of n-grams",
+            "  passes by what was proposed: 7 x tree 256, 2 x plain, 1 x n-grams 16",
+            "  link 20.0 of 25.0 GB/s (80 %), idle 4.0 %, 2.0 GB a pass, 0.50 s waited for",
+            "  drafting hidden 50.0 %",
+            "  peak of 3.0 GB of memory, 4.0 GB of page-locked memory",
+        ][-9:]
+    )
+    runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
+    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate("--prompt", "Hi").stderr
 
 
 def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:

@@ -95,6 +95,25 @@ def test_the_draft_cache_that_is_chosen_is_said() -> None:
     assert planned("llama-3.1-8b", "--context", "2048")["draft_cache"] is None
 
 
+def test_no_row_is_there_twice() -> None:
+    """The usual acceptance may be among those of the table."""
+    draft = ("--draft", str(CONFIGS / "llama-3.2-1b"), "--profile", "rtx4090")
+    for arguments in (
+        ("--context", "2048", "--draft-cache", "full"),
+        (
+            "--context",
+            "131072",
+        ),
+    ):
+        rows = re.findall(r"^ *(0\.\d\d)", plan("llama-3.1-8b", *draft, *arguments).stdout, flags=re.MULTILINE)
+        assert len(rows) == 6 and len(set(rows)) == 6
+
+
+def test_what_a_limit_keeps_back_is_a_larger_limit() -> None:
+    limited = plan("llama-3.1-8b", "--context", "8192", "--profile", "rtx4090", "--vram", "9GB").stdout
+    assert "\n--vram 10.0GB: " in limited and "1 GB more" not in limited
+
+
 def test_options_reach_the_plan() -> None:
     plain = planned("llama-3.1-8b", "--draft", "none", "--context", "8192", "--resident-layers", "4", "--kv", "gpu")
     assert len(plain["layers"]["weights_resident"]) == 4 and plain["by_acceptance"] == [] and plain["gamma"] == 0
@@ -127,7 +146,7 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
         (("--profile", "rtx9999"), "rtx9999"),
         (("--ram", "much"), "'much' is not a size"),
         (("--ram", "10GB"), "--ram of 10.0 GB is too small"),
-        (("--ram", "500GB", "--dtype", "fp32", "--context", "131072", "--batch", "4"), "host memory of 68.7 GB is"),
+        (("--ram", "500GB", "--dtype", "fp32", "--context", "131072", "--batch", "4"), "the 68.7 GB of rtx4090: lower"),
         (("--pinned", "1MB", "--vram", "9GB", "--context", "2048"), "--pinned page-locks 1.0 MB at most"),
         (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090: lower it to 25.7GB"),
         (("--speculation", "triforce"), "a draft model or nothing"),
@@ -215,6 +234,7 @@ def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["tokens"]
     for text in ("weights: 2 of 5 layers on the device (1, 3), 3 streamed (0, 2, 4)", "ring of layers", "workspace"):
         assert text in result.stderr
+    assert "\nmemory\n" in result.stderr and "device memory" not in result.stderr  # a CPU has only one
     assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
     assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
     assert "no profile of this machine is known: nothing is predicted, and " in result.stderr

@@ -89,9 +89,4 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     assert list(missing_links(page)) == ["other.md#b", "absent.md"]
     named = "`tests/test_engine.py`, `test_triforce*.py`, `tests/test_absent.py`, `bench_absent*.py`, `model.json`"
     assert list(missing_files(named)) == ["tests/test_absent.py", "bench_absent*.py"]
-    assert {
-        "--draft",
-        "--json",
-        "--noise",
-        "--retrieval-budget",
-    } <= known_options() and "--drafts" not in known_options()
+    assert {"--draft", "--json", "--noise"} <= known_options() and "--drafts" not in known_options()

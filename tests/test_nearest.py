@@ -14,6 +14,7 @@ from offload_runtime.cli import app
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
+from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.plan import Refusal, machine_figures, plan_or_refuse, plan_run
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, plan_or_none
@@ -36,15 +37,27 @@ REFUSED = {
         "--draft": DRAFT, "--speculation": "triforce", "--context": "131072", "--kv": "gpu", "--batch": "2",
         "--vram": "40GB",
     },
+    "more of both than there is": {"--ram": "500GB", "--vram": "40GB", "--context": "8192"},
+    "more host memory than there is": {"--ram": "500GB", "--context": "131072", "--kv": "gpu", "--batch": "2"},
+    "less host memory than is needed": {"--ram": "10GB", "--context": "8192", "--resident-layers": "4"},
+    "less of all than is needed": {
+        "--ram": "5GB", "--vram": "4GB", "--pinned": "1MB", "--context": "8192", "--resident-layers": "4",
+    },
+    "less than a larger machine needs": {"--ram": "20GB", "--context": "131072", "--kv": "host", "--batch": "8"},
 }  # fmt: skip
 CHANGES = {
-    "a draft that retrieves": "--draft ngram without --draft-cache",
-    "TriForce": "--speculation auto --draft ngram without --gamma-draft",
-    "TriForce whose draft is full": "--speculation chain without --budget-tokens",
-    "TriForce by itself": "--speculation none without --gamma",
-    "a draft's chain": "--draft ngram without --sink-tokens",
-    "several at once": "--batch 1 --kv auto --speculation auto --draft ngram without --draft-cache",
-    "more than the card has": "--vram 25.7GB --batch 1 --kv auto --speculation auto --draft ngram",
+    "a draft that retrieves": "--draft ngram --draft-cache auto",
+    "TriForce": "--speculation auto --draft ngram --gamma-draft auto",
+    "TriForce whose draft is full": "--speculation chain --budget-tokens auto",
+    "TriForce by itself": "--speculation none --gamma auto",
+    "a draft's chain": "--draft ngram --sink-tokens auto",
+    "several at once": "--batch 1 --kv auto --speculation auto --draft ngram --draft-cache auto",
+    "more than the card has": "--vram 25.7GB --context 12544",
+    "more of both than there is": "--vram 25.7GB --ram 68.7GB",
+    "more host memory than there is": "--ram 68.7GB --context 75264",
+    "less host memory than is needed": "--ram 19.1GB",
+    "less of all than is needed": "--vram 7.3GB --ram 19.1GB --pinned 75.5MB",
+    "less than a larger machine needs": "--ram 138.0GB on a machine with 138.0 GB of host memory",
 }
 
 
@@ -54,29 +67,34 @@ def no_profiles_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_proposed_can_be_typed(name: str) -> None:
+def test_what_is_proposed_can_be_typed(name: str, tmp_path: Path) -> None:
     refused = plan(REFUSED[name])
     assert refused.exit_code == 2, refused.stdout
     changes = [proposal["change"] for proposal in json.loads(refused.stdout)["nearest"]]
     assert CHANGES[name] in changes
     for change in changes:
-        if "memory" not in change:  # of another machine
-            fits = plan(typed(REFUSED[name], change))
-            assert fits.exit_code == 0, (change, fits.stderr)
+        typed, _, larger = change.partition("a machine with ")
+        profile = machine_with(larger, tmp_path / "larger.toml") if larger else "rtx4090"
+        fits = plan(REFUSED[name], *typed.removesuffix(" on ").split(), "--profile", profile)
+        assert fits.exit_code == 0, (change, fits.stderr)
 
 
-def typed(options: dict[str, str], change: str) -> dict[str, str]:
-    """The options as a change of them says."""
-    changed, _, dropped = change.partition(" without ")
-    words = changed.split()
-    kept = {name: value for name, value in options.items() if name not in dropped.split(", ")}
-    return kept | dict(zip(words[::2], words[1::2], strict=True))
+def machine_with(words: str, path: Path) -> str:
+    """The card with the memories that are listed in words, saved as a profile."""
+    text = (shipped_directory() / "rtx4090.toml").read_text()
+    for size, memory in re.findall(r"([0-9.]+ [GT]B) of (device|host) memory", words):
+        key = {"device": "vram_bytes", "host": "ram_bytes"}[memory]
+        text, changed = re.subn(rf"^{key} = .*$", f"{key} = {parse_bytes(size)}", text, flags=re.MULTILINE)
+        assert changed == 1
+    path.write_text(text)
+    return str(path)
 
 
-def plan(options: dict[str, str]) -> Result:
+def plan(options: dict[str, str], *more: str) -> Result:
+    """With `more` behind the options, as somebody types it who is told to."""
     arguments = [word for option in options.items() for word in option]
     target = str(CONFIGS / "llama-3.1-8b")
-    return CliRunner().invoke(app, ["plan", "--json", "--target", target, "--profile", "rtx4090", *arguments])
+    return CliRunner().invoke(app, ["plan", "--json", "--target", target, "--profile", "rtx4090", *arguments, *more])
 
 
 def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from() -> None:

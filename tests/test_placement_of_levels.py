@@ -91,7 +91,7 @@ def test_auto_takes_triforce_or_says_why_not(target: Path, draft: Path, windowed
 
 def test_who_asked_for_no_triforce_is_not_told_why_there_is_none(target: Path, draft: Path) -> None:
     assert placement(target, "chain", draft=draft, kv="host") == "proposals from the draft"
-    assert placement(target, kv="host") == "proposals from ngram"
+    assert placement(target, kv="host") == "proposals from n-grams"
     assert placement(target, "none", kv="host") == "plain decoding"
 
 

@@ -310,8 +310,10 @@ def test_limits_of_a_machine() -> None:
     asked = limits_here(20 * GB, 5 * GB, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
     assert (asked.ram_bytes, asked.pinned_bytes, asked.pinned_name) == (20 * GB, 5 * GB, "--pinned")
     assert (asked.ram_name, asked.ram_way) == ("--ram", "allow more with --ram")
-    beyond = limits_here(500 * GB, None, HostInfo(cpu, 32 * GIB, 10 * GIB, None, False), page_locks=True)
-    assert beyond.ram_bytes == 10 * GIB + PROCESS_BYTES and beyond.ram_way == "close other programs"
+    with pytest.raises(
+        BudgetError, match=r"^--ram 500\.0 GB is more than the 13\.7 GB of host memory available here: "
+    ):
+        limits_here(500 * GB, None, HostInfo(cpu, 32 * GIB, 10 * GIB, None, False), page_locks=True)
 
 
 # --- on a GPU

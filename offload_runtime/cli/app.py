@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from offload_runtime.cli import terminal
 from offload_runtime.cli.chat import chat
 from offload_runtime.cli.demo import demo
 from offload_runtime.cli.generate import generate
 from offload_runtime.cli.options import with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.profile import profile
-from offload_runtime.cli.terminal import ERROR_EXIT_CODE, INTERRUPTED_EXIT_CODE, OutputError, error_line
 from offload_runtime.cli.verify import verify
+from offload_runtime.config import require
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 # What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
@@ -27,67 +26,69 @@ BROKEN_PIPE_EXIT_CODE = 141
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Turn what may end a command into `error: …` and an exit code: typed errors, what typer says in a box and a full
-    disk 2, Ctrl-C 130, a closed pipe 141.
+def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
+    """Run a command and return how it ends: typed errors, what typer says in a box and a full disk are `error: …` and 2,
+    Ctrl-C is 130, and a closed pipe 141 without a word.
 
     Every other exception is a defect and passes through with its traceback.
     """
     try:
-        # Text the locale cannot express becomes `?` instead of a UnicodeEncodeError in mid-answer.
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")
-        yield
+        terminal.require_output()
+        require(not any("\0" in word for word in words), "a word of the command line holds a NUL character: drop it")
+        code = run() or 0
+        sys.stdout.flush()
+        return code
     except OffloadError as error:
-        error_line(error)
-        raise typer.Exit(ERROR_EXIT_CODE) from error
+        terminal.error_line(error)
     except _UsageError as error:
         refusal: Any = error  # of click's, for which there is no name here
         command = "offload-runtime" if refusal.ctx is None else refusal.ctx.command_path
         message = refusal.format_message().rstrip(".")
-        error_line(OptionError(f"{message}; {command} --help lists the options"))
-        raise typer.Exit(ERROR_EXIT_CODE) from error
-    except KeyboardInterrupt as error:
-        raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
-    except OutputError as error:
-        # What is left in stdout's buffer goes nowhere, or the interpreter fails on it once more while it ends.
-        with suppress(OSError), open(os.devnull, "wb") as nowhere:  # a stand-in for stdout has no descriptor
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        error_line(StorageError(f"stdout cannot be written: {error}; free some space or send it elsewhere"))
-        raise typer.Exit(ERROR_EXIT_CODE) from error
-    except BrokenPipeError as error:
-        raise typer.Exit(BROKEN_PIPE_EXIT_CODE) from error
+        terminal.error_line(OptionError(f"{message}; {command} --help lists the options"))
+    except KeyboardInterrupt:
+        return terminal.INTERRUPTED_EXIT_CODE
+    except terminal.OutputError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            return BROKEN_PIPE_EXIT_CODE
+        terminal.error_line(StorageError(f"stdout cannot be written ({error}): free some space or send it elsewhere"))
+    return terminal.ERROR_EXIT_CODE
 
 
-class OrderlyGroup(TyperGroup):
+class _Helpful:
+    """What all commands share: `--help` is not said to be a <bool>."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        option.metavar = ""
+        return option
+
+
+class OrderlyCommand(_Helpful, TyperCommand):
+    """Typer's command."""
+
+
+class OrderlyGroup(_Helpful, TyperGroup):
     """Typer's group of commands, but for how they end."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words before the command; without any, the help is shown as ever."""
-        if not args:
-            return super().parse_args(ctx, args)
-        with _ending_in_order():
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Read the words of the command, and run it."""
-        with _ending_in_order():
-            return super().invoke(ctx)
+    def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
+        """Read a command line, by default this process's, and run it; without any words the help is shown."""
+        words = list(sys.argv[1:] if args is None else args) or ["--help"]
+        options["standalone_mode"] = False
+        with terminal.standard_streams():
+            code = _exit_code(words, lambda: super(OrderlyGroup, self).main(words, *others, **options))
+        sys.exit(code)
 
 
 app = typer.Typer(
     name="offload-runtime",
     cls=OrderlyGroup,
     help="Run language models that do not fit the GPU, with exactly the tokens of plain decoding.",
-    no_args_is_help=True,
     add_completion=False,
     # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
     pretty_exceptions_enable=False,
 )
 for _command in (generate, chat, verify, plan, profile, demo):
-    app.command()(with_options(_command))
+    app.command(cls=OrderlyCommand)(with_options(_command))
 
 
 def main() -> None:
@@ -99,14 +100,17 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from offload_runtime import __version__
 
-        typer.echo(f"offload-runtime {__version__}")
+        terminal.write_text(f"offload-runtime {__version__}\n")
         raise typer.Exit
 
 
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     """Options that belong to no command."""

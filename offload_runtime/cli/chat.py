@@ -16,14 +16,13 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import (
     answer_line,
     answer_record,
-    detail_figures,
+    detail_lines,
     load_runtime,
     run_record,
-    speed_figures,
     stream_answer,
 )
 from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import require, write_atomically
+from offload_runtime.config import require, require_unicode, write_atomically
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 
 if TYPE_CHECKING:
@@ -106,6 +105,7 @@ class ChatSession:
         """
         is_message = not text.startswith("/") or text.startswith("//")
         try:
+            require_unicode("the line", text)  # a terminal may send anything
             if is_message:
                 return self._answer(text.removeprefix("/"))
             name, *argument = text.split(maxsplit=1)
@@ -164,10 +164,11 @@ class Command(NamedTuple):
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises `OptionError` for anything else."""
+    text = terminal.read_text(path)
     try:
         # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(terminal.read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
     if not isinstance(record, dict):
         raise OptionError(f"{path} is not a saved conversation: it holds a {type(record).__name__}, not an object")
@@ -197,12 +198,12 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _stats(session: ChatSession, argument: str) -> None:
-    stats, runtime = session.last_stats, session.runtime
-    if stats is None:
+    if session.last_stats is None:
         terminal.status_line("no answer yet")
-    figures = [] if stats is None else [*speed_figures(stats), *detail_figures(stats)]
-    for figure in (*figures, runtime.load_report, runtime.placement):
-        terminal.status_line(f"  {figure}")
+    else:
+        detail_lines(session.last_stats, str(session.runtime.device))
+    for line in (session.runtime.load_report, session.runtime.placement):
+        terminal.status_line(f"  {line}")
 
 
 def _save(session: ChatSession, argument: str) -> None:

@@ -34,6 +34,7 @@ _WARM_UP_TOKENS = 4
 def demo(options: DemoOptions) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
     from offload_runtime.engine import fetch_demo_model
+    from offload_runtime.plan import memory_name
 
     show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
@@ -42,6 +43,7 @@ def demo(options: DemoOptions) -> None:
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
     with load_runtime(config, show_progress=show_progress) as runtime:
+        memory = memory_name(runtime.device.type)
         write_text(f"{machine_line(runtime.device.type)}\n")
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
@@ -52,7 +54,7 @@ def demo(options: DemoOptions) -> None:
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
             results[name] = _finished(stream_answer(start, messages, options, quiet=False))
-    print_tables([comparison_table(results)], sys.stdout)
+    print_tables([comparison_table(results, memory)], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:
@@ -77,7 +79,7 @@ def machine_line(device_type: str) -> str:
     return f"{name} · torch {torch.__version__} · Python {platform.python_version()}"
 
 
-def comparison_table(results: Mapping[str, GenerationResult]) -> Table:
+def comparison_table(results: Mapping[str, GenerationResult], memory: str) -> Table:
     """Return the figures with one column per run."""
     table = Table("", *(Column(name, justify="right") for name in results))
     stats = [result.stats for result in results.values()]
@@ -85,6 +87,6 @@ def comparison_table(results: Mapping[str, GenerationResult]) -> Table:
     table.add_row("tokens per pass", *(f"{s.tokens_per_pass:.2f}" for s in stats))
     table.add_row("bytes per pass", *(format_bytes(s.bytes_per_pass) for s in stats))
     table.add_row("link", *(link_figure(s) for s in stats))
-    table.add_row("peak device memory", *(format_bytes(s.peak_vram_bytes) for s in stats))
+    table.add_row(f"peak {memory}", *(format_bytes(s.peak_vram_bytes) for s in stats))
     table.add_row("time to first token", *(f"{s.time_to_first_token_s:.2f} s" for s in stats))
     return table

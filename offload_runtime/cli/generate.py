@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     CheckPrompts = Callable[[PromptRoom], object]
 
-_PROPOSERS = {"ngram": "n-grams'", "draft": "draft's", "retrieval": "retrieval verifier's"}
+_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "draft": "draft", "retrieval": "TriForce"}
 
 
 def generate(options: GenerateOptions) -> None:
@@ -72,8 +72,10 @@ def generate(options: GenerateOptions) -> None:
         texts = [f"== {terminal.one_line(name)} ==\n{result.text}\n" for name, result in answers]
         terminal.write_text("".join(texts))
     for name, result in answers:
-        line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s")
+        line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s", *prediction(result.stats))
         terminal.status_line(f"{name}: {line}" if is_batch else line)
+        if options.explain:
+            detail_lines(result.stats, about["device"])
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -198,38 +200,27 @@ def stream_answer(
 def answer_line(result: GenerationResult, *more: str) -> str:
     """Return what was reached in one line, with what else there is to tell; an interrupted answer says so."""
     stopped = ["stopped"] if result.finish_reason == "interrupted" else []
-    return " · ".join([*stopped, *speed_figures(result.stats), *more])
+    emulated = [f"emulating {result.stats.emulated}"] if result.stats.emulated else []
+    return " · ".join([*stopped, *emulated, *speed_figures(result.stats), *more])
 
 
 def speed_figures(stats: GenerationStats) -> list[str]:
-    """Return what was reached, each figure beside its bound: tokens/s, tokens per pass, acceptance (of each level, by
-    depth and by source), windows, link, prediction.
-
-    Figures of an emulated machine begin with its name.
-    """
-    figures = [f"emulating {stats.emulated}"] if stats.emulated else []
-    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{stats.tokens_per_pass:.2f} tokens per pass"]
-    levels = [level for level in reversed(stats.acceptance) if level.proposed]
-    if levels:
-        shares = [f"{level.rate:.2f} of the {_PROPOSERS[level.proposed_by]}" for level in levels]
-        figures.append(_listed("accepted", shares))
-    if stats.accepted_by_depth:
-        figures.append(_listed("by depth", stats.accepted_by_depth))
-    if len(stats.accepted_by_source) > 1:
-        counts = [f"{count} {_PROPOSERS.get(source, source)}" for source, count in stats.accepted_by_source.items()]
-        figures.append(_listed("by source", counts))
-    if set(stats.windows) - {"plain"}:
-        figures.append(_listed("windows", [f"{count} x {name}" for name, count in stats.windows.items()], most=4))
-    if stats.link_gbps is not None:
-        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
-        figures.append(f"link {link_figure(stats)}{idle}")
-    if stats.hidden_draft_share is not None:
-        figures.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
-    predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
-    if predicted_s and measured_s:
-        off = 100 * (measured_s / predicted_s - 1)
-        figures.append(f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)")
+    """Return how fast it was, by whose proposals, and how much of the link's peak was used."""
+    sources = stats.accepted_by_source or {level.proposed_by: 1 for level in stats.acceptance if level.proposed}
+    by = _PROPOSERS[max(sources, key=lambda source: sources[source])] if sources else "plain"
+    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{by} {stats.tokens_per_pass:.1f} tokens/pass"]
+    if stats.link_gbps is not None and stats.link_peak_gbps:
+        figures.append(f"link {100 * stats.link_gbps / stats.link_peak_gbps:.0f} %")
     return figures
+
+
+def prediction(stats: GenerationStats) -> list[str]:
+    """Return what was predicted of a pass beside what was measured, where something was."""
+    predicted_s, measured_s = stats.predicted_s_per_pass, stats.measured_s_per_pass
+    if not predicted_s or not measured_s:
+        return []
+    off = 100 * (measured_s / predicted_s - 1)
+    return [f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)"]
 
 
 def _listed(name: str, items: Sequence[object], *, most: int = 8) -> str:
@@ -238,17 +229,41 @@ def _listed(name: str, items: Sequence[object], *, most: int = 8) -> str:
     return f"{name} {', '.join(shown)}"
 
 
-def detail_figures(stats: GenerationStats) -> list[str]:
-    """Return what else there is to tell of an answer: lengths, times and memory."""
-    figures = [
+def detail_lines(stats: GenerationStats, device: str) -> None:
+    """Print what else there is to tell of an answer: lengths, times, proposals, the link and memory, a line each."""
+    from offload_runtime.plan import memory_name
+
+    lines = [
         f"prompt of {stats.prompt_tokens} tokens, first token after {stats.time_to_first_token_s:.2f} s",
-        f"answer of {stats.new_tokens} tokens in {stats.passes} passes",
-        f"{format_bytes(stats.bytes_per_pass)} streamed per pass, {stats.stall_s:.2f} s spent waiting for the link",
-        f"peak of {format_bytes(stats.peak_vram_bytes)} of device memory, {format_bytes(stats.pinned_bytes)} pinned",
+        f"answer of {stats.new_tokens} tokens in {stats.passes} passes, {stats.tokens_per_pass:.2f} tokens a pass",
     ]
-    if stats.pageable_bytes:
-        figures.append(f"{format_bytes(stats.pageable_bytes)} staged from pageable memory")
-    return figures
+    shares = [f"{level.rate:.2f} of {_PROPOSERS[level.proposed_by]}" for level in stats.acceptance if level.proposed]
+    counts = [f"{count} of {_PROPOSERS[source]}" for source, count in stats.accepted_by_source.items()]
+    passes = [f"{count} x {_PROPOSERS.get(name.split()[0], name.split()[0])} {name.partition(' ')[2]}".strip()
+              for name, count in stats.windows.items()]  # fmt: skip
+    lines += _listed("accepted, as shares of what was proposed", shares)
+    lines += _listed("accepted, by depth", stats.accepted_by_depth)
+    lines += _listed("accepted, by who proposed", counts)
+    lines += _listed("passes by what was proposed", passes)
+    if stats.link_gbps is not None:
+        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
+        lines.append(
+            f"link {link_figure(stats)}{idle}, {format_bytes(stats.bytes_per_pass)} a pass, {stats.stall_s:.2f} s waited for"
+        )
+    if stats.hidden_draft_share is not None:
+        lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
+    lines += prediction(stats)
+    held = {memory_name(device.split(":")[0]): stats.peak_vram_bytes, "page-locked memory": stats.pinned_bytes,
+            "pageable memory to stage from": stats.pageable_bytes}  # fmt: skip
+    lines.append("peak of " + ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in held.items() if nbytes))
+    for line in lines:
+        terminal.status_line(f"  {line}")
+
+
+def _listed(name: str, items: Sequence[object]) -> list[str]:
+    """Return the first of several figures behind their name, if there are any."""
+    shown = [str(item) for item in items[:8]] + ["..."] * (len(items) > 8)
+    return [f"{name}: {', '.join(shown)}"] if items else []
 
 
 def link_figure(stats: GenerationStats) -> str:

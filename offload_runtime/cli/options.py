@@ -23,6 +23,7 @@ from offload_runtime.config import (
     SpeculationOptions,
     idle_options,
     parse_bytes,
+    require_unicode,
 )
 from offload_runtime.errors import OptionError
 
@@ -31,17 +32,18 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
 
 
-_model, _sampling, _machine, _output, _proposing = (
-    partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Model", "Sampling", "Machine", "Output", "Speculation (none of it changes the output)")
-)
+# How options are grouped in the help, in this order; those of one command alone come first, and have no group.
+_GROUPS = ("Model", "Sampling", "Speculation (none of it changes the output)", "Machine", "Output")
+_model, _sampling, _proposing, _machine, _output = (partial(typer.Option, rich_help_panel=group) for group in _GROUPS)
+# Of an option that takes no value typer would say that it is a <bool>.
+_switch = partial(typer.Option, False, metavar="")
 
 
 # --- how options are read: typer sees texts, and callbacks make values of them. What these raise is the program's own
 # error, while what a `parser` raises would be told in typer's words.
 
 
-def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
+def _count(option: Callable[..., Any], help: str, *names: str, least: int = 0, metavar: str = "N|auto") -> Any:
     """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
@@ -66,30 +68,38 @@ def _given(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
     return lambda text: None if text is None else read(text)
 
 
+def _unicode(param: typer.CallbackParam, given: Any) -> Any:
+    """Leave one text or several alone, if they are text."""
+    for text in [given] if isinstance(given, str) else given or ():
+        require_unicode(param.opts[0], text)
+    return given
+
+
+_text = partial(typer.Option, None, metavar="TEXT", callback=_unicode)
 _memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_given(parse_bytes))
 _machine_profile = partial(_machine, None, metavar="NAME|FILE")
 _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(user_path))
 
 
-def _tuning(usual: int | str, help: str, *names: str) -> Any:
-    """A field of `SpeculationOptions` by the same name; what that is by itself is shown as the default."""
-    return _proposing(None, *names, show_default=str(usual), help=help)
+def _tuning(usual: int, help: str) -> Any:
+    """A field of `SpeculationOptions` by the same name, whose own default is `usual`."""
+    return _count(_proposing, f"{help} auto: {usual}.", least=1)
 
 
 # What several commands take; a call names the command's own default.
 _DEVICE = _machine("auto", help="Where the target runs.")
-_DTYPE = _machine("auto", help="auto: the checkpoint's own on a GPU, fp32 on a CPU.")
-_SEED = _sampling(0, min=0, help="The same seed gives the same tokens.")
-_JSON = _output(False, "--json", help="One JSON object on stdout and nothing else.")
-_NO_PROGRESS = _output(False, "--no-progress", help="No progress bars on stderr.")
+_DTYPE = _machine("auto", help="What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.")
+_SEED = _sampling(0, min=0, metavar="N", help="The same seed gives the same tokens.")
+_JSON = _switch("--json", rich_help_panel="Output", help="One JSON object on stdout and nothing else.")
+_NO_PROGRESS = _switch("--no-progress", rich_help_panel="Output", help="No progress bars on stderr.")
 _GAMMA = _count(
     _proposing,
     "Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, by what "
     "was accepted and how long it took.",
     least=1,
 )
-_max_new_tokens = partial(_sampling, min=1, help="Longest answer, in tokens.")
-_temperature = partial(_sampling, min=0.0, help="0 is greedy decoding.")
+_max_new_tokens = partial(_sampling, min=1, metavar="N", help="Longest answer, in tokens.")
+_temperature = partial(_sampling, min=0.0, metavar="T", help="How freely tokens are drawn; 0 is greedy decoding.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +119,20 @@ class RunOptions:
     )
     speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
-        help="chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
+        metavar="MODE",
+        help="none: nothing proposes. chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
         "auto: what is predicted to be faster.",
     )
     draft_cache: DraftCache = _proposing(
         "auto",
+        metavar="HOW",
         help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
         "tokens only. auto: what is predicted to be faster, of the last and one that suits the context.",
     )
     sink_tokens: int | None = _tuning(SpeculationOptions.sink_tokens, "First tokens a streaming cache keeps.")
     recent_tokens: int | None = _tuning(SpeculationOptions.recent_tokens, "Newest tokens a streaming cache keeps.")
     chunk_size: int | None = _tuning(SpeculationOptions.chunk_size, "Tokens that are retrieved together.")
-    budget_tokens: int | None = _tuning(
-        SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.", "--budget-tokens", "--retrieval-budget"
-    )
+    budget_tokens: int | None = _tuning(SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.")
     refresh_steps: int | None = _tuning(
         SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the retrieval verifier."
     )
@@ -173,7 +183,7 @@ class RunOptions:
 class PlanOptions(RunOptions):
     """What `plan` takes."""
 
-    max_batch: int = typer.Option(1, "--batch", min=1, help="Prompts that are answered at once.")
+    max_batch: int = typer.Option(1, "--batch", min=1, metavar="N", help="Prompts that are answered at once.")
     gamma: int | None = _GAMMA
     profile: str | None = _machine_profile(
         help="The machine to plan for, such as rtx4090; left out, your own saved profile."
@@ -199,17 +209,23 @@ class AnswerOptions(LoadOptions):
     gamma: int | None = _GAMMA
     max_new_tokens: int = _max_new_tokens(256)
     temperature: float = _temperature(0.0)
-    top_k: int = _sampling(0, min=0, help="Keep the K likeliest tokens; 0 is off.")
-    top_p: float = _sampling(1.0, help="Keep the likeliest tokens that hold P; 1 is off.")
-    min_p: float = _sampling(0.0, help="Drop tokens below P times the likeliest; 0 is off.")
+    top_k: int = _sampling(0, min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
+    top_p: float = _sampling(1.0, metavar="P", help="Keep the likeliest tokens that hold P; 1 is off.")
+    min_p: float = _sampling(0.0, metavar="P", help="Drop tokens below P times the likeliest; 0 is off.")
     seed: int = _SEED
-    stop: list[str] | None = _sampling(None, metavar="TEXT", help="End at this text; may be repeated.")
-    ignore_eos: bool = _sampling(False, "--ignore-eos", help="Go on past the end-of-text token.")
+    stop: list[str] | None = _sampling(
+        None, metavar="TEXT", callback=_unicode, help="End at this text; may be repeated."
+    )
+    ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
     profile: str | None = _machine_profile(
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
         "your own or a shipped one."
     )
-    explain: bool = _output(False, "--explain", help="Say on stderr what lives where, before loading.")
+    explain: bool = _switch(
+        "--explain",
+        rich_help_panel="Output",
+        help="Say on stderr what lives where before loading, and all figures of an answer after it.",
+    )
     trace: Path | None = _file(
         rich_help_panel="Output",
         help="Write when what was copied, computed and drafted, for ui.perfetto.dev and tools/timeline.py.",
@@ -228,14 +244,14 @@ class AnswerOptions(LoadOptions):
 class GenerateOptions(AnswerOptions):
     """What `generate` takes."""
 
-    prompt: str | None = typer.Option(None, metavar="TEXT", help="What to continue or answer.")
+    prompt: str | None = _text(help="What to continue or answer.")
     prompt_file: list[str] | None = typer.Option(
         None,
         metavar="FILE",
         help="The same from a UTF-8 file; - is stdin. Repeated, the prompts are answered as one batch; the first draws "
         "the noise that it would draw alone, each other one its own.",
     )
-    chat: bool = typer.Option(False, "--chat", help="Send the prompt through the model's chat template.")
+    chat: bool = _switch("--chat", help="Send the prompt through the model's chat template.")
 
     @property
     def max_batch(self) -> int:
@@ -249,7 +265,7 @@ class ChatOptions(AnswerOptions):
 
     max_new_tokens: int = _max_new_tokens(1024)
     temperature: float = _temperature(0.7)
-    system: str | None = typer.Option(None, metavar="TEXT", help="What the model is told before the first turn.")
+    system: str | None = _text(help="What the model is told before the first turn.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +273,9 @@ class VerifyOptions(LoadOptions):
     """What `verify` takes."""
 
     prompts: str | None = typer.Option(None, metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
-    tokens: int = typer.Option(64, help="Tokens of every generation compared.")
-    seeds: int | None = typer.Option(None, help="Seeds of every test of fit: 256, or 64 with --quick.")
-    quick: bool = typer.Option(False, "--quick", help="Fewer prompts, settings and seeds.")
+    tokens: int = typer.Option(64, metavar="N", help="Tokens of every generation compared.")
+    seeds: int | None = typer.Option(None, metavar="N", help="Seeds of every test of fit: 256, or 64 with --quick.")
+    quick: bool = _switch("--quick", help="Fewer prompts, settings and seeds.")
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
 
@@ -271,11 +287,11 @@ class ProfileOptions:
     save: str | None = typer.Option(
         None, metavar="NAME", help="Keep the profile under this name, in place of one that has it."
     )
-    device: Device = typer.Option("auto", help="cpu leaves the GPU out; auto measures it if there is one.")
-    quick: bool = typer.Option(False, "--quick", help="About ten seconds, rougher and without the disk.")
-    full: bool = typer.Option(
-        False, "--full", help="Find how much memory can be pinned by pinning nearly all that is free."
+    device: Device = typer.Option(
+        "auto", help="What to measure: cpu leaves the GPU out, auto measures it if there is one."
     )
+    quick: bool = _switch("--quick", help="About ten seconds, rougher and without the disk.")
+    full: bool = _switch("--full", help="Find how much memory can be pinned by pinning nearly all that is free.")
     disk_file: Path | None = _file(help="Read this to measure the disk, instead of a temporary file.")
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
@@ -285,7 +301,7 @@ class ProfileOptions:
 class DemoOptions:
     """What `demo` takes."""
 
-    prompt: str | None = typer.Option(None, metavar="TEXT", help="Ask this instead of the text to rewrite.")
+    prompt: str | None = _text(help="Ask this instead of the text to rewrite.")
     max_new_tokens: int = _max_new_tokens(96)
     temperature: float = _temperature(0.0)
     seed: int = _SEED
@@ -309,7 +325,10 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         command(options(**given))
 
-    run.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+    asked = inspect.signature(options)
+    order = {None: -1, **{group: number for number, group in enumerate(_GROUPS)}}
+    by_group = sorted(asked.parameters.values(), key=lambda option: order[option.default.rich_help_panel])
+    run.__signature__ = asked.replace(parameters=by_group)  # type: ignore[attr-defined]
     run.__annotations__ = get_type_hints(options)
     return run
 

@@ -98,8 +98,9 @@ def plan_tables(
 
 def memory_tables(plan: RunPlan) -> list[Table | str]:
     """What is held where, part by part, and where each layer is."""
-    from offload_runtime.plan import describe_draft_cache, describe_staging
+    from offload_runtime.plan import describe_draft_cache, describe_staging, device_type_of, memory_name
 
+    memory = memory_name(device_type_of(plan.request))
     target, placement = plan.target, plan.placement
     device = [(part.name, format_bytes(part.nbytes)) for part in plan.device]
     host = [(part.name, format_bytes(part.nbytes), "page-locked" if part.pinned else "") for part in plan.host]
@@ -116,7 +117,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     ]
     return [
         *filter(None, words),
-        _memory_table("device memory", device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
+        _memory_table(memory, device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
         _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, plan.limits.ram_bytes), locked)),
     ]
 
@@ -202,7 +203,8 @@ def _steps_table(predicted: RunForecast) -> Table:
     plain = predicted.plain
     speed = f"{predicted.plain_tok_per_s:.2f}"
     table.add_row("plain", "1", "", "", _seconds(plain.seconds), speed, plain.bound_by)
-    for row in sorted((*predicted.steps, predicted.usual), key=lambda row: row.acceptance):
+    rows = {row.acceptance: row for row in (*predicted.steps, predicted.usual)}  # the usual one may be among them
+    for row in sorted(rows.values(), key=lambda row: row.acceptance):
         name = f"{row.acceptance:.2f}" + (" (usual)" if row is predicted.usual else "")
         seconds = (_seconds(part) for part in (row.drafting_s, row.hidden_s, row.seconds))
         table.add_row(name, f"{row.tokens:.2f}", *seconds, f"{row.tok_per_s:.2f}", row.bound_by)

@@ -1,6 +1,6 @@
 """What goes between the user and the commands: files and typed lines in; text, progress, status and errors out.
 
-Rich is used without wrapping here: a line stays one line in a log file, however long it is.
+The standard streams are guarded (`standard_streams`): what they refuse ends a command in one way, whoever prints.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_runtime.config import user_directory
+from offload_runtime.config import require, user_directory
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
 # A bar that comes and goes within a blink is only flicker.
 _BAR_DELAY_S = 0.4
+_LONGEST_ERROR = 600
 
 
 class OutputError(Exception):
@@ -40,21 +41,65 @@ class OutputError(Exception):
 # --- out
 
 
+class _Guarded:
+    """A standard stream whose failures are told from those of other files, whichever library writes.
+
+    What stdout refuses is an `OutputError`, with the system's own behind it. What stderr refuses (`is_answer` False) is
+    dropped, because the answer is worth more than what is said of it.
+    """
+
+    def __init__(self, stream: TextIO, *, is_answer: bool) -> None:
+        self._stream, self._is_answer = stream, is_answer
+        self._refusal: OSError | None = None  # it stays: a library that swallows it must not make a success of it
+
+    def write(self, text: str) -> None:
+        self._try(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            if self._refusal is None:
+                action()
+        except OSError as error:
+            self._refusal = error
+            # What is left in its buffer goes nowhere, or the interpreter fails on it once more while it ends.
+            with suppress(OSError), open(os.devnull, "wb") as nowhere:  # a stand-in has no descriptor
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+        if self._refusal is not None and self._is_answer:
+            raise OutputError(self._refusal.strerror or str(self._refusal)) from self._refusal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextmanager
-def _writing() -> Iterator[None]:
-    """Tell what the system refuses to write (a full disk) from every other OSError; a closed pipe stays itself."""
-    try:
+def standard_streams() -> Iterator[None]:
+    """Make of the standard streams what the whole program can rely on, whatever the shell has made of them."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: else the next file would get its number, and what libraries print
+            setattr(sys, name, open(os.devnull))  # noqa: SIM115 (it stays)
+    for stream in (sys.stdout, sys.stderr):  # what the locale cannot express becomes `?`
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    if not os.environ.get("COLUMNS", "").strip("0 "):  # in no columns rich prints nothing
+        os.environ.pop("COLUMNS", None)
+    out, err = _Guarded(sys.stdout, is_answer=True), _Guarded(sys.stderr, is_answer=False)
+    with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
         yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(error.strerror or str(error)) from error
+
+
+def require_output() -> None:
+    """Refuse to work for nobody. Raises `OutputError` where stdout was closed from the beginning."""
+    if not sys.stdout.writable():
+        raise OutputError("it is closed")
 
 
 def console(output: TextIO) -> Console:
-    """Return a console on a stream; colours only on a terminal and without NO_COLOR."""
-    width = None if os.environ.get("COLUMNS", "80").strip("0 ") else 80  # in no columns rich prints nothing
-    return Console(file=output, width=width, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    """Return a console on a stream; colours only on a terminal and without NO_COLOR. A terminal's lines end between
+    words, those of a log file are as long as what they say."""
+    return Console(file=output, highlight=False, soft_wrap=not output.isatty(), markup=False, emoji=False)
 
 
 def status_line(text: str) -> None:
@@ -63,15 +108,17 @@ def status_line(text: str) -> None:
 
 
 def error_line(error: OffloadError) -> None:
-    """Print `error: …` as one line on stderr."""
-    console(sys.stderr).print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
+    """Print `error: …` as one line on stderr, of a word that is as long as a book the ends only."""
+    text = one_line(str(error))
+    if len(text) > _LONGEST_ERROR:
+        text = f"{text[: _LONGEST_ERROR // 2]} … {text[-_LONGEST_ERROR // 4 :]}"
+    console(sys.stderr).print(Text("error: ", style="bold red"), Text(text), sep="")
 
 
 def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
     """Print tables and lines one after the other."""
-    with _writing():
-        for item in tables:
-            console(output).print(item)
+    for item in tables:
+        console(output).print(item)
 
 
 def one_line(text: str) -> str:
@@ -86,14 +133,12 @@ def drop_controls(text: str) -> str:
 
 def write_text(piece: str) -> None:
     """Write a piece of the model's text to stdout at once; unchanged unless stdout is a terminal."""
-    with _writing():
-        print(drop_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    print(drop_controls(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def write_json(record: Mapping[str, Any], output: TextIO) -> None:
     """Write one JSON object as one line of ASCII to `output`."""
-    with _writing():
-        print(json.dumps(record), file=output, flush=True)
+    print(json.dumps(record), file=output, flush=True)
 
 
 def print_result(record: Mapping[str, Any], tables: Iterable[Table | str], *, as_json: bool) -> None:
@@ -168,10 +213,12 @@ def read_text(file: str | Path, *, option: str = "") -> str:
 
 def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote, with `~` replaced; raises `OptionError` when that stands for nothing."""
+    require("\0" not in str(text), "a path holds a NUL character, which no file can have: write it without")
     try:
+        os.fsencode(text)
         return Path(text).expanduser()
-    except RuntimeError as error:
-        raise OptionError(f"{text} cannot be found ({error}): write the path without ~") from error
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise OptionError(f"{text} cannot be found ({error}): write it in full, without ~") from error
 
 
 def decode_utf8(raw: bytes, source: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload_runtime.config import GenerationParams, SamplingParams, params_once, require
+from offload_runtime.config import GenerationParams, SamplingParams, params_once, require, require_unicode
 from offload_runtime.engine.generate import OnProgress, TokenStream
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -96,6 +96,7 @@ class Conversation:
             fine = isinstance(message, dict) and message.get("role") in _ROLES
             fine = fine and isinstance(message.get("content"), str)
             require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
+            require_unicode(f"message {number} of the saved conversation", message["content"])
         self._begin_with([{"role": message["role"], "content": message["content"]} for message in messages])
 
     def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: Sequence[int] = ()) -> None:

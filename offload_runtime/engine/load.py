@@ -37,6 +37,7 @@ from offload_runtime.plan import (
     known_figures,
     limits_here,
     link_slack,
+    memory_name,
     predicted_step_s,
     require_dtype,
     resolve_dtype,
@@ -129,8 +130,9 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, 
     parts = [where]
     if placement.staged_layers or placement.staged_kv_layers:
         parts.append(describe_staging(placement))
+    memory = memory_name(budget.device.type)
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of device memory reserved"]
+    parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of {memory} reserved"]
     parts += [describe_draft_cache(plan), describe_speculation(plan)]
     if emulation is not None:
         unpaced = plan.has_verifier and plan.target.on_host

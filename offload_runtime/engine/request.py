@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload_runtime.config import GenerationParams, ModelConfig, require
+from offload_runtime.config import GenerationParams, ModelConfig, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance, Tally
 
@@ -129,14 +129,7 @@ class PromptRoom:
         return tokens
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a byte of a command line that is not UTF-8, or half of a pair in JSON
-            code = ord(text[error.start])
-            raise OptionError(
-                f"the prompt is not Unicode text: character {error.start} is the lone surrogate U+{code:04X}: "
-                "write it in UTF-8"
-            ) from error
+        require_unicode("the prompt", text)
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:

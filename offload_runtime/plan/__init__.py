@@ -20,9 +20,11 @@ from offload_runtime.plan.request import (
     MachineFigures,
     common_figures,
     describe_models,
+    device_type_of,
     known_figures,
     limits_here,
     machine_figures,
+    memory_name,
     require_dtype,
     resolve_dtype,
 )

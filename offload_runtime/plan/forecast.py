@@ -64,12 +64,15 @@ def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
 # --- in words
 
 
+_PROPOSERS = {"ngram": "n-grams"}
+
+
 def describe_speculation(plan: RunPlan) -> str:
     """One phrase: who proposes, and why."""
     proposer = plan.proposer
     if not plan.has_verifier:
         why = f" (not TriForce: {plan.reason})" if plan.reason else ""
-        phrase = f"proposals from {proposer}{why}" if proposer != "none" else "plain decoding"
+        phrase = f"proposals from {_PROPOSERS.get(proposer, proposer)}{why}" if proposer != "none" else "plain decoding"
     else:
         first = "no draft" if plan.draft is None else proposer
         phrase = (
@@ -78,7 +81,7 @@ def describe_speculation(plan: RunPlan) -> str:
         )
     if plan.tree_note:
         return f"{phrase}; {plan.tree_note}"
-    return f"{phrase}; trees of up to {plan.tree_room} nodes" if plan.tree_room else phrase
+    return f"{phrase}; trees of up to {plan.tree_room} tokens" if plan.tree_room else phrase
 
 
 def describe_draft_cache(plan: RunPlan) -> str:

@@ -60,6 +60,11 @@ def device_type_of(request: RuntimeConfig) -> str:
     return "cpu" if request.device == "cpu" else "cuda"
 
 
+def memory_name(device_type: str) -> str:
+    """What the memory is called that a target on such a device works in: a CPU has no other one beside the host's."""
+    return "device memory" if device_type == "cuda" else "memory"
+
+
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":
@@ -236,51 +241,59 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     """What a run may take of a machine that need not be here.
 
     Raises:
-        BudgetError: More device memory is asked for than a card has.
+        BudgetError: More device or host memory is asked for than there is.
     """
     device_bytes = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
-    if device_bytes > machine.vram_bytes:
-        raise BudgetError(
-            f"--vram {format_bytes(device_bytes)} is more than the {format_bytes(machine.vram_bytes)} of a card of "
-            f"{machine.name}: lower it to {size_option_down(machine.vram_bytes)}, or choose another --profile"
-        )
+    ram_bytes = machine.ram_bytes if request.ram_bytes is None else request.ram_bytes
+    _require_there(
+        "--vram", device_bytes, machine.vram_bytes, f"of a card of {machine.name}", "choose another --profile"
+    )
+    _require_there("--ram", ram_bytes, machine.ram_bytes, f"of {machine.name}", "choose another --profile")
     pinned_bytes, pinned_name = machine.pinnable_bytes, machine.name
     if request.pinned_bytes is not None and (pinned_bytes is None or request.pinned_bytes < pinned_bytes):
         pinned_bytes, pinned_name = request.pinned_bytes, "--pinned"
-    ram_bytes = machine.ram_bytes if request.ram_bytes is None else min(request.ram_bytes, machine.ram_bytes)
     ram_name, ram_way = "the host memory", f"add memory: {machine.name} has no more"
-    if ram_bytes == request.ram_bytes:
+    if ram_bytes < machine.ram_bytes:
         ram_name, ram_way = "--ram", "allow more with --ram"
     return MemoryLimits(
         device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name
     )  # fmt: skip
 
 
+def _require_there(option: str, asked_bytes: int, there_bytes: int, whose: str, other_way: str) -> None:
+    if asked_bytes > there_bytes:
+        raise BudgetError(
+            f"{option} {format_bytes(asked_bytes)} is more than the {format_bytes(there_bytes)} {whose}: lower it to "
+            f"{size_option_down(there_bytes)}, or {other_way}"
+        )
+
+
 def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
     """Host memory that a run may take of this machine; that of the device is known when it has been opened.
 
     Args:
-        asked_ram: What the user allows of host memory, at most what is available; None for that but for a reserve.
+        asked_ram: What the user allows of host memory; None for what is available but for a reserve.
         asked_pinned: The same of page-locked memory; None for what can be registered.
         host: This machine.
         page_locks: Whether the device's copies need page-locked memory at all.
 
     Raises:
+        BudgetError: More host memory is asked for than is available: it would end this process.
         OptionError: A limit of page-locked memory where there is none to lock.
     """
     if asked_pinned is not None and not page_locks:
         raise OptionError("--pinned does nothing on a CPU, where no memory is page-locked: drop it")
     # Python and the libraries have taken most of theirs by now.
-    there_bytes, ram_way = host.available_bytes + PROCESS_BYTES, "allow more with --ram"
+    there_bytes = host.available_bytes + PROCESS_BYTES
     if asked_ram is None:
         kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES, host.available_bytes)
         ram_bytes = there_bytes - kept_bytes
         ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
-    elif asked_ram > there_bytes:  # more than the system gives would end this process
-        ram_bytes, ram_name, ram_way = there_bytes, "the available host memory", "close other programs"
     else:
+        _require_there("--ram", asked_ram, there_bytes, "of host memory available here", "close other programs")
         ram_bytes, ram_name = asked_ram, "--ram"
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
     if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
+    ram_way = "allow more with --ram"
     return MemoryLimits(None, 0, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name, page_locks)

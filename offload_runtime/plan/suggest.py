@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
@@ -62,10 +62,14 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan |
     try:
         return plan_run(request, machine)
     except (BudgetError, ContextLengthError, OptionError) as error:
-        suggestions = [*_fitting(_single_changes(request, machine), machine)]
+        beyond, lowered = _within(request, machine)
+        before = _typed(beyond)
+        suggestions = [*_fitting([(before, lowered)], machine)] if beyond else []
         if not suggestions:
-            suggestions += islice(_fitting(_smallest(request, machine), machine), 1)
-        short_bytes, larger = _larger_machine(request, machine)
+            suggestions += _fitting(_single_changes(lowered, machine), machine, before)
+        if not suggestions:
+            suggestions += islice(_fitting(_smallest(lowered, machine), machine, before), 1)
+        short_bytes, larger = _larger_machine(beyond, lowered, machine)
         suggestions += larger
         if not suggestions and isinstance(error, OptionError):
             raise
@@ -79,14 +83,29 @@ def _plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | 
         return None
 
 
-def _fitting(changes: Iterable[Change], machine: MachineFigures) -> Iterator[Suggestion]:
-    """Of some changes those that fit, each tried when it is asked for."""
+def _fitting(changes: Iterable[Change], machine: MachineFigures, before: str = "") -> Iterator[Suggestion]:
+    """Of some changes, which come behind another one, those that fit, each tried when it is asked for."""
     for change, request in changes:
         if (plan := _plan_or_none(request, machine)) is not None:
-            yield Suggestion(change, machine, plan)
+            yield Suggestion(f"{before} {change}".lstrip(), machine, plan)
 
 
 # --- other settings
+
+
+def _typed(options: Mapping[str, str]) -> str:
+    return " ".join(f"{name} {value}" for name, value in options.items())
+
+
+def _within(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, str], RuntimeConfig]:
+    """Options that lower limits beyond what the machine has to nearly all of it, and the request that follows."""
+    options = {}
+    for name, there_bytes in (("vram", machine.vram_bytes), ("ram", machine.ram_bytes)):
+        asked_bytes = getattr(request, f"{name}_bytes")
+        if asked_bytes is not None and asked_bytes > there_bytes:
+            options[f"--{name}"] = size_option_down(there_bytes)
+            request = replace(request, **{f"{name}_bytes": _typed_down(there_bytes)})
+    return options, request
 
 
 def _largest(
@@ -125,12 +144,8 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
 def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
     whole = machine.vram_bytes
     if request.vram_bytes is not None:
-        # A limit that this card has where another was asked for: the least that is more, or nearly all of the card
-        # where more was asked for than it has.
         sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, whole + 1, _VRAM_STEP)
-        beyond = request.vram_bytes > whole
-        vram_bytes = _whole_card(whole) if beyond else _least_vram(request, machine, sizes)
-        if vram_bytes is not None:
+        if (vram_bytes := _least_vram(request, machine, sizes)) is not None:
             yield f"--vram {size_option_down(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
     yield from _shorter(request, machine)
     fewer = range(1, request.max_batch)
@@ -165,16 +180,15 @@ def _without_draft(request: RuntimeConfig) -> Change:
 
 
 def _proposing(change: str, request: RuntimeConfig, draft: Any, options: SpeculationOptions) -> Change:
-    """A change of how tokens are proposed and its request, without what nothing looks at any more: on the command line
-    it would be refused."""
+    """A change of how tokens are proposed and its request, which leaves alone what nothing would look at any more: on
+    the command line that would be refused."""
     usual, gamma = SpeculationOptions(), request.gamma
     idle = idle_options(draft not in ("ngram", "none"), options.mode, options.draft_cache)
     dropped = [name for name in idle if getattr(options, name) != getattr(usual, name)]
     options = replace(options, **{name: getattr(usual, name) for name in dropped})
     if options.mode == "none" and gamma is not None:
         dropped, gamma = [*dropped, "gamma"], None
-    if dropped:
-        change += " without " + ", ".join(f"--{name.replace('_', '-')}" for name in dropped)
+    change = " ".join([change, *(f"--{name.replace('_', '-')} auto" for name in dropped)])
     return change, replace(request, draft=draft, speculation=options, gamma=gamma)
 
 
@@ -193,7 +207,7 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
         changes.append(change)
     ways = [(changes, request)]
     if request.vram_bytes is not None:
-        whole = _whole_card(machine.vram_bytes)
+        whole = _typed_down(machine.vram_bytes)
         ways.append(([f"--vram {size_option_down(whole)}", *changes], replace(request, vram_bytes=whole)))
     for changes, request in ways:
         yield " ".join(changes), request
@@ -201,46 +215,61 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
             yield " ".join([change, *changes]), shorter
 
 
-def _whole_card(vram_bytes: int) -> int:
-    """Nearly all of a card: as much as is typed as it is printed."""
-    return parse_bytes(size_option_down(vram_bytes))
+def _typed_down(size_bytes: int) -> int:
+    """Nearly all of a memory: as much as is typed as it is printed."""
+    return parse_bytes(size_option_down(size_bytes))
 
 
 # --- a larger machine
 
 
-def _larger_machine(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, int], Iterable[Suggestion]]:
-    """What is short, by the name of the memory, and a machine with the least of each kind that the run needs, if there
-    is one; of a context that the model has."""
-    whole, prefix = machine.vram_bytes, ""
-    vram_limit = whole if request.vram_bytes is None else min(request.vram_bytes, whole)
-    there = limits_of(machine, replace(request, vram_bytes=vram_limit))
-    request, longest = replace(request, ram_bytes=None, pinned_bytes=None), longest_context(request.target.config())
+def _larger_machine(
+    beyond: Mapping[str, str], request: RuntimeConfig, machine: MachineFigures
+) -> tuple[dict[str, int], Iterable[Suggestion]]:
+    """What is short, by the name of the memory, and the least of each kind that the run needs, if anything is enough,
+    as options of the command line (`beyond` of a request that was lowered) where there are such limits and as a machine
+    where that has less; of a context that the model has."""
+    there, longest, options = limits_of(machine, request), longest_context(request.target.config()), dict(beyond)
     if request.context != "auto" and int(request.context) > longest:
-        prefix, request = f"--context {longest} and ", replace(request, context=longest)
+        options["--context"], request = str(longest), replace(request, context=longest)
     ample = replace(machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
+    searched, vram_limit = replace(request, ram_bytes=None, pinned_bytes=None), there.device_bytes or 0
     # From what there is on, in steps.
-    vram_bytes = _least_vram(request, ample, range(vram_limit, _MOST_BYTES, _BYTES_STEP))
+    vram_bytes = _least_vram(searched, ample, range(vram_limit, _MOST_BYTES, _BYTES_STEP))
     if vram_bytes is None:
         return {}, ()
-    request = replace(request, vram_bytes=vram_bytes)
-    needed_pinned = _least(request, ample, least_pinned_bytes)
-    pinnable_bytes = None if there.pinned_bytes is None else max(there.pinned_bytes, needed_pinned)
-    needed_host = _least(request, replace(ample, pinnable_bytes=pinnable_bytes), lambda plan: plan.host_bytes)
-    needed = {"device memory": vram_bytes, "host memory": needed_host, "page-locked memory": needed_pinned}
-    limits = vram_limit, there.ram_bytes, needed_pinned if there.pinned_bytes is None else there.pinned_bytes
-    short_bytes = {
-        name: nbytes - limit for (name, nbytes), limit in zip(needed.items(), limits, strict=True) if nbytes > limit
-    }
-    if not short_bytes or ([*short_bytes] == ["device memory"] and not prefix and vram_bytes <= whole):
-        return short_bytes, ()  # this machine has it: an option's value, not another machine
-    listed = " and ".join(f"{format_bytes_up(needed[name])} of {name}" for name in short_bytes)
-    larger = replace(
-        machine, vram_bytes=max(whole, vram_bytes), ram_bytes=max(machine.ram_bytes, needed_host),
-        pinnable_bytes=pinnable_bytes,
-    )  # fmt: skip
-    asked = replace(request, ram_bytes=max(there.ram_bytes, needed_host))
-    return short_bytes, _fitting([(f"{prefix}{listed}", asked)], larger)
+    searched = replace(searched, vram_bytes=vram_bytes)
+    needed_pinned = _least(searched, ample, least_pinned_bytes)
+    allowed_pinned = _MOST_BYTES if there.pinned_bytes is None else there.pinned_bytes
+    most_pinned = _MOST_BYTES if machine.pinnable_bytes is None else machine.pinnable_bytes
+    lockable = replace(ample, pinnable_bytes=max(allowed_pinned, needed_pinned))
+    needed_host = _least(searched, lockable, lambda plan: plan.host_bytes)
+    needs = (  # by the name of the memory: its option, what is needed, what is allowed, what the machine has
+        ("device memory", "vram", vram_bytes, vram_limit, machine.vram_bytes),
+        ("host memory", "ram", needed_host, there.ram_bytes, machine.ram_bytes),
+        ("page-locked memory", "pinned", needed_pinned, allowed_pinned, most_pinned),
+    )
+    short_bytes, lacking, has = {}, [], {}
+    for memory, option, needed, allowed, whole in needs:
+        has[option] = max(needed, whole)
+        if needed <= allowed:
+            continue
+        short_bytes[memory], size = needed - allowed, format_bytes_up(needed)
+        if getattr(request, f"{option}_bytes") is not None:
+            options[f"--{option}"] = size.replace(" ", "")
+            request = replace(request, **{f"{option}_bytes": parse_bytes(size)})
+            has[option] = max(parse_bytes(size), whole)
+        if needed > whole:
+            lacking.append(f"{size} of {memory}")
+    if not lacking and [*short_bytes] in ([], ["device memory"]):
+        return short_bytes, ()  # a single change is enough and named already
+    change, larger = (
+        _typed(options),
+        replace(machine, vram_bytes=has["vram"], ram_bytes=has["ram"], pinnable_bytes=has["pinned"]),
+    )
+    if lacking:
+        change = f"{change} on a machine with {' and '.join(lacking)}".removeprefix(" on ")
+    return short_bytes, _fitting([(change, request)], larger if lacking else machine)
 
 
 def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callable[[RunPlan], int]) -> int:
@@ -270,8 +299,11 @@ class Upgrade:
 def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
     """One more GB of device memory, and a second card."""
     second = "if every layer's bytes were split over two cards and links: at best, tensor parallelism is not built yet"
+    more_bytes, more = (plan.limits.device_bytes or 0) + GB, "1 GB more device memory"
+    if more_bytes <= machine.vram_bytes:  # the card has it, and a limit of the user's keeps it back
+        more = f"--vram {size_option_down(more_bytes)}"
     offers = (
-        ("1 GB more device memory", *_with_vram(plan.request, machine, GB), ""),
+        (more, *_with_vram(plan.request, machine, GB), ""),
         ("a second card", *second_card(plan.request, machine), second),
     )
     found: list[Upgrade] = []
