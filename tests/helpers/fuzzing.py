@@ -65,6 +65,12 @@ class Judge:
             longest = max(map(len, lines), default=0)
             self._find(f"too long: {kind}", f"{len(lines)} lines, the longest of {longest}: {name}")
 
+    def judge_lines(self, name: str, lines: Sequence[str]) -> None:
+        """The same of errors as the command line prints them, each of one line."""
+        for line in lines:
+            if not line or len(line) > MOST_LINES * LONGEST_LINE + 1:
+                self._find("too long: a line of the command line", f"{len(line)} characters: {name}")
+
     def _find(self, kind: str, name: str) -> None:
         self.findings.setdefault(kind, []).append(name)
 
