@@ -159,10 +159,8 @@ def require_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OptionError(
-            f"{name} is not Unicode text: character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}: "
-            "write it in UTF-8"
-        ) from error
+        what = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+        raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
 
 
 def require_positive(name: str, value: int | None) -> None:
@@ -443,7 +441,8 @@ class RuntimeConfig:
     `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
     Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit. `gamma` is what a
     pass proposes where nothing else is asked for (None chooses) and `max_gamma` the longest chain to make room for.
-    `tree_nodes` None leaves trees to the runtime, 0 makes no room for any.
+    `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `allow_special_tokens` makes control tokens
+    of what spells them in chat messages.
     """
 
     target: Any
@@ -464,6 +463,7 @@ class RuntimeConfig:
     emulate: Any = None
     profile: Any = None
     trace: Path | None = None
+    allow_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         wanted = {"target": "a directory, a GGUF file or a hub id such as org/name", "draft": "a model, ngram or none"}

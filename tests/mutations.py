@@ -15,6 +15,7 @@ class Mutation:
         old: Text that occurs in it exactly once.
         new: What stands there instead.
         tests: Node ids of tests that must all fail then; the fastest that look at it.
+        blind: Node ids of tests that pass nevertheless.
     """
 
     name: str
@@ -22,10 +23,22 @@ class Mutation:
     old: str
     new: str
     tests: tuple[str, ...]
+    blind: tuple[str, ...] = ()
 
 
+_STEP = "offload_runtime/speculation/step.py"
 _KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
+
+# What `verify` finds out about an exact runtime.
+_GREEDY, _TOP_P, _T1 = (
+    f"tests/test_verify.py::test_generations_are_those_of_plain_decoding[{name}]" for name in ("greedy", "top-p", "T 1")
+)
+_FOREIGN = "tests/test_verify.py::test_tokens_follow_from_their_logits"
+_ANSWERS = "tests/test_verify.py::test_answers_follow_the_targets_probabilities"
+_SAMPLES = "tests/test_verify.py::test_samples_follow_the_targets_probabilities"
+_IMPOSSIBLE = "tests/test_verify.py::test_no_sample_is_impossible"
+_POSITIONS = "positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]"
 
 MUTATIONS = (
     Mutation(
@@ -86,7 +99,7 @@ MUTATIONS = (
     ),
     Mutation(
         "position: nodes of a tree take the noise of the place before theirs",
-        "offload_runtime/speculation/step.py",
+        _STEP,
         "positions = [first + depth for first, own",
         "positions = [first + max(0, depth - 1) for first, own",
         ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
@@ -161,9 +174,84 @@ MUTATIONS = (
     ),
     Mutation(
         "speculation: a proposal is held against the sample of the next place",
-        "offload_runtime/speculation/step.py",
+        _STEP,
         "if parent == last and token == samples[last + 1]:",
         "if parent == last and token == samples[last + 2 if last + 2 < len(samples) else last + 1]:",
         ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
+    ),
+    Mutation(
+        "verify: a proposal too many is accepted",
+        _STEP,
+        "            last = node\n    return path\n",
+        "            last = node\n"
+        "    return [*path, *[node for node, parent in enumerate(proposal.parents) if parent == last][:1]]\n",
+        (_GREEDY, _TOP_P, _T1, _ANSWERS),
+        (_SAMPLES,),
+    ),
+    Mutation(
+        "verify: the first proposal is said where it is rejected",
+        _STEP,
+        "    first_row = 0\n",
+        "    if len(results) == 1 and proposals[0] and not results[0].path:\n"
+        "        results = [replace(results[0], tokens=[proposals[0].tokens[0]])]\n"
+        "    first_row = 0\n",
+        (_GREEDY, _FOREIGN, _ANSWERS),
+        (_SAMPLES,),
+    ),
+    Mutation(
+        "verify: noise of the next position, which is plain decoding's too",
+        _STEP,
+        _POSITIONS,
+        _POSITIONS.replace("first + depth", "first + depth + 1"),
+        (_TOP_P, _T1, _FOREIGN),
+        (_GREEDY, _SAMPLES),
+    ),
+    Mutation(
+        "verify: noise of the place in the step",
+        _STEP,
+        _POSITIONS,
+        _POSITIONS.replace("first + depth", "depth"),
+        (_TOP_P, _T1, _FOREIGN),
+        (_GREEDY, _SAMPLES),
+    ),
+    Mutation(
+        "verify: siblings of a tree have noise of their own",
+        _STEP,
+        _POSITIONS,
+        _POSITIONS.replace("first + depth", "first + row").replace("for depth in own", "for row in range(len(own))"),
+        (_TOP_P, _T1, _FOREIGN),
+        (_GREEDY, _SAMPLES),
+    ),
+    Mutation(
+        "verify: noise that all positions share",
+        f"{_KERNELS}/gumbel_argmax.py",
+        "c1 = positions.to(torch.int64).bitwise_and(_MASK32).unsqueeze(1)",
+        "c1 = torch.zeros_like(positions, dtype=torch.int64).unsqueeze(1)",
+        (_SAMPLES,),
+        (_GREEDY, _TOP_P, _T1, _FOREIGN),
+    ),
+    Mutation(
+        "verify: noise that all seeds share",
+        f"{_KERNELS}/gumbel_argmax.py",
+        "seed & _MASK32, seed >> 32, noise_id])",
+        "0, 0, noise_id])",
+        (_SAMPLES,),
+        (_GREEDY, _TOP_P, _T1, _FOREIGN),
+    ),
+    Mutation(
+        "verify: a temperature that is wrong for draft and target alike",
+        f"{_KERNELS}/gumbel_argmax.py",
+        "inverse_temperature(temperature) if",
+        "inverse_temperature(1.2 * temperature) if",
+        (_SAMPLES,),
+        (_GREEDY, _TOP_P, _T1, _FOREIGN),
+    ),
+    Mutation(
+        "verify: filters that exclude nothing",
+        "offload_runtime/sampling.py",
+        "return logits.masked_fill(excluded.logical_and_(~maximum.isnan()), -torch.inf)",
+        "return logits",
+        (_SAMPLES, _IMPOSSIBLE),
+        (_GREEDY, _TOP_P, _T1, _FOREIGN),
     ),
 )

@@ -103,6 +103,7 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
     return find
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refresh_steps", "kv"), [(1, "gpu"), (1, "host"), (4, "host")]
 )  # fmt: skip
@@ -152,6 +153,7 @@ def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.slow
 def test_every_generation_and_every_answer_of_a_batch_has_its_own_figures(runtime: Runtime) -> None:
     other = PROMPT[100:]
     alone = [

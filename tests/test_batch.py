@@ -12,11 +12,9 @@ import torch
 
 from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import NoProposer
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
@@ -36,38 +34,6 @@ class FailingRunner(ModelRunner):
         return logits
 
 
-def generate(runtime: Runtime, **options: Any) -> list[list[list[int]]]:
-    """Without a gamma of their own, in windows that do not depend on how long anything takes."""
-    gamma = None if isinstance(runtime.parts.proposer, NoProposer) else 7
-    return [
-        [result.tokens for result in runtime.generate_batch(PROMPTS, **asked)]
-        for asked in ({"max_new_tokens": COUNT, "gamma": gamma, **sampling, **options} for sampling in SAMPLINGS)
-    ]
-
-
-@pytest.fixture(scope="module")
-def expected(target: Path) -> list[list[list[int]]]:
-    """Plain decoding of the batch; greedy rows and the first row are those of a prompt on its own."""
-    with load(target, draft="none", max_batch=4) as runtime:
-        tokens = generate(runtime, ignore_eos=True)
-        alone = [runtime.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens for prompt in PROMPTS]
-        first = runtime.generate(PROMPTS[0], max_new_tokens=COUNT, ignore_eos=True, **SAMPLINGS[1]).tokens
-    assert tokens[0] == alone and tokens[1][0] == first
-    return tokens
-
-
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-@pytest.mark.parametrize("proposals", ["ngram", "model", "triforce"])
-def test_every_way_of_proposing(
-    target: Path, draft: Path, expected: list[list[list[int]]], proposals: str, kv: str
-) -> None:
-    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2) if proposals == "triforce" else None
-    chosen = "ngram" if proposals == "ngram" else draft
-    with load(target, draft=chosen, kv=kv, max_batch=4, resident_layers="auto", speculation=options) as runtime:
-        assert generate(runtime, ignore_eos=True) == expected
-        assert generate(runtime, ignore_eos=True, gamma=3) == expected
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 31},
     {"max_new_tokens": COUNT, "temperature": 0.8, "seed": 3},
@@ -85,6 +51,7 @@ def as_params(gamma: int | None, noise_id: int, **options: Any) -> GenerationPar
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("proposals", ["none", "ngram", "model", "trees", "triforce"])
 def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, proposals: str) -> None:
     """Greedy, sampled and filtered answers share passes, and each is what it is alone."""
@@ -175,6 +142,7 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
 def test_memory_that_runs_out_costs_no_answer(target: Path, draft: Path, error: Exception) -> None:
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import bench_draft_step
+import pytest
 
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 
+@pytest.mark.slow
 def test_both_caches_of_a_small_draft(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
     words = ["--device", "cpu", "--dtype", "fp32", "--shapes", "tiny", "--contexts", "600", "--out", str(out)]

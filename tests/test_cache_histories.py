@@ -153,7 +153,7 @@ def test_a_path_of_a_tree() -> None:
         played.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_history_on_the_device(data: st.DataObject) -> None:
     played = Played()
@@ -245,6 +245,7 @@ def on_host() -> Iterator[PlayedOnHost]:
     played.cache.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kept", [1500, 1030, 700, 256, 255, 5])
 def test_a_cut_behind_what_the_ring_holds(on_host: PlayedOnHost, kept: int) -> None:
     on_host.grow(1700)
@@ -278,7 +279,7 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
     played.cache.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["grow", "window", "cut", "drain"]), st.integers(0, 900)), max_size=10),
     seed=st.integers(0, 9), reorders=st.booleans(),
@@ -307,7 +308,7 @@ def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reo
     played.cache.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     sinks=st.integers(1, BLOCK_TOKENS),
     recent=st.integers(2, 200),
@@ -357,7 +358,7 @@ def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: lis
         assert cache.length(0) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
     """Choices of any kind over a text that grows, is cut and goes on otherwise: what is held is today's text."""

@@ -66,6 +66,7 @@ def drafted(draw: st.DrawFn) -> tuple[RuntimeConfig, MachineFigures]:
     return request, machine
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(drafted(), st.lists(st.integers(0, 4 * GB), min_size=4, max_size=4))
 def test_with_a_draft_and_a_long_text_neither(case: tuple[RuntimeConfig, MachineFigures], steps: list[int]) -> None:
@@ -116,6 +117,7 @@ def scanned(request: RuntimeConfig, machine: MachineFigures, step_bytes: int) ->
             return
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("target", "draft", "context"), PAIRS)
 def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) -> None:
     """All levels, caches and places are chosen somewhere on the way."""
@@ -260,6 +262,7 @@ def test_of_a_machine_that_nobody_knows_a_common_card_is_taken(target: Path, dra
         assert known.placement.endswith("by the figures of rtx4090")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mode", "draft_cache"),
     [("triforce", "retrieval"), ("triforce", "streaming"), ("chain", "full"), ("chain", "streaming")],

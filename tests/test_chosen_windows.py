@@ -79,8 +79,8 @@ class WorkClock:
 
 
 @pytest.fixture(scope="module")
-def useless(target: Path) -> Path:
-    return write_checkpoint(target.parent / "useless", seed=99, num_layers=1)
+def useless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "useless", seed=99, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,7 @@ def expected(plain: Runtime) -> Expected:
     return Expected([says(plain, sampling) for sampling in SAMPLINGS], converse(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resident_layers", "kv", "step_s"),
     [(1, "gpu", 0.002), (1, "host", 0.002), (1, "host", 0.2), ("auto", "gpu", 0.002), ("auto", "host", 0.002)],
@@ -137,6 +138,7 @@ def test_whatever_is_chosen_the_tokens_are_the_same(
         assert modes & {"chain", "tree"} and stats.tokens_per_pass > 1.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_chosen_windows_of_triforce(target: Path, draft: Path, expected: Expected, kv: str, tmp_path: Path) -> None:
     small = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
@@ -202,6 +204,7 @@ def with_controller(runtime: Runtime, always: Choice | None = None) -> NotingCon
     return controller
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0.002, 0.2])
 def test_what_n_grams_add_to_chains_changes_no_token(
     target: Path, draft: Path, plain: Runtime, expected: Expected, step_s: float, tmp_path: Path
@@ -240,6 +243,7 @@ def with_room(runtime: Runtime) -> None:
     runtime.parts = replace(own, windows=windows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_useless_draft_is_switched_off(
     target: Path, useless: Path, plain: Runtime, trees: bool, tmp_path: Path
@@ -262,6 +266,7 @@ def test_a_useless_draft_is_switched_off(
         assert not trees or again.stats.windows["plain"] > 220
 
 
+@pytest.mark.slow
 def test_a_good_draft_stays_on(target: Path, draft: Path, tmp_path: Path) -> None:
     asked = {"max_new_tokens": 200, "ignore_eos": True}
     with load(target, draft=draft, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
@@ -281,6 +286,7 @@ def test_a_good_draft_stays_on(target: Path, draft: Path, tmp_path: Path) -> Non
     assert clock.now_s - before_s < 1.1 * min(fixed_s)
 
 
+@pytest.mark.slow
 def test_answers_too_short_for_proposals_do_not_speak_against_them(target: Path, draft: Path, tmp_path: Path) -> None:
     passes = []
     for short in (0, 40):
@@ -305,6 +311,7 @@ def short_of_room(target: Path, folder: Path, *, triforce: bool) -> dict[str, An
     return {"draft": draft, "context": 256, "tree_nodes": 0, "speculation": SpeculationOptions("chain", "full")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("triforce", [False, True])
 def test_what_there_is_no_room_for_does_not_speak_against_a_draft(target: Path, tmp_path: Path, triforce: bool) -> None:
     options = short_of_room(target, tmp_path, triforce=triforce)
@@ -333,6 +340,7 @@ def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(target: Pa
     assert any(len(one.windows) == 1 and one.is_timed for one in told)
 
 
+@pytest.mark.slow
 def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(target: Path, tmp_path: Path) -> None:
     options = {**short_of_room(target, tmp_path, triforce=False), "context": 512, "trace": tmp_path / "trace.json"}
     with load(target, max_batch=2, **options) as runtime:
@@ -343,6 +351,7 @@ def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of
     assert clock.draft_steps == 0 and clock.now_s < 1.001 * 4 * 59 * PASS_S
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cut", [5, 20])
 def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(target: Path, draft: Path, cut: int) -> None:
     with load(target, draft=draft, tree_nodes=0) as runtime:

@@ -6,30 +6,29 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
-from offload_runtime import engine
-from offload_runtime.cli import app
 from offload_runtime.cli.chat import COMMANDS, read_json_object
+from offload_runtime.cli.chat import chat as command
 from offload_runtime.cli.terminal import open_history
 from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.errors import OptionError
-from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    fake = FakeRuntime()
-    monkeypatch.setattr(engine, "Runtime", fake)
-    return fake
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
 
 
-def chat(*arguments: str, turns: str | bytes) -> Result:
+def chat(runtime: FakeRuntime, *arguments: str, turns: str | bytes) -> Result:
+    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
 
 
@@ -38,7 +37,9 @@ def said(runtime: FakeRuntime) -> list[Any]:
 
 
 def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
-    result = chat("--system", "Be brief.", "--seed", "9", "--tree-nodes", "50", turns="one\n\n  \n two \nthree")
+    result = chat(
+        runtime, "--system", "Be brief.", "--seed", "9", "--tree-nodes", "50", turns="one\n\n  \n two \nthree"
+    )
     assert runtime.loads[0].tree_nodes == 50
     assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 3)
     assert said(runtime) == ["one", "two", "three"]
@@ -49,7 +50,7 @@ def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
 
 def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> None:
     runtime.context_tokens = 3
-    result = chat("--json", turns="one\n/stats\nfar too many words\n/nonsense\ntwo\n")
+    result = chat(runtime, "--json", turns="one\n/stats\nfar too many words\n/nonsense\ntwo\n")
     assert result.exit_code == 0
     first, second, third = (json.loads(line) for line in result.stdout.splitlines())
     assert (first["text"], first["tokens"], first["dtype"]) == ("Hello", [1, 2, 3], "fp32")
@@ -62,7 +63,7 @@ def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> No
 
 def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
     runtime.context_tokens = 4
-    result = chat(turns="one\ntoo many words here\ntwo\n")
+    result = chat(runtime, turns="one\ntoo many words here\ntwo\n")
     assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 2)
     assert said(runtime) == ["one", "two"]
     assert error_lines(result) == ["error: the context is full: start over with /reset"]
@@ -71,7 +72,7 @@ def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
 def test_a_conversation_is_saved_to_regular_files_only(runtime: FakeRuntime, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    result = chat(turns=f"one\n/save {fifo}\n")
+    result = chat(runtime, turns=f"one\n/save {fifo}\n")
     assert error_lines(result) == [
         f"error: {fifo} is not a regular file, and stays as it is: nothing was changed, choose another place"
     ]
@@ -80,23 +81,23 @@ def test_a_conversation_is_saved_to_regular_files_only(runtime: FakeRuntime, tmp
 
 def test_memory_that_runs_out_keeps_what_was_said(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.before_piece, path = full_host(at_piece=2), tmp_path / "chat.json"
-    result = chat(turns=f"one\n/save {path}\n")
+    result = chat(runtime, turns=f"one\n/save {path}\n")
     assert (result.exit_code, result.stdout) == (0, NOISE + "Hel\n")
     assert error_lines(result) == ["error: the host is full"]
     assert [message["content"] for message in json.loads(path.read_text())["messages"]] == ["one", "Hel"]
-    (record,) = (json.loads(line) for line in chat("--json", turns="one\n").stdout.splitlines())
+    (record,) = (json.loads(line) for line in chat(runtime, "--json", turns="one\n").stdout.splitlines())
     assert (record["text"], record["error_type"], record["error"]) == ("Hel", "BudgetError", "the host is full")
 
 
 def test_memory_that_runs_out_before_the_answer_drops_the_message(runtime: FakeRuntime) -> None:
     runtime.before_piece = full_host(at_piece=0)
-    (record,) = (json.loads(line) for line in chat("--json", turns="one\n").stdout.splitlines())
+    (record,) = (json.loads(line) for line in chat(runtime, "--json", turns="one\n").stdout.splitlines())
     assert record == {"error": "the host is full", "error_type": "BudgetError"}
 
 
 def test_reset_and_system(runtime: FakeRuntime) -> None:
     turns = "one\n/reset\n/system\n/system You are terse.\n/system\n/system none\n/system\n"
-    lines = chat("--system", "Be brief.", turns=turns).stderr.splitlines()
+    lines = chat(runtime, "--system", "Be brief.", turns=turns).stderr.splitlines()
     assert "system prompt: Be brief." in lines
     assert "system prompt: You are terse." in lines
     assert lines[-1] == "there is no system prompt"
@@ -104,7 +105,7 @@ def test_reset_and_system(runtime: FakeRuntime) -> None:
 
 
 def test_unknown_command_lists_the_known_ones_and_is_not_sent(runtime: FakeRuntime) -> None:
-    result = chat(turns="/quiet please\n//etc is a directory?\n")
+    result = chat(runtime, turns="/quiet please\n//etc is a directory?\n")
     assert said(runtime) == ["/etc is a directory?"]
     (line,) = error_lines(result)
     assert "unknown command /quiet" in line
@@ -112,7 +113,7 @@ def test_unknown_command_lists_the_known_ones_and_is_not_sent(runtime: FakeRunti
 
 
 def test_help_and_stats(runtime: FakeRuntime) -> None:
-    result = chat(turns="/stats\n/help\none\n/stats\n/exit\nnever read\n")
+    result = chat(runtime, turns="/stats\n/help\none\n/stats\n/exit\nnever read\n")
     assert result.exit_code == 0
     assert "no answer yet" in result.stderr
     assert all(command.help in result.stderr for command in COMMANDS.values())
@@ -125,7 +126,7 @@ def test_help_and_stats(runtime: FakeRuntime) -> None:
 
 def test_stats_of_an_emulated_machine_and_of_predictions(runtime: FakeRuntime) -> None:
     runtime.stats = make_stats(emulated="rtx4090", predicted_s_per_pass=0.1, measured_s_per_pass=0.12)
-    said = chat(turns="one\n/stats\n").stderr
+    said = chat(runtime, turns="one\n/stats\n").stderr
     assert "\nemulating rtx4090 · 12.5 tokens/s" in said
     assert said.count("predicted 0.1 s a pass, measured 0.12 (+20.0 %)") == 1
 
@@ -134,7 +135,7 @@ def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
     path, broken = tmp_path / "my chat.json", tmp_path / "broken.json"
     broken.write_text("[1, 2]")
     turns = f"one\n/save {path}\n/reset\n/load {broken}\n/load {tmp_path}/absent\n/load\n/load {path}\n/save {path}\n"
-    result = chat(turns=turns)
+    result = chat(runtime, turns=turns)
     assert result.exit_code == 0
     saved = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "Hello"}]
     assert json.loads(path.read_text(encoding="utf-8")) == {"messages": saved}
@@ -164,16 +165,16 @@ def test_saving_to_a_full_disk_keeps_the_old_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "chat.json"
-    chat(turns=f"one\n/save {path}\n")
+    chat(runtime, turns=f"one\n/save {path}\n")
     saved = path.read_text(encoding="utf-8")
     monkeypatch.setattr(os, "fsync", full)
-    assert "No space left" in error_lines(chat(turns=f"two\n/save {path}\n"))[0]
+    assert "No space left" in error_lines(chat(runtime, turns=f"two\n/save {path}\n"))[0]
     assert path.read_text(encoding="utf-8") == saved
     assert os.listdir(tmp_path) == ["chat.json"]
 
 
 def test_a_line_that_is_not_text_is_named_and_skipped(runtime: FakeRuntime) -> None:
-    result = chat(turns=b"one\nd\xe9j\xe0\ntwo\n")
+    result = chat(runtime, turns=b"one\nd\xe9j\xe0\ntwo\n")
     assert result.exit_code == 0
     assert said(runtime) == ["one", "two"]
     assert "line 2 of stdin is not UTF-8" in error_lines(result)[0]
@@ -181,7 +182,7 @@ def test_a_line_that_is_not_text_is_named_and_skipped(runtime: FakeRuntime) -> N
 
 def test_ctrl_c_ends_a_piped_chat_after_what_is_there(runtime: FakeRuntime) -> None:
     runtime.before_piece = lambda number: press_ctrl_c() if number == 1 else None
-    result = chat("--json", turns="one\ntwo\n")
+    result = chat(runtime, "--json", turns="one\ntwo\n")
     assert result.exit_code == 130
     record = json.loads(result.stdout)
     assert (record["text"], record["finish_reason"]) == ("Hel", "interrupted")
@@ -190,20 +191,20 @@ def test_ctrl_c_ends_a_piped_chat_after_what_is_there(runtime: FakeRuntime) -> N
 
 def test_ctrl_c_before_the_answer_drops_the_message(runtime: FakeRuntime) -> None:
     runtime.before_piece = lambda number: press_ctrl_c() if number == 0 else None
-    result = chat(turns="one\ntwo\n")
+    result = chat(runtime, turns="one\ntwo\n")
     assert (result.exit_code, result.stdout) == (130, NOISE)
     assert "the message was not kept" in result.stderr
 
 
 def test_full_context_and_cut_answers_say_how_to_go_on(runtime: FakeRuntime) -> None:
     runtime.finish_reason = "length"
-    assert "cut after 3 tokens (--max-new-tokens)" in chat(turns="one\n").stderr
+    assert "cut after 3 tokens (--max-new-tokens)" in chat(runtime, turns="one\n").stderr
     runtime.context_tokens = 2
-    assert "the context is full: /reset starts over" in chat(turns="one\n").stderr
+    assert "the context is full: /reset starts over" in chat(runtime, turns="one\n").stderr
 
 
 def test_unknown_home_is_an_error_line_and_the_chat_goes_on(runtime: FakeRuntime) -> None:
-    result = chat(turns="/save ~no-such-user/x\none\n")
+    result = chat(runtime, turns="/save ~no-such-user/x\none\n")
     assert result.exit_code == 0, result.stderr
     assert "error: ~no-such-user/x cannot be found" in result.stderr and "Hello" in result.stdout
 

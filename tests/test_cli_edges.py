@@ -218,7 +218,7 @@ NUMBER = "9" * 400
             "refresh_steps must be less",
         ),
         ([*PLAN, "--dtype", "x" * 100_000], "is not one of"),
-        ([*PLAN, "--gamma", "x" * 100_000], "--gamma must be a count or auto"),
+        ([*PLAN, "--gamma", "x" * 100_000], "--gamma must be auto or a count of at least 1"),
         (["generate", *ANSWER, "x" * 100_000], "unexpected extra argument"),
         (["x" * 100_000], "No such command"),
     ],

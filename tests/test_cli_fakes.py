@@ -6,14 +6,31 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
+import typer
 
+from offload_runtime.cli.app import OrderlyGroup
+from offload_runtime.cli.options import with_options
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance
+
+
+def app_of(command: Callable[..., None], **others: Any) -> typer.Typer:
+    """The program with this one command, which is given other arguments than its options as well."""
+
+    @wraps(command)
+    def run(options: Any) -> None:
+        command(options, **others)
+
+    app = typer.Typer(cls=OrderlyGroup, pretty_exceptions_enable=False)
+    app.command()(with_options(run))
+    app.callback()(lambda: None)
+    return app
 
 
 def make_stats(**changes: Any) -> GenerationStats:

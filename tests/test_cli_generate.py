@@ -6,30 +6,36 @@ import json
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import offload_runtime
-from offload_runtime import engine
 from offload_runtime.cli import app
+from offload_runtime.cli.demo import demo as demo_command
+from offload_runtime.cli.generate import generate as command
 from offload_runtime.cli.generate import link_figure
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.errors import BudgetError
-from tests.test_cli_fakes import FakeRuntime, full_host, make_stats, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
 
 NOISE = "a library that cannot keep quiet\n"
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    fake = FakeRuntime()
-    monkeypatch.setattr(engine, "Runtime", fake)
-    return fake
+def runtime() -> FakeRuntime:
+    return FakeRuntime()
 
 
-def generate(*arguments: str, stdin: str | bytes | None = None) -> Result:
+def generate(runtime: FakeRuntime, *arguments: str, stdin: str | bytes | None = None) -> Result:
+    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["generate", "--target", "some/model", *arguments], input=stdin)
+
+
+def demo(runtime: FakeRuntime, model: Path, *arguments: str) -> Result:
+    engine = SimpleNamespace(Runtime=runtime, fetch_demo_model=lambda **options: model)
+    return CliRunner().invoke(app_of(demo_command, engine=engine), ["demo", *arguments], env={"COLUMNS": "100"})
 
 
 def error_lines(result: Result) -> list[str]:
@@ -37,7 +43,7 @@ def error_lines(result: Result) -> list[str]:
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None:
-    result = generate("--prompt", "Hi")
+    result = generate(runtime, "--prompt", "Hi")
     assert (result.exit_code, result.stdout) == (0, NOISE + "Hello\n")
     last_line = result.stderr.splitlines()[-1]
     assert last_line == "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · first token 0.25 s"
@@ -46,7 +52,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
 
 
 def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
-    result = generate("--prompt", "Hi", "--json", "--seed", "5", "--draft", "none")
+    result = generate(runtime, "--prompt", "Hi", "--json", "--seed", "5", "--draft", "none")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {
         "tokens": [1, 2, 3], "text": "Hello", "finish_reason": "stop", "stats": make_stats().to_dict(),
@@ -65,7 +71,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
-    result = generate(*arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
+    result = generate(runtime, *arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
     assert result.exit_code == 0, result.stderr
     sampling = SamplingParams(0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3)
     params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling)
@@ -84,7 +90,7 @@ def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
         windows={"tree 256": 7, "plain": 2, "unigram 16": 1}, accepted_by_source={"draft": 9, "ngram": 30},
         accepted_by_depth=(20, 19), hidden_draft_share=0.5,
     )  # fmt: skip
-    lines = generate("--prompt", "Hi", "--explain").stderr.splitlines()
+    lines = generate(runtime, "--prompt", "Hi", "--explain").stderr.splitlines()
     assert (
         lines[-9:]
         == [
@@ -101,27 +107,38 @@ def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
         ][-9:]
     )
     runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
-    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate("--prompt", "Hi").stderr
+    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate(runtime, "--prompt", "Hi").stderr
+
+
+def test_control_tokens_in_messages_are_allowed_where_there_are_messages(runtime: FakeRuntime) -> None:
+    for arguments, allowed in (((), False), (("--allow-special-tokens",), True)):
+        assert generate(runtime, "--chat", "--prompt", "Hi", *arguments).exit_code == 0
+        assert runtime.loads.pop().allow_special_tokens is allowed
+    refused = generate(runtime, "--prompt", "Hi", "--allow-special-tokens")
+    assert (refused.exit_code, runtime.loads) == (2, [])
+    assert error_lines(refused) == [
+        "error: --allow-special-tokens does nothing without --chat: a plain prompt always allows them"
+    ]
 
 
 def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:
-    assert "predicted" not in generate("--prompt", "Hi").stderr
+    assert "predicted" not in generate(runtime, "--prompt", "Hi").stderr
     runtime.stats = make_stats(predicted_s_per_pass=0.234, measured_s_per_pass=0.2359)
-    figures = generate("--prompt", "Hi").stderr.splitlines()[-1]
+    figures = generate(runtime, "--prompt", "Hi").stderr.splitlines()[-1]
     assert "predicted 0.234 s a pass, measured 0.236 (+0.8 %)" in figures
-    printed = json.loads(generate("--prompt", "Hi", "--json").stdout)["stats"]
+    printed = json.loads(generate(runtime, "--prompt", "Hi", "--json").stdout)["stats"]
     assert (printed["predicted_s_per_pass"], printed["measured_s_per_pass"]) == (0.234, 0.2359)
 
 
 def test_every_output_of_an_emulated_run_says_so(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.emulated, runtime.stats = "rtx4090", make_stats(emulated="rtx4090")
-    assert generate("--prompt", "Hi").stderr.splitlines()[-1].startswith("emulating rtx4090 · ")
-    record = json.loads(generate("--prompt", "Hi", "--json").stdout)
+    assert generate(runtime, "--prompt", "Hi").stderr.splitlines()[-1].startswith("emulating rtx4090 · ")
+    record = json.loads(generate(runtime, "--prompt", "Hi", "--json").stdout)
     assert record["emulated"] == record["stats"]["emulated"] == "rtx4090"
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
         file.write_text("Hi")
-    batch = generate("--json", *(f"--prompt-file={file}" for file in files))
+    batch = generate(runtime, "--json", *(f"--prompt-file={file}" for file in files))
     assert json.loads(batch.stdout)["emulated"] == "rtx4090"
     assert sum(": emulating rtx4090 · " in line for line in batch.stderr.splitlines()) == 2
 
@@ -131,20 +148,20 @@ def test_a_batch_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRuntim
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
         file.write_text("Hi")
-    result = generate(*(f"--prompt-file={file}" for file in files))
+    result = generate(runtime, *(f"--prompt-file={file}" for file in files))
     assert result.exit_code == 2 and "the host is full" in result.stderr.splitlines()[-1]
     assert "answer 0" in result.stdout and "half" in result.stdout
     assert [answer["finish_reason"] for answer in json.loads(
-        generate("--json", *(f"--prompt-file={file}" for file in files)).stdout
+        generate(runtime, "--json", *(f"--prompt-file={file}" for file in files)).stdout
     )["results"]] == ["stop", "interrupted"]  # fmt: skip
 
 
 def test_an_answer_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRuntime) -> None:
     runtime.before_piece, runtime.held_back = full_host(at_piece=2), "p"
-    result = generate("--prompt", "Hi")
+    result = generate(runtime, "--prompt", "Hi")
     assert result.exit_code == 2 and result.stdout == NOISE + "Help\n"
     assert result.stderr.splitlines()[-1] == "error: the host is full"
-    whole = generate("--prompt", "Hi", "--json")
+    whole = generate(runtime, "--prompt", "Hi", "--json")
     record = json.loads(whole.stdout)
     assert (record["text"], record["tokens"], record["finish_reason"]) == ("Help", [1, 2, 3], "interrupted")
     assert whole.exit_code == 2
@@ -152,13 +169,13 @@ def test_an_answer_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRunt
 
 def test_memory_that_runs_out_before_the_answer(runtime: FakeRuntime) -> None:
     runtime.before_piece = full_host(at_piece=0)
-    result = generate("--prompt", "Hi", "--json")
+    result = generate(runtime, "--prompt", "Hi", "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert error_lines(result) == ["error: the host is full"]
 
 
 def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
-    generate("--prompt", "Hi", "--chat")
+    generate(runtime, "--prompt", "Hi", "--chat")
     assert runtime.requests[0][0] == [{"role": "user", "content": "Hi"}]
 
 
@@ -171,8 +188,8 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
         file.write_text("Hi")
-    generate("--prompt", "Hi", "--chat", "--max-new-tokens", "7")
-    generate(*(f"--prompt-file={file}" for file in files), "--max-new-tokens", "9")
+    generate(runtime, "--prompt", "Hi", "--chat", "--max-new-tokens", "7")
+    generate(runtime, *(f"--prompt-file={file}" for file in files), "--max-new-tokens", "9")
     for check in runtime.checks:
         assert check is not None
         check(Room())
@@ -182,8 +199,8 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
 def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"\xef\xbb\xbfd\xc3\xa9j\xc3\xa0\r\n vu \n")
-    assert generate("--prompt-file", str(path)).exit_code == 0
-    assert generate("--prompt-file", "-", stdin=" from a pipe\n").exit_code == 0
+    assert generate(runtime, "--prompt-file", str(path)).exit_code == 0
+    assert generate(runtime, "--prompt-file", "-", stdin=" from a pipe\n").exit_code == 0
     assert [prompt for prompt, _ in runtime.requests] == ["déjà\r\n vu \n", " from a pipe\n"]
 
 
@@ -202,9 +219,9 @@ def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> 
         ("--prompt a --temperature inf", "temperature must be"),
         ("--prompt a --gamma 3 --draft none", "--draft none"),
         ("--prompt a --gamma 3 --speculation none", "--speculation none"),
-        ("--prompt a --context many", "--context must be a count or auto"),
-        ("--prompt a --context 0", "--context must be at least 1"),
-        ("--prompt a --resident-layers -1", "--resident-layers must be a count or auto"),
+        ("--prompt a --context many", "--context must be auto or a count of at least 1, not 'many'"),
+        ("--prompt a --context 0", "--context must be auto or a count of at least 1, not '0'"),
+        ("--prompt a --resident-layers -1", "--resident-layers must be auto or a count of at least 0"),
         ("--prompt a --vram much", "not a size"),
         ("--prompt a --target=", "--target is empty"),
     ],
@@ -212,7 +229,7 @@ def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> 
 def test_wrong_options_end_before_loading(runtime: FakeRuntime, tmp_path: Path, arguments: str, words: str) -> None:
     (tmp_path / "latin1").write_bytes(b"d\xe9j\xe0 vu")
     (tmp_path / "a").write_text("a")
-    result = generate(*(part.format(tmp=tmp_path) for part in arguments.split()))
+    result = generate(runtime, *(part.format(tmp=tmp_path) for part in arguments.split()))
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert words.format(tmp=tmp_path) in error_lines(result)[0]
@@ -241,38 +258,38 @@ BUSY = [
 
 @pytest.mark.parametrize(("mode", "option"), IDLE)
 def test_options_that_would_do_nothing_are_refused(runtime: FakeRuntime, mode: str, option: str) -> None:
-    result = generate("--prompt", "a", *mode.split(), *option.split())
+    result = generate(runtime, "--prompt", "a", *mode.split(), *option.split())
     assert (result.exit_code, result.stdout, runtime.loads) == (2, "", [])
     assert f"{option} does nothing with" in error_lines(result)[0]
 
 
 @pytest.mark.parametrize(("mode", "option"), BUSY)
 def test_options_that_do_something_are_taken(runtime: FakeRuntime, mode: str, option: str) -> None:
-    result = generate("--prompt", "a", *mode.split(), *option.split())
+    result = generate(runtime, "--prompt", "a", *mode.split(), *option.split())
     assert result.exit_code == 0, result.stderr
 
 
 def test_what_is_left_out_is_the_default(runtime: FakeRuntime) -> None:
-    generate("--prompt", "a", "--draft", "some/draft")
+    generate(runtime, "--prompt", "a", "--draft", "some/draft")
     assert runtime.loads[0].speculation == SpeculationOptions()
 
 
 @pytest.mark.parametrize("argument", ["--device=tpu", "--seed=-1", "--max-new-tokens=0", "--nonsense"])
 def test_usage_errors_exit_with_2(runtime: FakeRuntime, argument: str) -> None:
-    assert generate("--prompt", "a", argument).exit_code == 2
+    assert generate(runtime, "--prompt", "a", argument).exit_code == 2
     assert runtime.loads == []
 
 
 def test_typed_errors_are_one_line_whatever_is_in_them(runtime: FakeRuntime) -> None:
     runtime.load_error = BudgetError("needs [bold]9 GB\nbut has 6 GB:\x1b[2J " + "long " * 60)
-    result = generate("--prompt", "a", "--json")
+    result = generate(runtime, "--prompt", "a", "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: needs [bold]9 GB but has 6 GB:[2J " + " ".join(["long"] * 60) + "\n"
 
 
 def test_defects_are_not_hidden(runtime: FakeRuntime) -> None:
     runtime.answer_error = ZeroDivisionError("a defect")
-    result = generate("--prompt", "a")
+    result = generate(runtime, "--prompt", "a")
     assert result.exception is runtime.answer_error
     assert error_lines(result) == []
 
@@ -288,9 +305,9 @@ def test_ctrl_c_keeps_what_is_there(runtime: FakeRuntime, presses: int) -> None:
     runtime.pieces, runtime.held_back, runtime.before_piece = ("one ", "two ", "three"), "held", interrupt
     # The second Ctrl-C does not wait for the piece under way.
     expected = "one two held" if presses == 1 else "one held"
-    result = generate("--prompt", "a")
+    result = generate(runtime, "--prompt", "a")
     assert (result.exit_code, result.stdout) == (130, NOISE + expected + "\n")
-    result = generate("--prompt", "a", "--json")
+    result = generate(runtime, "--prompt", "a", "--json")
     assert result.exit_code == 130
     record = json.loads(result.stdout)
     assert (record["text"], record["finish_reason"]) == (expected, "interrupted")
@@ -308,7 +325,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> None:
-    result = generate(*files, "--temperature", "0.5", "--chat", "--stop", "x")
+    result = generate(runtime, *files, "--temperature", "0.5", "--chat", "--stop", "x")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == NOISE + "".join(f"== {files[2 * i + 1]} ==\nanswer {i}\n" for i in range(3))
     assert runtime.loads[0].max_batch == 3
@@ -321,7 +338,7 @@ def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> 
 
 
 def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
-    result = generate(*files[:2], "--prompt-file", "-", "--json", "--seed", "5", stdin="from a pipe")
+    result = generate(runtime, *files[:2], "--prompt-file", "-", "--json", "--seed", "5", stdin="from a pipe")
     answer = {"tokens": [1, 2, 3], "finish_reason": "stop", "stats": make_stats().to_dict()}
     assert json.loads(result.stdout) == {
         "results": [
@@ -334,13 +351,13 @@ def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
 
 def test_ctrl_c_keeps_the_answers_that_are_done(runtime: FakeRuntime, files: list[str]) -> None:
     runtime.before_piece = lambda number: press_ctrl_c() if number == 2 else None
-    result = generate(*files)
+    result = generate(runtime, *files)
     assert result.exit_code == 130
     assert [line for line in result.stdout.splitlines() if not line.startswith("==")] == [
         NOISE.strip(), "answer 0", "half", "half"
     ]  # fmt: skip
     assert [": stopped · " in line for line in result.stderr.splitlines()[-3:]] == [False, True, True]
-    record = json.loads(generate(*files, "--json").stdout)
+    record = json.loads(generate(runtime, *files, "--json").stdout)
     assert [answer["finish_reason"] for answer in record["results"]] == ["stop", "interrupted", "interrupted"]
 
 
@@ -353,14 +370,14 @@ def test_ctrl_c_that_does_not_wait(runtime: FakeRuntime, files: list[str], press
             press_ctrl_c()
 
     runtime.before_piece = press
-    result = generate(*files)
+    result = generate(runtime, *files)
     assert (result.exit_code, result.stdout) == (130, NOISE)
     assert "Traceback" not in result.stderr and runtime.closed
 
 
 def test_ctrl_c_during_prefill_does_not_wait_for_its_end(runtime: FakeRuntime) -> None:
     runtime.before_piece = lambda number: press_ctrl_c()
-    result = generate("--prompt", "a")
+    result = generate(runtime, "--prompt", "a")
     assert (result.exit_code, result.stdout) == (130, NOISE)
     assert "Traceback" not in result.stderr
 
@@ -370,7 +387,7 @@ def test_an_answer_in_a_thread_leaves_the_signals_alone(runtime: FakeRuntime, fi
     """Only the main thread of a program may handle them."""
     results: list[Result] = []
     arguments = files if batched else ["--prompt", "a"]
-    thread = threading.Thread(target=lambda: results.append(generate(*arguments)))
+    thread = threading.Thread(target=lambda: results.append(generate(runtime, *arguments)))
     handler = signal.getsignal(signal.SIGINT)
     thread.start()
     thread.join()
@@ -390,13 +407,10 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("identical", [True, False])
-def test_demo_compares_both_ways(
-    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, identical: bool
-) -> None:
-    monkeypatch.setattr(engine, "fetch_demo_model", lambda **options: tmp_path)
+def test_demo_compares_both_ways(runtime: FakeRuntime, tmp_path: Path, identical: bool) -> None:
     if not identical:
         runtime.speculative_tokens = [1, 2, 4]
-    result = CliRunner().invoke(app, ["demo", "--prompt", "Hi", "--max-new-tokens", "9"], env={"COLUMNS": "100"})
+    result = demo(runtime, tmp_path, "--prompt", "Hi", "--max-new-tokens", "9")
     assert result.exit_code == (0 if identical else 1), result.output
     assert result.stdout.rstrip().endswith("identical tokens: " + ("yes" if identical else "no"))
     (config,) = runtime.loads
@@ -410,11 +424,8 @@ def test_demo_compares_both_ways(
         assert figure in result.stdout
 
 
-def test_demo_stopped_by_ctrl_c_compares_nothing(
-    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engine, "fetch_demo_model", lambda **options: tmp_path)
+def test_demo_stopped_by_ctrl_c_compares_nothing(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.before_piece = lambda number: press_ctrl_c() if number == 1 and len(runtime.requests) == 3 else None
-    result = CliRunner().invoke(app, ["demo"])
+    result = demo(runtime, tmp_path)
     assert result.exit_code == 130
     assert "identical" not in result.stdout

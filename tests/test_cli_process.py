@@ -104,6 +104,7 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
+@pytest.mark.slow
 def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path: Path) -> None:
     records: dict[str, dict[str, Any]] = {}
     asked = [
@@ -164,6 +165,7 @@ def assert_one_line(code: int, out: str, err: str, words: str) -> None:
     assert len(errors) == 1 and words in errors[0] and err.splitlines()[-1] == errors[0]
 
 
+@pytest.mark.slow
 def test_what_the_engine_refuses_is_one_line_and_exit_code_2(model: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "generate", "--device", "cpu", "--target", str(model), "--prompt", "a", "--vram", "100kB")
     assert_one_line(done.returncode, done.stdout, done.stderr, "kB")
@@ -230,6 +232,7 @@ def test_verify_reads_no_weights_where_a_prompt_has_no_room(
     assert_one_line(result.exit_code, result.stdout, result.stderr, "shorten the prompt or lower --tokens")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:
     with start_endless_answer(model, tmp_path) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -240,6 +243,7 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Pat
     assert "Traceback" not in complaints and "BrokenPipe" not in complaints
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
 def test_a_full_disk_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, form: tuple[str, ...]) -> None:
@@ -253,6 +257,7 @@ def test_a_full_disk_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, fo
     assert done.stderr.splitlines()[-1].startswith("error: stdout cannot be written: No space left on device")
 
 
+@pytest.mark.slow
 def test_sigint_stops_generate_with_its_text_and_a_whole_trace(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with start_endless_answer(model, tmp_path, "--resident-layers", "1", "--trace", str(path)) as process:
@@ -380,12 +385,14 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, 
     assert "+the quick\n+brown fox\n" in history and "half a line" not in history
 
 
+@pytest.mark.slow
 def test_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.expect("> ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_json_at_a_terminal_is_refused(tmp_path: Path) -> None:
     chat = Terminal(tmp_path, "chat", "--target", "some/model", "--json")
     chat.expect("--json is for programs")

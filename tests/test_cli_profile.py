@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli import app
+from offload_runtime.cli.profile import profile as command
 from offload_runtime.errors import DeviceError
-from offload_runtime.hardware import MachineProfile, load_profile, measure, profile_toml
+from offload_runtime.hardware import MachineProfile, load_profile, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
+from tests.test_cli_fakes import app_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = CpuFigures("Some CPU", 16, ("avx2", "avx512f"))
@@ -54,17 +55,17 @@ class FakeMeasuring:
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasuring:
     fake = FakeMeasuring()
-    monkeypatch.setattr(measure, "measure_machine", fake)
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
     return fake
 
 
-def profile(*arguments: str) -> Result:
+def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
+    app = app_of(command, measure=measuring)
     return CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "140"})
 
 
 def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> None:
-    result = profile()
+    result = profile(measuring)
     assert result.exit_code == 0, result.stderr
     assert measuring.asked == [MeasureOptions()]
     for words in (
@@ -83,12 +84,12 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
 def test_options_reach_the_measurement(measuring: FakeMeasuring, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert profile("--device", "cuda", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
+    assert profile(measuring, "--device", "cuda", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
     assert measuring.asked == [MeasureOptions("cuda", quick=True, full=True, disk_file=file)]
 
 
 def test_saving_says_where_and_can_be_loaded(measuring: FakeMeasuring, tmp_path: Path) -> None:
-    result = profile("--save", "box")
+    result = profile(measuring, "--save", "box")
     assert result.exit_code == 0
     assert result.stdout.endswith(f"\nsaved to {tmp_path / 'config/profiles/box.toml'}\n")
     assert "[tflops]" not in result.stdout
@@ -97,25 +98,25 @@ def test_saving_says_where_and_can_be_loaded(measuring: FakeMeasuring, tmp_path:
 
 
 def test_json_is_one_object_and_nothing_else(measuring: FakeMeasuring, tmp_path: Path) -> None:
-    record = json.loads(profile("--json", "--save", "box").stdout)
+    record = json.loads(profile(measuring, "--json", "--save", "box").stdout)
     assert record["profile"]["link_by_copy_mib"] == {"0.0625": 0.75, "16": 6.4}
     assert record["missing"] == dict(REPORT.missing)
     assert "runs at x4" in record["matters"][0]
     assert record["gpu"]["nvml"]["link"] == {"generation": 4, "width": 4, "generation_max": 4, "width_max": 16}
     assert record["host"]["wsl"] is True
     assert record["saved"] == str(tmp_path / "config/profiles/box.toml")
-    assert json.loads(profile("--json").stdout)["saved"] is None
+    assert json.loads(profile(measuring, "--json").stdout)["saved"] is None
 
 
 def test_a_bad_name_is_refused_before_a_minute_of_measuring(measuring: FakeMeasuring) -> None:
-    result = profile("--save", "a/b")
+    result = profile(measuring, "--save", "a/b")
     assert (result.exit_code, result.stdout, measuring.asked) == (2, "", [])
     assert "error: 'a/b' is not a name for a profile" in result.stderr
 
 
 def test_what_was_measured_is_not_lost_when_it_cannot_be_saved(measuring: FakeMeasuring, tmp_path: Path) -> None:
     (tmp_path / "config").write_text("a file in the way")
-    result = profile("--save", "box")
+    result = profile(measuring, "--save", "box")
     assert result.exit_code == 2
     assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
     assert "box.toml cannot be written" in result.stderr
@@ -123,13 +124,14 @@ def test_what_was_measured_is_not_lost_when_it_cannot_be_saved(measuring: FakeMe
 
 def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> None:
     measuring.error = DeviceError("there is no cuda:7")
-    result = profile("--json")
+    result = profile(measuring, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1] == "error: there is no cuda:7"
-    result = profile("--disk-file", "/absent")
+    result = profile(measuring, "--disk-file", "/absent")
     assert "--disk-file /absent is not a file" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_real_command_measures_this_machine(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": path, "OFFLOAD_RUNTIME_CONFIG": str(tmp_path)}

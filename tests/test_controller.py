@@ -47,6 +47,7 @@ def controller_of(cost: Cost, known: str = "known") -> Controller:
     return Controller(modes, lambda choice, *_: cost(choice) if known == "known" else cost(choice) ** 1.2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("known", ["unknown", "known", "wrong"])
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("rate", TEXTS)
@@ -63,6 +64,7 @@ def test_it_is_as_fast_as_the_best_fixed_choice(cost: Cost, rate: float, limits:
     assert min(whole) > 0.65
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("known", ["unknown", "known", "wrong"])
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("cost", [resident, streamed])
@@ -91,6 +93,7 @@ def on_a_cpu(choice: Choice) -> float:
     return 1 + 0.1 * choice.size + 0.35 * steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("known", ["unknown", "known"])
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.9])
 def test_a_draft_that_is_dear_on_a_cpu(rate: float, known: str) -> None:
@@ -121,6 +124,7 @@ class Levels:
         return min(self.deepest, size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("first", "level"), [(0.94, 0.965), (0.84, 0.92), (0.71, 0.85)])
 @pytest.mark.parametrize("tree_s", [0.30, 0.38])
 def test_chains_and_trees_where_the_link_binds(first: float, level: float, tree_s: float) -> None:
@@ -152,6 +156,7 @@ def test_n_grams_are_looked_up_in_repetitive_text_only() -> None:
         assert run.speed(450) > 0.9 * best_fixed(code, cost, {"ngram": 64}, idea_share=1.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cost", [resident, streamed])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.3, 0.95), (0.95, 0.3), (0.0, 0.9)])
 def test_another_text_is_followed(cost: Cost, before: float, after: float) -> None:
@@ -168,6 +173,7 @@ def test_another_text_is_followed(cost: Cost, before: float, after: float) -> No
         assert all(run.speed(250) > 0.97 * best[1] for run in runs)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rates=st.tuples(*[st.floats(0, 1)] * 3), step=st.floats(0, 1), row=st.floats(0, 0.2), share=st.floats(0, 1),
@@ -276,6 +282,7 @@ def answer(controller: Controller, context_tokens: int, chance: random.Random, *
     return total_s
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("known", [0.0, 1 / 3, 3.0])
 @pytest.mark.parametrize("lengths", [(512, 4000, 30_000, 120_000), (30_000, 2000), (120_000, 512)])
 def test_what_pays_is_not_off_for_good_at_another_length(lengths: tuple[int, ...], known: float) -> None:

@@ -25,10 +25,7 @@ COUNT = 12
 
 
 @pytest.fixture(scope="module", params=["ngram", "model", "triforce"])
-def runtime(target: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    draft = target.parent / "draft"
-    if request.param != "ngram" and not draft.exists():
-        write_noisy_copy(target, draft, noise=0.03)
+def runtime(target: Path, draft: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     options: dict[str, Any] = {"draft": "ngram" if request.param == "ngram" else draft, "resident_layers": 2}
     if request.param == "triforce":
         speculation = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2)
@@ -105,6 +102,7 @@ def assert_as_from_scratch(runtime: Runtime, prompt: list[int], tokens: list[int
     assert fresh.tokens == tokens
 
 
+@pytest.mark.few(2)
 def test_only_what_is_new_goes_through_prefill(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation("slot")
     said = [say(conversation, text) for text in ("the fox", "and the dog", "on and on")]
@@ -122,6 +120,7 @@ def test_only_what_is_new_goes_through_prefill(runtime: Runtime, spy: Spy) -> No
         assert_as_from_scratch(runtime, prompt, tokens)
 
 
+@pytest.mark.few(1)
 def test_sampled_answers_are_those_of_a_fresh_start(runtime: Runtime, spy: Spy) -> None:
     conversation, options = spy.conversation(), {"temperature": 0.7, "seed": 9}
     said = [say(conversation, text, **options) for text in ("a link", "a layer")]
@@ -146,6 +145,7 @@ def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy) -
     assert_as_from_scratch(runtime, list(spy.prompts[1]), said)
 
 
+@pytest.mark.few(1)
 def test_options_may_be_given_as_params(runtime: Runtime) -> None:
     params = GenerationParams(COUNT, ignore_eos=True, sampling=SamplingParams(0.7, seed=9))
     by_name: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperature": 0.7, "seed": 9}
@@ -174,6 +174,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_got(runtime: Runtime, spy: Spy
     assert_as_from_scratch(runtime, list(spy.prompts[1]), said)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", [2, 7])
 def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
     conversation = spy.conversation()
@@ -189,6 +190,7 @@ def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
     assert_as_from_scratch(runtime, list(spy.prompts[2]), said)
 
 
+@pytest.mark.few(1)
 def test_other_generations_in_between(runtime: Runtime, spy: Spy) -> None:
     first, second = spy.conversation("a"), spy.conversation("b")
     turns = []

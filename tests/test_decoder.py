@@ -193,6 +193,7 @@ def test_tree_matches_transformers_with_a_dense_mask(name: str, tmp_path: Path) 
     made.close()
 
 
+@pytest.mark.slow
 def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> None:
     """The decoder takes the reference on the CPU, and only the kernel knows splits: the rows have to suit both."""
     config = model_config_from_transformers(random_model("llama-gqa").config)

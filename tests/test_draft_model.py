@@ -179,6 +179,7 @@ def play(
     raise AssertionError
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY], ids=["greedy", "noisy"])
 def test_streaming_guesses_are_dense_attention_over_sinks_and_recent(draft: Draft, params: SamplingParams) -> None:
     # The start moves at 360 and 616 tokens.
@@ -186,11 +187,13 @@ def test_streaming_guesses_are_dense_attention_over_sinks_and_recent(draft: Draf
     assert draft.cache.starts[0] == 2 * BLOCK_TOKENS == draft.cache.rope_shifts[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [1, 2, 3, SINKS, SINKS + 1, SINKS + 2])
 def test_prompts_about_as_long_as_the_sinks(draft: Draft, length: int) -> None:
     play(draft, dense_streaming(draft), NOISY, random_tokens(length, seed=length), until=40)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [359, 360, 361, 1000])
 def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: int) -> None:
     reference, tokens = dense_streaming(draft), random_tokens(length, seed=length)
@@ -201,6 +204,7 @@ def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: in
     play(draft, dense_streaming(draft), NOISY, tokens, until=length + 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sinks", "recent"), [(1, 2), (BLOCK_TOKENS, 30), (64, 300)])
 def test_other_numbers_of_sinks_and_recent_tokens(
     tmp_path_factory: pytest.TempPathFactory, sinks: int, recent: int
@@ -213,6 +217,7 @@ def test_other_numbers_of_sinks_and_recent_tokens(
     draft.made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-yarn"])
 def test_frequencies_are_those_of_the_window(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     draft = make_draft(name, tmp_path_factory.mktemp("rope"))

@@ -167,6 +167,7 @@ def play(draft: Draft, full: Draft, tokens: list[int], requests: int, *, sequenc
     return tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY], ids=["greedy", "noisy"])
 def test_a_budget_that_holds_everything_is_a_full_cache(base: Base, params: SamplingParams) -> None:
     draft, full = base.draft(ALL, params), base.draft(None, params)
@@ -186,6 +187,7 @@ def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> None:
     draft, full = (base.draft(budget, num_sequences=sequence + 1) for budget in (ALL, None))
@@ -205,6 +207,7 @@ def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
         tokens = [*tokens, *guesses[:request], request]
 
 
+@pytest.mark.slow
 def test_all_sequences_in_one_step_are_each_alone(base: Base) -> None:
     """Chunks of few and of many blocks, and none; with pauses, and texts that end anywhere in their blocks."""
     together, alone, full = (base.draft(budget, num_sequences=BATCH) for budget in (FEW, FEW, ALL))

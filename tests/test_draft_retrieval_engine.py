@@ -64,6 +64,7 @@ def expected(target: Path) -> list[list[int]]:
         return everything(runtime)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_tokens_are_those_of_plain_decoding(
     target: Path, noisy: Path, expected: list[list[int]], mode: str

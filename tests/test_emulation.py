@@ -66,6 +66,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
     assert result.stats.to_dict()["emulated"] == "toy"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("vram", "limit"), [(None, 350 * MB), ("300MB", 300 * MB), ("1GB", 350 * MB)])
 def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> None:
     with load(target, emulate=TOY, vram=vram) as runtime:
@@ -113,6 +114,7 @@ def test_the_link_is_measured_in_both_directions() -> None:
     assert there > 0.01 and back > 0.01
 
 
+@pytest.mark.slow
 def test_the_commands_emulate(target: Path) -> None:
     save_profile(TOY, "toy")
     common = ["--target", str(target), "--device", "cpu", "--emulate", "toy", "--json", "--no-progress"]

@@ -26,9 +26,9 @@ COUNT = 32
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target again, so that windows are accepted whole and every end is in the middle of one."""
-    return write_noisy_copy(target, target.parent / "draft", noise=0.0)
+    return write_noisy_copy(target, tmp_path_factory.mktemp("models") / "draft", noise=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,7 @@ def assert_usable(runtime: Runtime, said: list[int]) -> None:
         assert runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, speculate=speculate).tokens == said[:12]
 
 
+@pytest.mark.slow
 def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int]) -> None:
     places = first_places(said)
     assert len(places) >= 8
@@ -140,7 +141,7 @@ def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
     assert len(text) > COUNT / 2
     tried = 0
     for length in (1, 3, 9):  # within a token, across two, across many
-        for start in range(0, len(text) - length, 3):
+        for start in range(1, len(text) - length, 5):
             stop = text[start : start + length]
             if "\ufffd" in stop:
                 continue
@@ -152,7 +153,7 @@ def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
             shorter = runtime.tokenizer.decode([*runtime.encode(PROMPT), *result.tokens[:-1]], skip_special_tokens=True)
             assert stop not in shorter.removeprefix(PROMPT)
             tried += 1
-    assert tried > 15
+    assert tried > 6, "the text is short"
     assert_usable(runtime, said)
 
 
@@ -178,6 +179,7 @@ def test_streamed_pieces_hold_back_what_may_be_a_stop_string(runtime: Runtime) -
     assert shown == stream.result.text == text[: text.index(stop)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [0, 1, 2, 5])
 def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -> None:
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
@@ -216,6 +218,7 @@ def assert_interrupted(runtime: Runtime, said: list[int], interrupt: Callable[[]
     assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], after: int) -> None:
     target = runtime.parts.target
@@ -225,6 +228,7 @@ def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], afte
     assert_usable(runtime, said)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after: int) -> None:
     assert runtime.parts.draft is not None
@@ -243,6 +247,7 @@ def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after
     assert_usable(runtime, said)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_while_waiting_for_a_copy(runtime: Runtime, said: list[int], after: int) -> None:
     queue = runtime.parts.target.engine

@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.copy import CopyEngine
+from offload_runtime.copy import CopyEngine, CopyQueues
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import load as loading
-from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.engine.load_model import LoadedModel, load_model
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -35,7 +34,9 @@ from offload_runtime.errors import (
     UnsupportedArchitectureError,
     VocabularyMismatchError,
 )
+from offload_runtime.memory import DeviceBudget
 from offload_runtime.runners import ModelRunner
+from offload_runtime.weights import open_checkpoint
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
@@ -107,6 +108,7 @@ class TestBeforeLoading:
     def test_a_context_longer_than_the_model(self, target: Path) -> None:
         refused(ContextLengthError, target, "513", "512", "--context", context=CONTEXT_TOKENS + 1)
 
+    @pytest.mark.few(3)
     @pytest.mark.parametrize("resident", ["auto", 0, 3, NUM_LAYERS])
     @pytest.mark.parametrize("draft", ["ngram", "model"])
     def test_too_little_vram_names_what_would_do(
@@ -176,6 +178,7 @@ class TestBeforeLoading:
         refused(DeviceError, target, word, device=device)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_failure_while_loading_leaves_nothing_running(target: Path, share: float) -> None:
     def fail(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -290,6 +293,7 @@ def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
 
 
 # Three copies fill the ring, then five make a pass.
+@pytest.mark.few(2)
 @pytest.mark.parametrize("copies", [3, 5, 8, 20])
 def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, copies: int) -> None:
     with (
@@ -308,9 +312,18 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, cop
             runtime.generate(PROMPT, max_new_tokens=1)
 
 
-def test_a_copy_that_fails_while_loading(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "make_copy_engine", lambda *_, **__: failing_once(after=4))
-    refused(CopyError, target, "cable fell out", resident_layers=0, on_progress=None)
+def test_a_copy_that_fails_while_loading(target: Path) -> None:
+    with load(target, draft="none", resident_layers=0) as runtime:
+        plan = runtime.plan.target
+    with (
+        pytest.raises(CopyError, match="cable fell out"),
+        closing(failing_once(after=4)) as engine,
+        ExitStack() as undo,
+    ):
+        load_model(
+            open_checkpoint(target), plan, DeviceBudget(torch.device("cpu"), None), CopyQueues(engine, None),
+            name="target", registrar=None, on_progress=None, undo=undo,
+        )  # fmt: skip
 
 
 def test_prompts_are_checked_before_weights_are_read(target: Path) -> None:

@@ -64,6 +64,7 @@ def plain_tokens(runtimes: dict[str, Runtime]) -> dict[str, list[list[int]]]:
     }
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_tokens_are_those_of_transformers(
     model: Path, runtimes: dict[str, Runtime], plain_tokens: dict[str, list[list[int]]]
@@ -87,6 +88,7 @@ def test_tokens_are_those_of_transformers(
             assert said == expected(prompt, said, sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["ngram", "noisy"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_every_draft_gives_the_tokens_of_plain_decoding(
@@ -103,6 +105,7 @@ def test_every_draft_gives_the_tokens_of_plain_decoding(
         assert max(per_pass) > (2.5 if draft == "noisy" else 1.1)
 
 
+@pytest.mark.slow
 def test_the_ways_of_sampling_differ(plain_tokens: dict[str, list[list[int]]]) -> None:
     for said in plain_tokens.values():
         assert len({tuple(tokens) for tokens in said}) == len(SAMPLINGS)

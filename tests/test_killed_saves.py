@@ -23,7 +23,7 @@ from offload_runtime.trace import Trace, write_trace
 from tests.helpers.engine import write_checkpoint, write_noisy_copy
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL there")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="no SIGKILL there")]
 
 # The process ends where everything has been written and nothing has been renamed yet.
 KILLED = """

@@ -39,6 +39,7 @@ def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[Mode
     host.close()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("length", [5, 255, 256, 257, 700, 1024])
 def test_decoding_behind_prompts_of_any_length(pair: tuple[ModelRunner, ModelRunner], length: int) -> None:
     reset(*pair)
@@ -59,6 +60,7 @@ def test_trees(pair: tuple[ModelRunner, ModelRunner]) -> None:
     assert same(*(runner.verify([Window(tuple(random_tokens(9)), parents)], [0]) for runner in pair))
 
 
+@pytest.mark.few(1)
 def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
     reset(*pair)
     for sequence, length in enumerate((300, 40, 770)):
@@ -73,7 +75,7 @@ def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
                 runner.cache.commit(sequence, 2 + sequence)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelRunner], data: st.DataObject) -> None:
     reset(*pair)
@@ -102,6 +104,7 @@ def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelR
     assert caches[0].length(0) == caches[1].length(0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("more", [1, 200, 300])
 def test_a_cut_behind_what_a_short_prefill_went_on_from(pair: tuple[ModelRunner, ModelRunner], more: int) -> None:
     """A sliding window need not reach the block before, which is kept all the same."""
@@ -154,6 +157,7 @@ def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(
     made.close()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kept", "more"), [(600, 100), (600, 500), (600, 1000), (512, 500), (512, 900), (300, 1100), (40, 300), (40, 1060)]
 )
@@ -197,6 +201,7 @@ def test_memory_that_is_refused_while_growing_keeps_what_is_committed(
     assert same(*(runner.verify([window], [0]) for runner in pair))
 
 
+@pytest.mark.few(1)
 def test_a_context_that_is_full(pair: tuple[ModelRunner, ModelRunner]) -> None:
     reset(*pair)
     for runner in pair:

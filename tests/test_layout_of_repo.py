@@ -8,7 +8,7 @@ import keyword
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -331,6 +331,164 @@ def test_private_names_are_found() -> None:
     }  # fmt: skip
     assert _private_names("cache._ring[0] = self._own.__class__\nself.cache._rows") == {"_ring", "_rows"}
     assert not _private_names("from _pytest import x\nfrom tests import _y\nself._z = torch.cuda._sleep")
+
+
+# Whose insides belong to themselves: the packages, and the modules of `tools/`, which tests import by their own names.
+OUR_MODULES = {
+    "offload_runtime", KERNELS,
+    *(path.stem for folder in ("tools", "tools/peers") for path in (ROOT / folder).iterdir()),
+}  # fmt: skip
+
+
+def _imported_names(source: str) -> dict[str, str]:
+    """The dotted name of everything of `OUR_MODULES` that a source imports, by what it is called there."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: path for name, path in found.items() if path.split(".")[0] in OUR_MODULES}
+
+
+def _patched(source: str) -> set[str]:
+    """What of our modules and classes a source replaces: by pytest, by `mock` or by hand, of a name or an object."""
+    imported, targets = _imported_names(source), list[ast.expr]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            targets.append(node.value)
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")
+            if called[-1] in ("setattr", "delattr") or "patch" in called[-2:]:
+                targets.append(node.args[0])
+    found = set()
+    for target in targets:
+        if isinstance(target, ast.Constant) and isinstance(target.value, str):
+            found |= {target.value} if target.value.split(".")[0] in OUR_MODULES else set()
+            continue
+        whole, root = ast.unparse(target), target
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        found |= {whole} if isinstance(root, ast.Name) and root.id in imported else set()
+    return found
+
+
+def test_tests_replace_nothing_inside_a_room() -> None:
+    found = {str(path.relative_to(ROOT)): _patched(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    assert not {path: names for path, names in found.items() if names}, "hand it in, or provoke it from outside"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from offload_runtime.engine import load as own\nmonkeypatch.setattr(own, 'find_plan', f)", {"own"}),
+        ("from offload_runtime.runners import DeviceWindow\npatch.setattr(DeviceWindow, 'read', f)", {"DeviceWindow"}),
+        ("from offload_runtime import sampling\nmp.setattr(sampling.noise_ops, 'x', f)", {"sampling.noise_ops"}),
+        ("import offload_runtime_kernels.attention_cpu as a\nmonkeypatch.delattr(a, 'x')", {"a"}),
+        ("import offload_runtime.plan\nsetattr(offload_runtime.plan, 'x', 1)", {"offload_runtime.plan"}),
+        ("import compare\ncompare.run_system = f", {"compare"}),
+        ("from sweeping import family\ndel family.x", {"family"}),
+        ("monkeypatch.setattr('offload_runtime.memory.arena.PAGE', 1)", {"offload_runtime.memory.arena.PAGE"}),
+        ("from unittest import mock\nmock.patch('compare.draw')", {"compare.draw"}),
+        ("from unittest.mock import patch\nfrom models import x\npatch.object(x, 'y')", {"x"}),
+        ("import os, psutil\nfrom offload_runtime.engine import Runtime\npatch.setattr(os, 'fsync', f)\n"
+         "runtime = Runtime()\npatch.setattr(runtime.parts.target.runner, 'verify', f)\nruntime.parts = f", set()),
+    ],
+)  # fmt: skip
+def test_what_is_replaced_inside_a_room_is_found(line: str, found: set[str]) -> None:
+    assert _patched(line) == found
+
+
+# What starts a process, by module; of `os` these alone.
+STARTS_PROCESSES = {"subprocess", "multiprocessing", "pty"}
+OF_OS = {"fork", "forkpty", "popen", "posix_spawn", "posix_spawnp", "system"}
+LEFT_OUT_BY_DEFAULT = re.compile(r"mark\.(slow|gpu)\b")
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def _names_used(node: ast.AST) -> set[str]:
+    """Names that a definition speaks of: variables, attributes, its parameters, which may be fixtures."""
+    names: set[str] = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            names.add(part.id)
+        elif isinstance(part, ast.Attribute):
+            names.add(f"os.{part.attr}" if ast.unparse(part.value) == "os" else part.attr)
+        elif isinstance(part, ast.arg):
+            names.add(part.arg)
+    return names
+
+
+def _tests_that_start_processes(sources: Mapping[str, str]) -> list[str]:
+    """Tests that run by default and start a process, themselves or through what they call of the tests' own.
+
+    Args:
+        sources: Source by dotted name, such as `tests.helpers.mutants`; what `tests.conftest` has is everybody's.
+    """
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    used = {
+        (name, node.name): _names_used(node)
+        for name, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, Definition)
+    }
+    starters = {name: STARTS_PROCESSES | {f"os.{call}" for call in OF_OS} for name in trees}
+    before = -1
+    while before != (before := sum(map(len, starters.values()))):
+        for name, tree in trees.items():
+            starters[name] |= starters.get("tests.conftest", set())
+            for node in tree.body:
+                if isinstance(node, ast.ImportFrom):
+                    of = STARTS_PROCESSES if node.module in STARTS_PROCESSES else starters.get(node.module or "", set())
+                    everything = node.module in STARTS_PROCESSES
+                    bound = {one.asname or one.name for one in node.names if everything or one.name in of}
+                    starters[name] |= bound
+                elif isinstance(node, Definition) and used[name, node.name] & starters[name]:
+                    starters[name].add(node.name)
+    found = []
+    for name, tree in trees.items():
+        marks = [node for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+        if not any(LEFT_OUT_BY_DEFAULT.search(ast.unparse(node)) for node in marks):
+            found += [f"{name}: {test.name}" for test in _default_tests(tree) if _names_used(test) & starters[name]]
+    return found
+
+
+def _default_tests(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """Tests of a file or a class that neither `slow` nor `gpu` leaves out."""
+    for node in tree.body:
+        if isinstance(node, Definition) and not any(
+            LEFT_OUT_BY_DEFAULT.search(ast.unparse(decorator)) for decorator in node.decorator_list
+        ):
+            if isinstance(node, ast.ClassDef):
+                yield from _default_tests(node)
+            elif node.name.startswith("test_"):
+                yield node
+
+
+def test_at_most_three_tests_of_the_default_run_start_a_process() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "tests").rglob("*.py")
+    }  # fmt: skip
+    found = _tests_that_start_processes({name: path.read_text() for name, path in files.items()})
+    assert len(found) <= 3, f"a process takes seconds to start: mark all but three of these slow: {found}"
+
+
+def test_processes_that_tests_start_are_found() -> None:
+    helper = "import os\ndef child():\n    os.fork()\nclass Shell:\n    def start(self): child()\n"
+    sources = {
+        "tests.helpers.shell": helper,
+        "tests.conftest": "import pty\ndef terminal():\n    pty.openpty()\n",
+        "tests.test_a": "import subprocess\ndef test_own():\n    subprocess.run([])\n"
+        "def test_none(target):\n    len('')\n"
+        "@pytest.mark.slow\n@pytest.mark.parametrize('x', [1])\ndef test_slow(x):\n    subprocess.run([])\n",
+        "tests.test_b": "from tests.helpers.shell import Shell as S\nfrom subprocess import run as start\n"
+        "class TestIt:\n    def test_helped(self): S().start()\n    def test_fixture(self, terminal): ...\n"
+        "def test_bound():\n    start([])\n",
+        "tests.test_c": "import os\npytestmark = [pytest.mark.slow]\ndef test_slow_file():\n    os.fork()\n",
+    }
+    assert _tests_that_start_processes(sources) == [
+        "tests.test_a: test_own", "tests.test_b: test_helped", "tests.test_b: test_fixture", "tests.test_b: test_bound",
+    ]  # fmt: skip
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

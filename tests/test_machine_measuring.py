@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -145,7 +147,7 @@ def test_a_file_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return [types.SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
             ("/", "ext4"), (tmp_path.resolve(), "tmpfs"), (tmp_path.resolve() / "disk", "xfs"))]  # fmt: skip
 
-    monkeypatch.setattr(host_bench.psutil, "disk_partitions", mounts)
+    monkeypatch.setattr(psutil, "disk_partitions", mounts)
     with pytest.raises(CannotMeasureError, match=r"is in memory \(tmpfs\)"):
         host_bench.refuse_memory_file(tmp_path / "some" / "file")
     host_bench.refuse_memory_file(tmp_path / "disk" / "file")
@@ -161,7 +163,7 @@ def test_threads_that_are_tried_end_with_all_cores(cores: int, quick: bool, coun
 def test_the_reader_reads_all_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     reader = host_bench.HostReader(1 << 20, 3)
-    monkeypatch.setattr(host_bench.np, "max", lambda part: seen.append(part.nbytes))
+    monkeypatch.setattr(np, "max", lambda part: seen.append(part.nbytes))
     for threads in (1, 2, 3):
         reader.read(threads)
     reader.close()

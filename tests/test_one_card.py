@@ -54,5 +54,6 @@ def test_who_wants_it_alone_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
         SimpleNamespace(name=name, get_closest_marker=lambda mark, of=of: mark if mark in of else None)
         for name, of in marks.items()
     ]
-    conftest.pytest_collection_modifyitems(items)
+    asked: Any = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"))
+    conftest.pytest_collection_modifyitems(asked, items)
     assert [item.name for item in items] == ["a", "c", "e", "b", "d"]

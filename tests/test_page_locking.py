@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar, make_registrar
+from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar
+from offload_runtime.memory.arena import LOCK_BLOCK_BYTES
 from tests.helpers.page_locking import REFUSED, LimitedRegistrar
 
 NO_LIMIT = 1 << 60
@@ -31,35 +32,31 @@ def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None
     assert arena.pinned_bytes == 0 and not registrar.locked
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("offload_runtime.memory.arena.LOCK_BLOCK_BYTES", 4 * PAGE_BYTES)
-    return 4 * PAGE_BYTES
-
-
 @pytest.mark.parametrize("blocks", range(4))
-def test_an_arena_is_locked_as_far_as_the_system_allows(small_blocks: int, blocks: int) -> None:
-    registrar = LimitedRegistrar(blocks * small_blocks)
-    arena = HostArena(3 * small_blocks, name="layer 0")
+def test_an_arena_is_locked_as_far_as_the_system_allows(blocks: int) -> None:
+    """In blocks of 1 GiB, none of whose pages are touched here."""
+    registrar = LimitedRegistrar(blocks * LOCK_BLOCK_BYTES)
+    arena = HostArena(2 * LOCK_BLOCK_BYTES + PAGE_BYTES, name="layer 0")
+    locked_bytes = min(blocks * LOCK_BLOCK_BYTES, arena.nbytes)
     assert (arena.lock(registrar) == 0) == arena.pinned == (blocks == 3)
-    assert arena.pinned_bytes == registrar.locked_bytes == blocks * small_blocks
+    assert arena.pinned_bytes == registrar.locked_bytes == locked_bytes
     assert all(address >= arena.buffer.data_ptr() for address in registrar.locked)
     arena.unpin()
     assert not arena.pinned and not registrar.locked
-    assert arena.buffer.nbytes == 3 * small_blocks  # only the lock is gone
+    assert arena.buffer.nbytes == arena.nbytes  # only the lock is gone
 
 
-def test_all_or_nothing_is_one_block_and_leaves_nothing_locked(small_blocks: int) -> None:
-    registrar = LimitedRegistrar(2 * small_blocks)
-    arena = HostArena(3 * small_blocks, name="layer 7")
-    with pytest.raises(BudgetError, match=r"could not page-lock 49\.2 kB for layer 7 \(CUDA error 2\): raise"):
+def test_all_or_nothing_is_one_block_and_leaves_nothing_locked() -> None:
+    registrar = LimitedRegistrar(LOCK_BLOCK_BYTES)
+    arena = HostArena(LOCK_BLOCK_BYTES + PAGE_BYTES, name="layer 7")
+    with pytest.raises(BudgetError, match=r"could not page-lock 1\.1 GB for layer 7 \(CUDA error 2\): raise"):
         arena.pin(registrar)
     assert registrar.num_calls == 1 and not registrar.locked and not arena.pinned
     larger = LimitedRegistrar(NO_LIMIT)
-    other = HostArena(3 * small_blocks, name="layer 8")
-    other.pin(larger)
-    other.pin(larger)
-    assert list(larger.locked.values()) == [3 * small_blocks]
+    arena.pin(larger)
+    arena.pin(larger)
+    assert list(larger.locked.values()) == [arena.nbytes]
+    arena.close()
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -75,11 +72,6 @@ def test_an_arena_that_goes_leaves_nothing_locked(closed: bool) -> None:
     assert not registrar.locked
 
 
-def test_a_cpu_locks_nothing() -> None:
-    assert make_registrar(torch.device("cpu")) is None
-    assert isinstance(make_registrar(torch.device("cuda")), Registrar)
-
-
 @pytest.mark.gpu
 def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
     registrar = Registrar()
@@ -91,13 +83,12 @@ def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_side_by_side_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_side_by_side_are_copied_in_pieces() -> None:
     from offload_runtime.copy.queue import COPY_PIECE_BYTES, CudaCopyEngine
 
-    monkeypatch.setattr("offload_runtime.memory.arena.LOCK_BLOCK_BYTES", COPY_PIECE_BYTES)
     arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
     arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))
-    assert arena.lock(Registrar()) == 0
+    assert arena.lock(Registrar(), COPY_PIECE_BYTES) == 0
     gpu = torch.zeros(arena.nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     engine = CudaCopyEngine(torch.device("cuda"))

@@ -37,21 +37,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("target"))
 
 
-def test_warm_ups_may_be_shorter_and_are_not_measured_against(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_ups_may_be_shorter_and_are_not_measured_against(target: Path) -> None:
     seen: list[tuple[int, int]] = []
-    generate_once = measurement.generate_once
 
-    def watched(prepared: Any, options: Any, asked: Any, *others: Any) -> Run:
-        run = generate_once(prepared, options, asked, *others)
-        seen.append((len(asked.tokens), len(run.tokens)))
-        return run
+    def watched(options: Any) -> Any:
+        prepared = prepare(options)
+        generate = prepared.model.generate
 
-    monkeypatch.setattr(measurement, "generate_once", watched)
+        def noted(ids: torch.Tensor, **given: Any) -> torch.Tensor:
+            found: torch.Tensor = generate(ids, **given)
+            seen.append((ids.shape[1], found.shape[1] - ids.shape[1]))
+            return found
+
+        prepared.model.generate = noted
+        return prepared
+
     pytest.importorskip("accelerate")
-    whole = measure_peer(prepare, peer_options(target))
+    whole = measure_peer(watched, peer_options(target))
     assert seen == [(PROMPT_TOKENS, NEW_TOKENS)] * 3
     seen.clear()
-    short = measure_peer(prepare, peer_options(target, *SHORT, "--warmup", "3"))
+    short = measure_peer(watched, peer_options(target, *SHORT, "--warmup", "3"))
     assert seen == [(3, 2)] * 3 + [(PROMPT_TOKENS, NEW_TOKENS)]
     assert (
         short["tokens"] == whole["tokens"] and short["differing_generations"] == 0 and short["notes"] == whole["notes"]
@@ -97,24 +102,24 @@ def test_warm_ups_take_turns_with_the_prompts(target: Path, tmp_path: Path) -> N
     ],
 )
 def test_what_makes_no_sense_is_refused_by_peers_and_by_compare(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OptionError, match=words):
         options_from(peer_parser("").parse_args(["--shape", "tiny", "--device", "cpu", *arguments]))
-    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
     given = ["--synthetic", "tiny", "--device", "cpu", "--new-tokens", "8", "--no-chart"]
     assert compare.main([*given, *arguments]) == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    told = capsys.readouterr().err
+    assert words in told.splitlines()[-1] and "(1 of" not in told
 
 
 def test_compare_refuses_warm_ups_longer_than_a_text(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
     (tmp_path / "text").write_text("the quick brown fox")
     given = ["--target", str(target), "--prompt-file", str(tmp_path / "text"), "--device", "cpu", "--no-chart"]
     assert compare.main([*given, "--warmup-prompt-tokens", "100"]) == 2
-    assert "warmup_prompt_tokens is 100, the shortest prompt has " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "warmup_prompt_tokens is 100, the shortest prompt has " in told and "(1 of" not in told
 
 
 def lengths_read(model: Any) -> list[int]:
@@ -133,6 +138,7 @@ def run_watched(options: Any, tokens: int | None) -> tuple[Run, list[int], list[
     return run, read, drafted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [1, 5, PROMPT_TOKENS - 1, PROMPT_TOKENS, 100])
 def test_prompts_are_read_in_chunks_and_the_answers_stay(target: Path, chunk: int) -> None:
     pytest.importorskip("accelerate")
@@ -144,6 +150,7 @@ def test_prompts_are_read_in_chunks_and_the_answers_stay(target: Path, chunk: in
     assert whole == ([PROMPT_TOKENS] + [1] * (NEW_TOKENS - 1)) * 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
 @pytest.mark.parametrize("chunk", [1, 5, PROMPT_TOKENS])
 def test_target_and_assistant_read_chunks_and_the_right_draft_is_always_accepted(

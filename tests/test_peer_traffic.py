@@ -9,12 +9,12 @@ from typing import Any
 
 import compare
 import measurement
-import offloaded_cache
 import ours_runtime
+import psutil
 import pytest
 import systems
 import torch
-from common import options_from, peer_parser
+from common import PeerOptions, options_from, peer_parser
 from measurement import measure_peer
 from models import load_draft
 from offloaded_cache import MendedCache, offloaded_traffic, pinned_bytes, require_host_memory, return_outgrown_blocks
@@ -79,20 +79,33 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return moved
 
 
+class Offloading(PeerOptions):
+    """Options of a peer whose keys and values cross the link, although there is none."""
+
+    offloads_cache = True
+
+
+def offloading(options: PeerOptions) -> Offloading:
+    return Offloading(**vars(options))
+
+
 @pytest.mark.parametrize("assistant", [None, 3])
 @pytest.mark.parametrize("chunk", ["0", "5"])
 def test_what_the_offloaded_cache_moves_is_told_from_lengths(
-    target: Path, assistant: int | None, chunk: str, crossing: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    target: Path, assistant: int | None, chunk: str, crossing: dict[str, int]
 ) -> None:
     """A pass brings each layer once, and the first layer already for the next pass."""
     pytest.importorskip("accelerate")
-    options = peer_options(
-        target, "--kv-cache", "offloaded", "--prefill-chunk", chunk, *(draft_of(target) if assistant else ())
-    )
-    monkeypatch.setattr(measurement, "offloads_cache", lambda _: True)
-    caches: list[Any] = []
-    monkeypatch.setattr(measurement, "MendedCache", lambda given: caches.append(MendedCache(given)) or caches[-1])
+    options = offloading(peer_options(target, "--prefill-chunk", chunk, *(draft_of(target) if assistant else ())))
     prepared, draft = prepare(options), load_draft(options)
+    generate, caches = prepared.model.generate, list[Any]()
+
+    def noted(ids: torch.Tensor, *, past_key_values: Any, **given: Any) -> torch.Tensor:
+        caches.append(past_key_values)
+        found: torch.Tensor = generate(ids, past_key_values=past_key_values, **given)
+        return found
+
+    prepared.model.generate = noted
     measurement.chunk_prompts(prepared, draft, options)
     marks: list[dict[str, int]] = []
 
@@ -106,7 +119,7 @@ def test_what_the_offloaded_cache_moves_is_told_from_lengths(
     if draft is not None:
         measurement.set_assistant(draft, assistant)
     run = measurement.generate_once(prepared, options, asked, draft, clock)
-    assert run.kv is not None and len(run.counts) >= 3
+    assert run.kv is not None and len(run.counts) >= 3 and isinstance(caches[0], MendedCache)
     # Marks: the prompt, the first round, …, the last one. Of the layer that is brought ahead of its pass the first
     # pass found the prompt's keys on the device, and the last one left its own there, dropped proposals included.
     moved = {way: marks[-1][way] - marks[1][way] for way in crossing}
@@ -130,8 +143,8 @@ def test_blocks_left_by_a_growing_cache_are_returned_where_memory_is_short(
     assert pinned_bytes(config, 4, tokens) == size_bytes
     even = replace(config, num_kv_heads=4, head_dim=32)  # 512 bytes a token
     assert pinned_bytes(even, 4, 256) == 2 * config.num_layers * 131072 == pinned_bytes(even, 4, 257) // 2
-    memory = SimpleNamespace(available_bytes=int(free_share * size_bytes), ram_bytes=int(1.5 * size_bytes))
-    monkeypatch.setattr(offloaded_cache, "read_host_info", lambda: memory)
+    memory = SimpleNamespace(available=int(free_share * size_bytes), total=int(1.5 * size_bytes))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     require_host_memory(options)
     model, seen = torch.nn.Module(), list[int]()
     model.forward = lambda input_ids: None  # type: ignore[method-assign]
@@ -141,7 +154,7 @@ def test_blocks_left_by_a_growing_cache_are_returned_where_memory_is_short(
     for length in (300, 256, 255, 64, 1, 256):
         model(input_ids=torch.zeros(1, length))
     assert seen == returned
-    memory.ram_bytes -= 1
+    memory.total -= 1
     with pytest.raises(BudgetError, match=r"offloaded KV cache takes up to 245\.8 kB .* this machine has 245\.8 kB"):
         require_host_memory(options)
 
@@ -149,10 +162,9 @@ def test_blocks_left_by_a_growing_cache_are_returned_where_memory_is_short(
 def test_a_cache_that_no_memory_can_hold_is_refused_before_anything_is_loaded(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurement, "offloads_cache", lambda _: True)
-    monkeypatch.setattr(offloaded_cache, "read_host_info", lambda: SimpleNamespace(ram_bytes=1000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1000))
     with pytest.raises(BudgetError, match="leave this system out"):
-        measure_peer(lambda _: pytest.fail("loaded something"), peer_options(target))
+        measure_peer(lambda _: pytest.fail("loaded something"), offloading(peer_options(target)))
 
 
 def test_sliding_windows_leave_the_traffic_unknown(target: Path) -> None:
@@ -205,6 +217,7 @@ def measure_ours(models: tuple[Path, Path], own: OurOptions, *others: str) -> di
     return ours_runtime.measure(options_from(peer_parser("").parse_args(given)), own)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("resident", [0, 3])
 def test_streamed_keys_and_values_of_ours_are_in_its_bytes(long_models: tuple[Path, Path], resident: int) -> None:
     own = OurOptions(draft="none", speculation="auto", gamma=None, tree_nodes=None, kv="host")
@@ -225,6 +238,7 @@ def test_streamed_keys_and_values_of_ours_are_in_its_bytes(long_models: tuple[Pa
     assert stats.bytes_per_pass == found["bytes_per_pass"]
 
 
+@pytest.mark.slow
 def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tuple[Path, Path]) -> None:
     own = OurOptions(
         draft=str(long_models[1]), speculation="triforce", gamma=3, tree_nodes=None, kv="host", budget_tokens=64,
@@ -265,8 +279,8 @@ def test_options_of_transformers_are_refused_by_ours(capsys: pytest.CaptureFixtu
     ],
 )
 def test_compare_refuses_options_that_nothing_would_use(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "run_system", lambda *_, **__: pytest.fail("measured something"))
     assert compare.main(["--synthetic", "tiny", "--device", "cpu", "--no-chart", *arguments]) == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    told = capsys.readouterr().err
+    assert words in told.splitlines()[-1] and "(1 of" not in told

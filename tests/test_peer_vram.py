@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import models
 import pytest
 import torch
 from common import PeerOptions
@@ -32,15 +34,22 @@ class Card:
             monkeypatch.setattr(torch.cuda, name, self.begin)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((24 - self.used_gb) * GB, 24 * GB))
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.allocator_share.append)
-        monkeypatch.setattr(models, "device_memory_used_by_others", self.others)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self._begun)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
+        nvml: dict[str, Any] = {"nvmlInit": self.ask, "nvmlShutdown": lambda: None, "nvmlMemory_v2": 2}
+        nvml |= {"nvmlDeviceGetCount": lambda: 1, "nvmlDeviceGetHandleByIndex": lambda index: index}
+        nvml["nvmlDeviceGetUUID"] = lambda _: "GPU-1"
+        nvml["nvmlDeviceGetMemoryInfo"] = lambda *_: SimpleNamespace(used=(self._others_gb or 0) * GB)
+        monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
 
     def begin(self, *_: object) -> None:
         """CUDA makes its context."""
         self._begun = True
 
-    def others(self, index: int) -> int | None:
-        """What others hold can be told before only."""
-        return None if self._begun or self._others_gb is None else self._others_gb * GB
+    def ask(self) -> None:
+        """What others hold may not be told at all."""
+        if self._others_gb is None:
+            raise OSError("no driver")
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import plan_table
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_the_documented_plans_are_current(tmp_path: Path) -> None:
     plan_table.main(["--out", str(tmp_path / "plans.md")])
     made = (tmp_path / "plans.md").read_text()

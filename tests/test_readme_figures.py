@@ -1,4 +1,4 @@
-"""The README's figures are those of the result files that it names, as often as either changes."""
+"""The figures of README.md and docs/results.md are those of the result files that they name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from plot_rtx4090 import emulated_speeds, plain_speed
 from systems import agreements
 
 from offload_runtime.hardware import load_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """As the README writes it, with a space."""
+    """As the pages write it, with a space."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -217,7 +218,7 @@ def beside_deepspeed() -> Iterator[str]:
     yield "the last {} tokens of the prose repeat {}, the last {} of the code {}".format(*circles[0], *circles[1])
     windows = greedy["results"]["ours"]["speculation"]["windows"]
     others = sum(count for window, count in windows.items() if not window.startswith("tree"))
-    yield f"this one chains and n-grams in {others} of {sum(windows.values())}"
+    yield f"At T = 0 windows were chains and n-grams in {others} of {sum(windows.values())} passes"
     longer = [1 / found["results"]["ours"]["bound"]["share"] for found in (greedy, sampled)]
     yield f"a round takes {longer[0]:.2f} times what its bytes do at T = 0 and {longer[1]:.2f} times at 0.6"
     for found in (greedy, sampled):
@@ -261,7 +262,7 @@ def other_drafts() -> Iterator[str]:
         told.append(f"with {assistant['tokens']} proposals at noise {{}}, of {', '.join(tried)} and {last}")
     yield "fastest " + told[0].format("0.02")
     yield told[1].format("0.1")
-    yield f"the assistant with 12 proposals, which was {most[0]['tok_per_s_by_tokens']['12']:.1f} here"
+    yield f"with 12 proposals the assistant was {most[0]['tok_per_s_by_tokens']['12']:.1f}"
 
 
 def all_systems() -> Iterator[str]:
@@ -396,14 +397,38 @@ def plans() -> Iterator[str]:
         plans,
     ],
 )
-def test_the_readme_says_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
-    text = " ".join(README.split())
+def test_the_results_are_what_was_measured(claims: Callable[[], Iterator[str]]) -> None:
+    text = " ".join(PAGE.split())
     missing = [claim for claim in claims() if " ".join(claim.split()) not in text]
     assert not missing
 
 
-def test_every_result_that_the_readme_names_is_there() -> None:
-    named = set(re.findall(r"tools/results/([\w.-]+\.json)", README))
+def test_the_readme_says_what_was_measured_and_predicted() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    speeds, plain = emulated_speeds(), f"{plain_speed():.1f}"
+    agreed = {noise: result(f"tree-sizes-noise-{noise}-h200")["sizes"] for noise in (0.02, 0.05, 0.1)}
+    for noise, sizes in agreed.items():
+        first = next(row for row in sizes if row["prompt"] == "prose" and row["temperature"] == 0.6)["hits_by_rank"][0]
+        row = next(line for line in readme.splitlines() if f"right {percent(first, 0)} of the time" in line)
+        assert f"| {plain}" in row and row.endswith(f"| {speeds[noise, 'prose']:.1f} | emulated |")
+    plans = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
+    for start, model, cells in (
+        ("| Llama-3.1-8B | 131072 |", "Llama-3.1-8B", (-3, -2)),
+        ("| Qwen2.5-32B | 1 |", "Qwen2.5-32B", (6, 11)),
+        ("| Llama-3.1-70B | 1 |", "Llama-3.1-70B", (6, 11)),
+    ):
+        predicted = next(line for line in plans.splitlines() if line.startswith(start)).split("|")
+        plain, drafted = (predicted[cell].split()[0] for cell in cells)
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {model}"))
+        assert row.endswith(f"| {plain} | {drafted} | predicted |")
+    beside = result("compare-13b-sampled-h200")["times_ours_over"]["deepspeed-assistant"]
+    long = result("sweep-gamma-host-6-starts-h200")["rows"][0]["times_plain"]
+    assert f"the same 13B is {beside:.1f} x DeepSpeed ZeRO-Inference" in " ".join(readme.split())
+    assert f"120K tokens of context are {long:.1f} x plain decoding" in " ".join(readme.split())
+
+
+def test_every_result_that_is_named_is_there() -> None:
+    named = set(re.findall(r"tools/results/([\w.-]+\.json)", PAGE))
     assert len(named) > 10 and named <= {path.name for path in RESULTS.glob("*.json")}
 
 

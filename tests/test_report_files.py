@@ -18,7 +18,7 @@ from tests.helpers.peers import (
 )
 
 
-def test_compare_leaves_what_was_measured_after_every_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_leaves_what_was_measured_after_every_system(tmp_path: Path) -> None:
     out, given = tmp_path / "c.json", ["--synthetic", "tiny", "--device", "cpu", "--no-chart", "--systems"]
     names = ("ours-plain", "ours", "resident")
 
@@ -33,15 +33,14 @@ def test_compare_leaves_what_was_measured_after_every_system(tmp_path: Path, mon
             raise KeyboardInterrupt
         return one_result(2.0, 10**9, 0)
 
-    monkeypatch.setattr(compare, "run_system", measured)
     stopped = True
     with pytest.raises(KeyboardInterrupt):
-        compare.main([*given, ",".join(names), "--out", str(out)])
+        compare.main([*given, ",".join(names), "--out", str(out)], run=measured)
     found = json.loads(out.read_text())
     assert found["incomplete"] is True and found["not_run"] == ["resident"] and set(found["times_ours_over"])
     out.unlink()
     stopped = False
-    assert compare.main([*given, ",".join(names), "--out", str(out)]) == 0
+    assert compare.main([*given, ",".join(names), "--out", str(out)], run=measured) == 0
     found = json.loads(out.read_text())
     assert "incomplete" not in found and "not_run" not in found and "machine" in found
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]

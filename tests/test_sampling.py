@@ -59,6 +59,7 @@ def peaked_logits(vocab_size=13):
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(4)) * 0.9
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 @pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
 def test_tokens_follow_the_filtered_softmax(temperature, filters):
@@ -308,7 +309,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LOGITS, PARAMS)
 def test_the_most_likely_token_is_always_allowed_and_values_are_kept(values, params):
     logits = torch.tensor([values])
@@ -320,7 +321,7 @@ def test_the_most_likely_token_is_always_allowed_and_values_are_kept(values, par
     assert dropped.numel() == 0 or kept.min() > dropped.max(), "a likelier token was dropped"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LOGITS, PARAMS, st.floats(0.01, 1))
 def test_a_larger_top_p_never_takes_a_token_away(values, params, other_top_p):
     low, high = sorted((params.top_p, other_top_p))
@@ -332,7 +333,7 @@ def test_a_larger_top_p_never_takes_a_token_away(values, params, other_top_p):
     assert (results[1] | ~results[0]).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LOGITS, PARAMS, st.randoms(use_true_random=False))
 def test_permuting_the_vocabulary_permutes_the_allowed_set(values, params, random):
     logits = torch.tensor([values])
@@ -341,7 +342,7 @@ def test_permuting_the_vocabulary_permutes_the_allowed_set(values, params, rando
     assert torch.equal(filter_logits(logits[:, order], params), filter_logits(logits, params)[:, order])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LOGITS, st.floats(0.05, 5), st.floats(0.01, 0.999))
 def test_top_p_is_the_smallest_set_of_largest_tokens_that_reaches_its_share(values, temperature, top_p):
     logits = torch.tensor([values])

@@ -114,6 +114,7 @@ def test_of_a_chain_the_common_beginning_is_accepted(proposals: list[int], sampl
     assert count == len(proposals) or proposals[count] != samples[count]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_a_rejection_at_every_place_of_the_window_changes_nothing(runner: ModelRunner, params: SamplingParams) -> None:
     prompt = random_tokens(21, seed=1)

@@ -87,7 +87,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, list[int], int]]:
     return rounds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(histories(), st.sampled_from(PARAMS))
 def test_guesses_are_plain_decoding_after_any_history(
     draft: ModelRunner, rounds: list[tuple[int, list[int], int]], params: SamplingParams
@@ -210,6 +210,7 @@ def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> No
         assert propose(proposer, shorter, 6) == plain_decoding(draft, shorter, 6, PARAMS[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(("gamma", "sequence"), [(1, 0), (5, 0), (12, 1)])
 def test_a_draft_that_is_the_target_gets_everything_accepted(

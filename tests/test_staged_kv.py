@@ -83,6 +83,7 @@ def decode(pair: Pair, count: int, *, seed: int = 0, accept: int = 0) -> None:
         runner.cache.commit(0, accept)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("length", [5, 256, 700, 1024])
 def test_decoding_across_blocks_and_continuing(pair: Pair, length: int) -> None:
     reset(*pair)
@@ -93,6 +94,7 @@ def test_decoding_across_blocks_and_continuing(pair: Pair, length: int) -> None:
     decode(pair, 9)
 
 
+@pytest.mark.few(2)
 def test_ragged_batches(pair: Pair) -> None:
     reset(*pair)
     for sequence, length in enumerate((300, 40, 770)):
@@ -107,7 +109,8 @@ def test_ragged_batches(pair: Pair) -> None:
                 runner.cache.commit(sequence, 2 + sequence)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.few(1)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_prompts_windows_and_cuts(pair: Pair, data: st.DataObject) -> None:
     reset(*pair)
@@ -254,6 +257,7 @@ def test_a_landing_is_not_overtaken_by_what_is_written_there_next(directory: Pat
 # --- what fails
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("after", [0, 7, 60, 200])
 @pytest.mark.parametrize("where", ["before_fill", "before_landing"])

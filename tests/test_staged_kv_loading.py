@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from offload_runtime.config import SpeculationOptions, parse_bytes
-from offload_runtime.copy import StagingCopyEngine, StagingWriteEngine
-from offload_runtime.engine import Runtime, staged_layers
-from offload_runtime.engine import load_model as assembly
+from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.memory import Registrar
 from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
@@ -25,8 +23,8 @@ from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
     write_checkpoint,
 )
 from tests.helpers.kv_runners import copying_threads
-from tests.helpers.page_locking import LimitedRegistrar
-from tests.helpers.planning import stream_all_kv
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+from tests.helpers.planning import load_streaming_kv, without_limit
 
 NUM_LAYERS = 6
 CONTEXT = 4096
@@ -72,20 +70,15 @@ def tokens_of(runtime: Runtime) -> tuple[int, ...]:
     )
 
 
-def lock_with(patch: pytest.MonkeyPatch, registrar: LimitedRegistrar) -> LimitedRegistrar:
-    patch.setattr(assembly, "make_registrar", lambda device: registrar)
-    return registrar
-
-
-def on_host(target: Path, **options: Any) -> Runtime:
-    options = {"draft": "none", "kv": "host", "context": CONTEXT, **options}
-    return Runtime.load(target, device="cpu", **options)
+def on_host(registrar: LimitedRegistrar, target: Path, **options: Any) -> Runtime:
+    return load_locked_by(registrar, target, **{"kv": "host", "context": CONTEXT, **options})
 
 
 def least(plan: RunPlan) -> int:
     return with_staging_rings(plan.target, 0).ring_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("share", "resident"),
     [(share, 3) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]
@@ -93,13 +86,12 @@ def least(plan: RunPlan) -> int:
 )
 def test_a_limit_is_kept_and_the_tokens_are_the_same(
     target: Path, whole: RunPlan, expected: tuple[int, ...], share: float, resident: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model = whole.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(whole), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
-    registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
-    with on_host(target, pinned=limit, resident_layers=resident) as runtime:
+    registrar = LimitedRegistrar(limit)
+    with on_host(registrar, target, pinned_bytes=limit, resident_layers=resident) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
         plan = runtime.plan
         staged = plan.placement.staged_kv_layers
@@ -127,7 +119,8 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     assert not registrar.locked
 
 
-def test_a_conversation_and_a_batch(target: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_conversation_and_a_batch(target: Path, whole: RunPlan) -> None:
     prompts = [LONG_PROMPT, PROMPT, LONG_PROMPT[:300]]
 
     def play(runtime: Runtime) -> list[object]:
@@ -143,8 +136,8 @@ def test_a_conversation_and_a_batch(target: Path, whole: RunPlan, monkeypatch: p
     with load(target, kv="host", draft="ngram", context=CONTEXT, max_batch=3) as runtime:
         expected = play(runtime)
         limit = runtime.plan.target.host_kv_bytes // 2
-    registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
-    with on_host(target, draft="ngram", pinned=limit, max_batch=3) as runtime:
+    registrar = LimitedRegistrar(limit)
+    with on_host(registrar, target, draft="ngram", pinned_bytes=limit, max_batch=3) as runtime:
         assert 0 < len(runtime.plan.placement.staged_kv_layers) < NUM_LAYERS
         assert play(runtime) == expected
     assert not registrar.locked
@@ -153,11 +146,9 @@ def test_a_conversation_and_a_batch(target: Path, whole: RunPlan, monkeypatch: p
 # --- what the system refuses
 
 
-def test_a_refusal_that_nobody_expected_says_what_to_ask_for(
-    target: Path, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registrar = lock_with(monkeypatch, LimitedRegistrar(2_200_000))
-    with on_host(target, resident_layers=NUM_LAYERS) as runtime:
+def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expected: tuple[int, ...]) -> None:
+    registrar = LimitedRegistrar(2_200_000)
+    with on_host(registrar, target, resident_layers=NUM_LAYERS) as runtime:
         assert not runtime.plan.is_staged
         first = runtime.generate(LONG_PROMPT[:300], max_new_tokens=4, ignore_eos=True)
         with pytest.raises(BudgetError, match="could not grow") as caught:
@@ -169,7 +160,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(
     assert asked is not None
     limit = parse_bytes(asked[1])
     assert 2_000_000 < limit <= 2_200_000
-    with on_host(target, resident_layers=NUM_LAYERS, pinned=limit) as runtime:
+    with on_host(registrar, target, resident_layers=NUM_LAYERS, pinned_bytes=limit) as runtime:
         assert runtime.plan.placement.staged_kv_layers
         assert tokens_of(runtime) == expected
         runtime.generate([*LONG_PROMPT, *LONG_PROMPT, *LONG_PROMPT], max_new_tokens=1)
@@ -177,15 +168,14 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(
 
 
 def test_with_a_ring_what_is_refused_while_growing_is_staged(
-    target: Path, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    target: Path, expected: tuple[int, ...]
 ) -> None:  # fmt: skip
     """The system takes back some of what the plan had for keys and values."""
     with load(target, kv="host", resident_layers=0, draft="none", context=1024) as runtime:
         model, whole = runtime.plan.target, runtime.plan
     limit = model.host_kv_bytes + least(whole) + 2 * model.host_bytes_of_layers([0])
     registrar = LimitedRegistrar(limit - model.host_kv_bytes + 400_000)
-    lock_with(monkeypatch, registrar)
-    with on_host(target, resident_layers=0, pinned=limit, context=1024) as runtime:
+    with on_host(registrar, target, resident_layers=0, pinned_bytes=limit, context=1024) as runtime:
         assert not runtime.plan.placement.staged_kv_layers and runtime.plan.placement.staged_layers
         assert tokens_of(runtime) == expected
         blocks = runtime.parts.target.runner.cache.blocks  # type: ignore[union-attr]
@@ -197,14 +187,15 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
     assert not registrar.locked
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", range(NUM_LAYERS))
 def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
-    target: Path, whole: RunPlan, expected: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, whole: RunPlan, expected: tuple[int, ...], count: int
 ) -> None:
     layer_bytes = whole.target.host_bytes_of_layers([0])
     limit = max(count * layer_bytes, least(whole))
-    registrar = lock_with(monkeypatch, LimitedRegistrar(limit))
-    with on_host(target, resident_layers=0) as runtime:
+    registrar = LimitedRegistrar(limit)
+    with on_host(registrar, target, resident_layers=0) as runtime:
         assert len(runtime.plan.placement.staged_kv_layers) > 0
         assert tokens_of(runtime) == expected
         assert registrar.most_locked_bytes <= limit
@@ -216,29 +207,35 @@ def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
 SMALL = {"budget_tokens": 256, "chunk_size": 8}
 
 
-def test_triforce_needs_its_keys_and_values_page_locked(
-    target: Path, draft: Path, whole: RunPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triforce_needs_its_keys_and_values_page_locked(target: Path, draft: Path, whole: RunPlan) -> None:
     kv_bytes = whole.target.host_kv_bytes
-    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+    registrar = LimitedRegistrar(NO_LIMIT)
     options = SpeculationOptions("triforce", **SMALL)
-    with on_host(target, draft=draft, speculation=options, pinned=kv_bytes) as runtime:
+    with on_host(registrar, target, draft=draft, speculation=options, pinned_bytes=kv_bytes) as runtime:
         assert runtime.plan.has_verifier
     with pytest.raises(BudgetError) as caught:
-        on_host(target, draft=draft, speculation=options, pinned=kv_bytes - 100_000, on_progress=refuse_weights)
+        on_host(
+            registrar,
+            target,
+            draft=draft,
+            speculation=options,
+            pinned_bytes=kv_bytes - 100_000,
+            on_progress=refuse_weights,
+        )
     said = str(caught.value)
     assert "no TriForce here" in said and "too little by 100.0 kB" in said and "--pinned page-locks" in said
     assert f"lower --context (now {CONTEXT})" in said and "--speculation chain" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["streaming", "retrieval"])
 def test_auto_does_without_triforce_and_says_why(
-    target: Path, draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str
 ) -> None:
-    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+    registrar = LimitedRegistrar(NO_LIMIT)
     limit = whole.target.host_kv_bytes // 2
     options = SpeculationOptions("auto", cache, **SMALL)
-    with on_host(target, draft=draft, speculation=options, pinned=limit) as runtime:
+    with on_host(registrar, target, draft=draft, speculation=options, pinned_bytes=limit) as runtime:
         placed = runtime.plan
         assert not placed.has_verifier and placed.placement.staged_kv_layers
         assert placed.draft is not None
@@ -248,19 +245,22 @@ def test_auto_does_without_triforce_and_says_why(
         assert tokens_of(runtime) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_a_context_left_to_the_runtime_ends_in_a_plan(
-    tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_left_to_the_runtime_ends_in_a_plan(tmp_path: Path, share: float) -> None:
     target = write_checkpoint(tmp_path, num_layers=2, context=8192)
     with load(target, kv="host", draft="none") as runtime:
         whole = runtime.plan
     kv_bytes = whole.target.host_kv_bytes
-    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
-    with on_host(target, context="auto", pinned=max(least(whole), int(share * kv_bytes))) as runtime:
+    registrar = LimitedRegistrar(NO_LIMIT)
+    with on_host(registrar, target, context="auto", pinned_bytes=max(least(whole), int(share * kv_bytes))) as runtime:
         assert runtime.plan.target.context_tokens == 8192 and runtime.plan.placement.staged_kv_layers
     with on_host(
-        target, context="auto", pinned=max(least(whole), int(share * kv_bytes)), ram=whole.host_bytes - kv_bytes // 3
+        registrar,
+        target,
+        context="auto",
+        pinned_bytes=max(least(whole), int(share * kv_bytes)),
+        ram_bytes=whole.host_bytes - kv_bytes // 3,
     ) as runtime:
         assert 2048 <= runtime.plan.target.context_tokens < 8192
         assert runtime.plan.host_bytes <= whole.host_bytes - kv_bytes // 3
@@ -269,17 +269,16 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(
 # --- what fails
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("way", "after"), [("h2d", 0), ("h2d", 20), ("h2d", 150), ("d2h", 0), ("d2h", 8), ("d2h", 15)])
 def test_a_failure_ends_the_answer_and_keeps_what_was_said(
-    target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int
 ) -> None:
-    made: Any = StagingCopyEngine if way == "h2d" else StagingWriteEngine
-    fails = failing(after)
-    monkeypatch.setattr(
-        staged_layers, made.__name__, lambda *arguments, **options: made(*arguments, **options, before_move=fails)
-    )  # fmt: skip
-    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
-    with on_host(target, pinned=least(whole), resident_layers=NUM_LAYERS) as runtime:
+    registrar = LimitedRegistrar(NO_LIMIT)
+    with on_host(registrar, target, pinned_bytes=least(whole), resident_layers=NUM_LAYERS) as runtime:
+        target_parts = runtime.parts.target
+        engine = target_parts.engine if way == "h2d" else target_parts.runner.cache.writes.engine  # type: ignore[union-attr]
+        engine.before_move = failing(after)  # type: ignore[attr-defined]
         stream = runtime.stream(LONG_PROMPT, max_new_tokens=400, temperature=0.8, seed=3, ignore_eos=True)
         with pytest.raises(CopyError, match=r"the memory is gone.*load the runtime again"):
             list(stream)
@@ -291,11 +290,10 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
 
 
 @pytest.mark.gpu
-def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_keys_and_values_on_the_gpu(target: Path) -> None:
     """All locked, half staged, all staged: bitwise the same on a GPU whose system locks no more."""
-    stream_all_kv(monkeypatch)
     options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "draft": "ngram", "kv": "host", "context": CONTEXT}
-    with Runtime.load(target, **options, resident_layers=0) as runtime:
+    with load_streaming_kv(target, **options, resident_layers=0) as runtime:
         plan = runtime.plan
         seen = [tokens_of(runtime)]
     kv_bytes = plan.target.host_kv_bytes
@@ -303,8 +301,9 @@ def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.Mon
     for resident, share in ((0, 1.0), (0, 0.6), (0, 0.0), (NUM_LAYERS, 0.6), (NUM_LAYERS, 0.0)):
         weights_bytes = (NUM_LAYERS - resident) * plan.target.host_bytes_of_layers([0])
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
-        registrar = lock_with(monkeypatch, LimitedRegistrar(limit, real=Registrar()))
-        with Runtime.load(target, **options, resident_layers=resident, pinned=limit) as runtime:
+        registrar = LimitedRegistrar(limit, real=Registrar())
+        asked = {**options, "resident_layers": resident, "pinned_bytes": limit}
+        with load_locked_by(registrar, target, find=without_limit, **asked) as runtime:
             staged = len(runtime.plan.placement.staged_kv_layers)
             assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)
             seen += [tokens_of(runtime), tokens_of(runtime)]

@@ -18,18 +18,26 @@ from offload_runtime.copy import StagingCopyEngine, ring_shape, staging_threads
 from offload_runtime.copy.queue import CudaCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import load as loading
-from offload_runtime.engine import load_model as assembly
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
-from offload_runtime.plan import common_figures, limits_here, machine_figures, pass_time, plan_run
-from offload_runtime.plan.request import PROCESS_BYTES
+from offload_runtime.plan import (
+    MachineFigures,
+    Placement,
+    RunPlan,
+    common_figures,
+    find_plan,
+    limits_here,
+    machine_figures,
+    pass_time,
+    plan_run,
+)
+from offload_runtime.plan.request import PROCESS_BYTES, MemoryLimits
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights, write_checkpoint  # noqa: F401 (a fixture)
-from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import CONFIGS
 
 NUM_LAYERS = 10
@@ -43,9 +51,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def layer_bytes(target: Path) -> int:
-    with load(target, resident_layers=0) as runtime:
-        return runtime.plan.target.host_bytes_of_layers([0])
+def whole(target: Path) -> RunPlan:
+    """The plan with every layer streamed."""
+    with load(target, resident_layers=0, draft="none") as runtime:
+        return runtime.plan
+
+
+@pytest.fixture(scope="module")
+def layer_bytes(whole: RunPlan) -> int:
+    return whole.target.host_bytes_of_layers([0])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +73,6 @@ def tokens_of(runtime: Runtime) -> tuple[int, ...]:
     return runtime.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens
 
 
-def lock_with(patch: pytest.MonkeyPatch, registrar: LimitedRegistrar | None) -> None:
-    patch.setattr(assembly, "make_registrar", lambda device: registrar)
-
-
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     before = threading.active_count()
@@ -74,16 +84,16 @@ def staged_of(runtime: Runtime) -> tuple[int, ...]:
     return runtime.parts.target.placement.staged_layers
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("count", range(NUM_LAYERS + 1))
 def test_a_refusal_after_any_layer_gives_the_same_tokens(
-    target: Path, layer_bytes: int, expected: list[int], count: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, layer_bytes: int, expected: list[int], count: int
 ) -> None:
     """The system refuses what nobody knew before: locks are moved, and make room for the ring."""
     limit = max(count * layer_bytes, 2 * ring_shape(layer_bytes).piece_bytes)
     registrar = LimitedRegistrar(limit)
-    lock_with(monkeypatch, registrar)
-    with load(target, resident_layers=0, draft="none") as runtime:
+    with load_locked_by(registrar, target, resident_layers=0) as runtime:
         assert list(tokens_of(runtime)) == expected
         staged = staged_of(runtime)
         assert (len(staged) == 0) == (count == NUM_LAYERS)
@@ -104,16 +114,16 @@ REFUSALS = [(call,) for call in range(2 * NUM_LAYERS)]
 REFUSALS += [(first, later) for first in (1, 5, 9) for later in range(first + 1, first + 16, 2)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("calls", REFUSALS)
 def test_refusals_at_any_moment_give_the_same_tokens(
-    target: Path, layer_bytes: int, expected: list[int], calls: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    target: Path, layer_bytes: int, expected: list[int], calls: tuple[int, ...]
 ) -> None:
     """Layers, the ring and locks that are moved: every one of them may be refused."""
     registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=calls)
-    lock_with(monkeypatch, registrar)
     try:
-        runtime = Runtime.load(target, device="cpu", resident_layers=0, draft="none")
+        runtime = load_locked_by(registrar, target, resident_layers=0)
     except BudgetError as error:
         assert "refuses to page-lock even" in str(error)
         assert registrar.locked_when_refused[-1] < layer_bytes and not registrar.locked  # no layer was left to give up
@@ -128,15 +138,13 @@ def test_refusals_at_any_moment_give_the_same_tokens(
     assert not registrar.locked
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("shrink", range(1, 9))
-def test_a_layer_is_given_up_for_the_ring(
-    target: Path, layer_bytes: int, expected: list[int], shrink: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_given_up_for_the_ring(target: Path, layer_bytes: int, expected: list[int], shrink: int) -> None:
     """The system takes back a part of what it seemed to allow."""
     registrar = LimitedRegistrar(9 * layer_bytes, shrink_bytes=shrink * layer_bytes)
-    lock_with(monkeypatch, registrar)
-    with load(target, resident_layers=0, draft="none") as runtime:
+    with load_locked_by(registrar, target, resident_layers=0) as runtime:
         assert list(tokens_of(runtime)) == expected
         assert registrar.locked_bytes <= (9 - shrink) * layer_bytes
         arenas = runtime.parts.target.weights.layers
@@ -145,28 +153,27 @@ def test_a_layer_is_given_up_for_the_ring(
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_system_that_locks_nothing_is_told_so(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_locks_nothing_is_told_so(target: Path) -> None:
     registrar = LimitedRegistrar(4096)
-    lock_with(monkeypatch, registrar)
     with pytest.raises(BudgetError, match=r"refuses to page-lock even .* for the ring to stage layers through"):
-        Runtime.load(target, device="cpu", resident_layers=0, draft="none")
+        load_locked_by(registrar, target, resident_layers=0)
     with pytest.raises(BudgetError, match=r"refuses to page-lock even .* and take --kv gpu"):
-        Runtime.load(target, device="cpu", resident_layers=0, draft="none", kv="host")
+        load_locked_by(registrar, target, resident_layers=0, kv="host")
     assert not registrar.locked
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("resident", [0, 3, 9])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
 def test_a_limit_is_kept_from_the_beginning(
-    target: Path, layer_bytes: int, expected: list[int], share: float, resident: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, layer_bytes: int, expected: list[int], share: float, resident: int
 ) -> None:
     streamed = NUM_LAYERS - resident
     least = 2 * ring_shape(layer_bytes).piece_bytes
     limit = max(least, round(share * streamed) * layer_bytes)
     registrar = LimitedRegistrar(limit)
-    lock_with(monkeypatch, registrar)
-    with load(target, resident_layers=resident, draft="none", pinned=limit) as runtime:
+    with load_locked_by(registrar, target, resident_layers=resident, pinned_bytes=limit) as runtime:
         assert list(tokens_of(runtime)) == expected
         assert runtime.plan.pinned_bytes == registrar.locked_bytes <= limit
         assert registrar.most_locked_bytes <= limit
@@ -200,9 +207,8 @@ def test_staged_and_locked_layers_alternate(resident: int) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_bytes_cross_the_link_once(target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock_with(monkeypatch, LimitedRegistrar(5 * layer_bytes))
-    with load(target, resident_layers=0, draft="none") as runtime:
+def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
+    with load_locked_by(LimitedRegistrar(5 * layer_bytes), target, resident_layers=0) as runtime:
         assert staged_of(runtime)
         engine = runtime.parts.target.engine
         engine.drain()
@@ -215,9 +221,8 @@ def test_bytes_cross_the_link_once(target: Path, layer_bytes: int, monkeypatch: 
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_an_abandoned_answer_and_the_next(target: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT, refuse_calls=(4,)))
-    with load(target, resident_layers=0, draft="none") as runtime:
+def test_an_abandoned_answer_and_the_next(target: Path, expected: list[int]) -> None:
+    with load_locked_by(LimitedRegistrar(NO_LIMIT, refuse_calls=(4,)), target, resident_layers=0) as runtime:
         assert staged_of(runtime)
         for pieces in (1, 3):
             stream = runtime.stream(PROMPT, max_new_tokens=50, ignore_eos=True)
@@ -230,21 +235,29 @@ class _LaterError(Exception):
     pass
 
 
+class _ForgetfulPlan(RunPlan):
+    """What fails once all is loaded."""
+
+    def with_placement(self, placement: Placement) -> RunPlan:
+        raise _LaterError
+
+
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("where", ["connect", "after"])
 def test_a_failure_while_loading_ends_the_threads_and_unlocks(
-    target: Path, layer_bytes: int, where: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, whole: RunPlan, layer_bytes: int, where: str
 ) -> None:
+    """The last thing that is reserved does not fit, or what follows fails."""
+
+    def find(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+        plan = find_plan(request, machine, replace(limits, device_bytes=None))
+        return plan if where == "connect" else _ForgetfulPlan(**vars(plan))
+
     registrar = LimitedRegistrar(4 * layer_bytes)
-    lock_with(monkeypatch, registrar)
-
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise _LaterError
-
-    monkeypatch.setattr(*((assembly, "RopeTable", fail) if where == "connect" else (loading, "make_proposer", fail)))
-    with pytest.raises(_LaterError):
-        Runtime.load(target, device="cpu", resident_layers=0, draft="none")
-    assert not registrar.locked
+    vram_bytes = whole.device_bytes - (1 if where == "connect" else 0)
+    with pytest.raises(BudgetError if where == "connect" else _LaterError):
+        load_locked_by(registrar, target, resident_layers=0, vram_bytes=vram_bytes, find=find)
+    assert registrar.num_calls > 4 and not registrar.locked
 
 
 # --- budgets
@@ -253,6 +266,12 @@ def test_a_failure_while_loading_ends_the_threads_and_unlocks(
 def refused(target: Path, **options: Any) -> str:
     with pytest.raises(BudgetError) as caught:
         Runtime.load(target, device="cpu", draft="none", on_progress=refuse_weights, **options)
+    return str(caught.value)
+
+
+def lock_refused(target: Path, **options: Any) -> str:
+    with pytest.raises(BudgetError) as caught:
+        load_locked_by(LimitedRegistrar(NO_LIMIT), target, on_progress=refuse_weights, **options)
     return str(caught.value)
 
 
@@ -283,14 +302,11 @@ def test_a_plan_that_just_fits_is_loaded(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_too_little_page_locked_memory_is_refused_before_anything_is_read(
-    target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock_with(monkeypatch, LimitedRegistrar(NO_LIMIT))
+def test_too_little_page_locked_memory_is_refused_before_anything_is_read(target: Path, layer_bytes: int) -> None:
     least = 2 * ring_shape(layer_bytes).piece_bytes
-    message = refused(target, resident_layers=0, pinned=least - 1)
+    message = lock_refused(target, resident_layers=0, pinned_bytes=least - 1)
     assert "--pinned page-locks" in message and "too little by 1 B" in message and "raise --vram" in message
-    message = refused(target, kv="host", context=400, pinned=1000)
+    message = lock_refused(target, kv="host", context=400, pinned_bytes=1000)
     assert "pieces to write the KV cache through" in message and "take --kv gpu" in message
 
 
@@ -320,14 +336,13 @@ def test_limits_of_a_machine() -> None:
 
 
 @pytest.mark.gpu
-def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int) -> None:
     """Nothing staged, half of it, nearly all: bitwise the same on a GPU whose system refuses to lock more."""
-    options: dict[str, Any] = {"device": "cuda", "resident_layers": 0, "draft": "none", "dtype": "bf16"}
+    options: dict[str, Any] = {"device": "cuda", "resident_layers": 0, "dtype": "bf16"}
     seen = []
     for count in (NUM_LAYERS, NUM_LAYERS // 2, 2):
         registrar = LimitedRegistrar(count * layer_bytes, real=Registrar())
-        lock_with(monkeypatch, registrar)
-        with Runtime.load(target, **options) as runtime:
+        with load_locked_by(registrar, target, **options) as runtime:
             assert (not staged_of(runtime)) == (count == NUM_LAYERS)
             seen += [tokens_of(runtime), tokens_of(runtime)]
         assert not registrar.locked

@@ -124,7 +124,7 @@ def _delays(draw: st.DrawFn) -> Callable[[], None]:
     return sleep
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pinned_bytes=st.dictionaries(st.integers(0, NUM_LAYERS - 1), st.integers(0, LAYER_BYTES)),
     pieces=st.integers(2, 7), threads=st.integers(1, 5), slots=st.integers(1, 3), before_fill=_delays(),

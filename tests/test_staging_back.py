@@ -76,7 +76,7 @@ def writing(**options: object) -> Iterator[Writing]:
     assert threading.active_count() == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     pieces=st.integers(1, 8), threads=st.integers(1, 5), seed=st.integers(0, 99),
     blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=12), how=st.sampled_from(["wait", "ask"]),
@@ -100,7 +100,7 @@ def test_what_is_done_has_landed(pieces: int, threads: int, seed: int, blocks: l
         assert engine.bytes_copied == len(blocks) * BLOCK_BYTES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pieces=st.integers(1, 8), threads=st.integers(1, 5), seed=st.integers(0, 99))
 def test_many_at_once_and_drained(pieces: int, threads: int, seed: int) -> None:
     with writing(pieces=pieces, threads=threads, before_landing=delays(seed), before_copy=delays(seed + 1)) as sent:

@@ -291,6 +291,7 @@ def run_command(source: Path, out: Path, *others: str) -> subprocess.CompletedPr
     return subprocess.run([*command, *others], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_or_nothing(source_dir, deltas, tmp_path, monkeypatch, capsys):
     out, given = tmp_path / "out", ("--delta", *map(str, deltas))
     refused = (

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from long_context import command as command_module
-from long_context import needle as needle_module
-from long_context import rows as rows_module
-from long_context import session as session_module
 from long_context.command import stretches
 from long_context.internals import Rig, proposer_of, target_cache, tell_again
 from long_context.needle import NeedleTest
@@ -24,11 +22,12 @@ from long_context.session import Decoding, Session, compare, target_acceptance
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from sweep import main
 
-from offload_runtime import kv as caches
-from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.kv import block_bytes
+from offload_runtime.plan import ModelPlan, RunPlan, find_plan
 from offload_runtime.speculation import NoProposer, Proposal, StepResult
 from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 
@@ -55,14 +54,6 @@ def draft(source: Path) -> Path:
     return write_noisy_copy(source, source.parent / "draft", noise=0.03)
 
 
-@pytest.fixture(autouse=True)
-def fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Medians of single times are nothing that tests look at."""
-    monkeypatch.setattr(session_module, "_TIMED_STEPS", 2)
-    monkeypatch.setattr(rows_module, "_PASSES", 1)
-    monkeypatch.setattr(needle_module, "_SEEDS", range(1, 2))
-
-
 @pytest.fixture
 def sweep(source: Path, tmp_path: Path) -> Callable[..., int]:
     """Runs the command on the tiny model."""
@@ -81,20 +72,6 @@ def sweep(source: Path, tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
-    """The settings of rows that were really measured."""
-    settings: list[Setting] = []
-    measure = RowMeasurement.measure
-
-    def spy(self: RowMeasurement, setting: Setting) -> dict[str, Any]:
-        settings.append(setting)
-        return measure(self, setting)
-
-    monkeypatch.setattr(RowMeasurement, "measure", spy)
-    return settings
-
-
 @pytest.fixture(params=["gpu", "host"], ids=["kv-gpu", "kv-host"])
 def runtime(request: pytest.FixtureRequest, source: Path, draft: Path) -> Iterator[Runtime]:
     with load(source, draft=draft, context=1024, kv=request.param, speculation=OPTIONS) as loaded:
@@ -105,43 +82,46 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     return {row["value"]: row for row in json.loads(path.read_text())["rows"]}
 
 
+class Interrupted(io.StringIO):
+    """What is printed to, until somebody presses Ctrl-C at the second row."""
+
+    rows = 0
+
+    def write(self, text: str) -> int:
+        self.rows += "True" in text  # the last column
+        if self.rows == 2:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_stopped(
-    sweep: Callable[..., int], measured: list[Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "t.json"
-    interrupted = command_module.print_row
-    calls: list[str] = []
-
-    def interrupt(name: str, row: dict[str, Any], *, heading: bool) -> None:
-        calls.append(row["value"])
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        interrupted(name, row, heading=heading)
-
-    monkeypatch.setattr(command_module, "print_row", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sys, "stdout", Interrupted())
         sweep("temperature", "--values", "0,0.6,1", "--out", str(out))
-    assert list(rows_of(out)) == ["0", "0.6"]
-    monkeypatch.setattr(command_module, "print_row", interrupted)
-    measured.clear()
+    before = rows_of(out)
+    assert list(before) == ["0", "0.6"]
     assert sweep("temperature", "--values", "0,0.6,1", "--out", str(out)) == 0
-    assert [setting.temperature for setting in measured] == [1.0]
     rows = rows_of(out)
     assert list(rows) == ["0", "0.6", "1"]
+    assert {value: rows[value] for value in before} == before, "measured again"
     for row in rows.values():
         assert row["identical_to_plain"] and row["compared_tokens"] >= 16
         assert 0 < row["accepted"] <= row["proposed"] and 0 < row["draft_acceptance"] <= 1
         assert row["tokens_per_pass"] == pytest.approx(row["tokens"] / row["passes"])
         assert row["accepted"] + row["passes"] == row["tokens"]
-    measured.clear()
     assert sweep("temperature", "--values", "1", "--out", str(out), "--refresh-steps", "2") == 0
-    assert len(measured) == 1 and list(rows_of(out)) == ["1"]  # of other settings nothing is kept
+    again = rows_of(out)
+    assert list(again) == ["1"] and again["1"] != rows["1"]  # of other settings nothing is kept
 
 
-def test_several_sweeps_share_a_runtime(sweep: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
-    loads: list[Runtime] = []
-    make = command_module.load
-    monkeypatch.setattr(command_module, "load", lambda *a, **k: loads.append(make(*a, **k)) or loads[-1])
+@pytest.mark.slow
+def test_several_sweeps_share_a_runtime(
+    sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = {
         "budget": ("64", "512"), "chunk": ("16",), "context": ("900", "300"), "gamma": ("4", "d5"),
         "policy": ("topk", "chain"), "needle": ("0.9", "0.1"),
@@ -149,7 +129,7 @@ def test_several_sweeps_share_a_runtime(sweep: Callable[..., int], tmp_path: Pat
     for name, values in small.items():
         monkeypatch.setitem(SWEEPS, name, replace(SWEEPS[name], values=values))
     assert sweep(*small, "--out", str(tmp_path / "{sweep}.json")) == 0
-    assert len(loads) == 1
+    assert capsys.readouterr().out.count("loaded in") == 1
     found = {name: rows_of(tmp_path / f"{name}.json") for name in small}
     assert {name: tuple(rows) for name, rows in found.items()} == small
     assert all(row["identical_to_plain"] for rows in found.values() for row in rows.values())
@@ -162,6 +142,7 @@ def test_several_sweeps_share_a_runtime(sweep: Callable[..., int], tmp_path: Pat
         assert 0 <= row["policies"]["streaming"]["agreement"] < row["policies"]["topk"]["agreement"] <= 1
 
 
+@pytest.mark.slow
 def test_batches(sweep: Callable[..., int], tmp_path: Path) -> None:
     out = tmp_path / "b.json"
     assert sweep("batch", "--values", "2x400,3x300", "--out", str(out), "--temperature", "0") == 0
@@ -172,23 +153,30 @@ def test_batches(sweep: Callable[..., int], tmp_path: Path) -> None:
         assert rows[label]["tokens_per_pass"] > batch
 
 
-def test_a_row_that_is_not_plain_decoding_fails_the_command(
-    sweep: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode = Session.decode
+class Lying(Session):
+    """Says another sixth token than was decoded, where anybody proposes."""
 
-    def lie(self: Session, start: Any, proposer: Any, *rest: Any, **options: Any) -> Decoding:
-        done = decode(self, start, proposer, *rest, **options)
+    def decode(self, start: Any, proposer: Any, *rest: Any, **options: Any) -> Decoding:
+        done = super().decode(start, proposer, *rest, **options)
         if isinstance(proposer, NoProposer):
             return done
         return replace(done, texts=tuple((*text[:5], text[5] + 1, *text[6:]) for text in done.texts))
 
-    monkeypatch.setattr(Session, "decode", lie)
+
+@pytest.mark.slow
+def test_a_row_says_where_it_is_not_plain_decoding(runtime: Runtime) -> None:
+    rows = RowMeasurement(Lying(runtime), Rig(runtime), [TOKENS], Lengths(8, 8, 2))
+    row = rows.measure(Setting(OPTIONS, 0.6, 900, 9, 8))
+    assert not row["identical_to_plain"] and row["first_difference"] == (0, 5)
+
+
+def test_a_row_that_is_not_plain_decoding_fails_the_command(sweep: Callable[..., int], tmp_path: Path) -> None:
+    """Whenever it was measured."""
     out = tmp_path / "g.json"
-    assert sweep("gamma", "--values", "9", "--out", str(out)) == 1
-    row = rows_of(out)["9"]
-    assert not row["identical_to_plain"] and row["first_difference"] == [0, 5]
-    monkeypatch.setattr(Session, "decode", decode)
+    assert sweep("gamma", "--values", "9", "--out", str(out)) == 0
+    report = json.loads(out.read_text())
+    report["rows"][0]["identical_to_plain"] = False
+    out.write_text(json.dumps(report))
     assert sweep("gamma", "--values", "9", "--out", str(out)) == 1  # the row is still there, and still wrong
 
 
@@ -243,13 +231,13 @@ def test_what_would_fail_after_minutes_is_refused_before_anything_is_loaded(
     words: list[str], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Runtime, "load", lambda *_, **__: pytest.fail("loaded something"))
     Path("novel.txt").write_text(TEXT)
     capsys.readouterr()
     given = f"temperature --source {source} --shape none --text novel.txt --device cpu --dtype fp32 --context 900"
     assert main([*given.split(), *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ") and told.err.count("\n") == 1 and message in told.err
+    assert "loaded in" not in told.out
     assert [path.name for path in tmp_path.iterdir()] == ["novel.txt"]
 
 
@@ -263,6 +251,7 @@ def test_files_of_something_else_are_left_alone(
         assert "name another file" in capsys.readouterr().err and out.read_text() == content
 
 
+@pytest.mark.slow
 def test_a_rebuilt_hierarchy_chooses_as_one_that_saw_the_prefill(runtime: Runtime) -> None:
     """Its acceptance is that of the loaded one at every level, after other hierarchies have been there."""
     start, params = [TOKENS[:700]], SamplingParams(0.6, seed=3)
@@ -297,12 +286,25 @@ class Recorder:
             self.blocks[layer, block] = kv.data[row, (block - kv.first_block) % kv.num_blocks].clone()
 
 
+class SmallPieces(ModelPlan):
+    """Pieces of three blocks, where one would take all blocks of a model this small."""
+
+    @property
+    def kv_piece_bytes(self) -> int:
+        return 3 * block_bytes(self.config, self.dtype)
+
+
+def in_small_pieces(*given: Any) -> RunPlan:
+    plan = find_plan(*given)
+    target = {part.name: getattr(plan.target, part.name) for part in fields(plan.target)}
+    return replace(plan, target=SmallPieces(**target))
+
+
 @pytest.mark.parametrize("kv", ["kv-gpu", "kv-host"])
-def test_blocks_are_told_again_as_they_were(source: Path, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
     first, again = Recorder(), Recorder()
-    # A piece takes all blocks of a model this small.
-    monkeypatch.setattr(caches, "kv_piece_bytes", lambda config, dtype, _: 3 * block_bytes(config, dtype))
-    with load(source, draft="none", context=2048, kv=kv.removeprefix("kv-")) as runtime:
+    config = RuntimeConfig(source, "none", device="cpu", context=2048, kv=kv.removeprefix("kv-"))
+    with Runtime(load_runtime(config, find=in_small_pieces)) as runtime:
         cache, session = target_cache(runtime), Session(runtime)
         cache.observers.append(first)
         # The last two of seven blocks lie elsewhere on the host, and the five before are more than a piece.
@@ -316,6 +318,7 @@ def test_blocks_are_told_again_as_they_were(source: Path, kv: str, monkeypatch: 
     assert all(torch.equal(again.blocks[key], data) for key, data in first.blocks.items())
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
     session, rig, params = Session(runtime), Rig(runtime), SamplingParams(1.0, seed=5)
     proposer = rig.build(OPTIONS)
@@ -390,9 +393,10 @@ def test_longer_contexts_come_first() -> None:
         Lengths(1, 1, 0)
 
 
+@pytest.mark.slow
 def test_agreement_with_itself_is_full(runtime: Runtime) -> None:
     """A needle's retrieval verifier that holds everything says what the full target says."""
     setting = Setting(replace(OPTIONS, budget_tokens=768, gamma_draft=3), 0.6, 800, 9, 8, depth=0.5)
-    row = NeedleTest(Session(runtime), Rig(runtime), TOKENS).measure(setting)
+    row = NeedleTest(Session(runtime), Rig(runtime), TOKENS, seeds=[1]).measure(setting)
     assert row["policies"]["retrieval"]["agreement"] == 1.0 == row["policies"]["streaming"]["agreement"]
     assert torch.isfinite(torch.tensor(row["answer_log_probability"])) and row["identical_to_plain"]

@@ -6,17 +6,17 @@ import importlib.util
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sweep as sweep_tool
-import sweeping.streamed_weights
 from harness import settings_of
 from sweep import FAMILIES, main, plan
 from sweeping.family import family_of, flag
 from sweeping.pictures import draw, panels_of, picture_base
+from sweeping.streamed_weights import points_among
 
 from offload_runtime.errors import OptionError, StorageError
 
@@ -99,6 +99,7 @@ def test_windows_and_shares_have_their_bounds() -> None:
     assert set(lines_of("resident", without, 1)) == {"plain decoding", "its bound"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sweep", "rows"), [("window", WINDOWS), ("resident", SHARES)])
 def test_one_call_draws_both_formats_the_same_again(sweep: str, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     report = {**ABOUT, "sweep": sweep, "settings": SETTINGS, "rows": rows}
@@ -111,10 +112,7 @@ def test_one_call_draws_both_formats_the_same_again(sweep: str, rows: list[dict[
     assert "a card, commit abc1234: tiny shape, random weights, bf16" in svg and "<dc:date>" not in svg
 
 
-def test_draw_makes_pictures_of_files_and_measures_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_tool, "run", lambda *_: pytest.fail("measured"))
+def test_draw_makes_pictures_of_files_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needle = next(path for path in RESULTS if "needle" in path.name)
     assert main(["draw", str(needle), "--out", str(tmp_path / "new"), "--formats", "svg"]) == 0
     (picture,) = (tmp_path / "new").iterdir()
@@ -151,13 +149,12 @@ def test_plots_need_matplotlib_before_anything_is_measured(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sweep_tool, "plan", lambda *_: pytest.fail("planned"))
     assert main([*words, "--device", "cpu", "--plot", "t"]) == 2
     assert "offload-runtime[plots]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=NAMES)
-def test_files_go_on_with_the_command_that_wrote_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_go_on_with_the_command_that_wrote_them(path: Path) -> None:
     """Also those that were written when the front door had another name."""
     report = report_of(path)
     sweep, settings = report["sweep"], report["settings"]
@@ -167,14 +164,11 @@ def test_files_go_on_with_the_command_that_wrote_them(path: Path, monkeypatch: p
         ignored = sweep in family.unused.get(name, ())
         if value not in ("None", "") and not ignored:
             words += [flag(name), *value.split(", ")]
-    monkeypatch.setattr(
-        sweep_tool, "provenance", lambda *_, **__: {name: report[name] for name in ("machine", "commit")}
-    )
+    arguments, before = family.parse([sweep], words), path.read_bytes()
     if "num_layers" in report["rows"][0]:  # the small model is not at hand, and only the layers of its shape are asked
-        config = SimpleNamespace(num_layers=report["rows"][0]["num_layers"])
-        monkeypatch.setattr(sweeping.streamed_weights, "open_models", lambda _: SimpleNamespace(config=config))
-    before = path.read_bytes()
-    ((file, missing),) = plan(family, [sweep], family.parse([sweep], words))
+        points = points_among(sweep, arguments, report["rows"][0]["num_layers"])
+        family = replace(family, points=lambda *_: points)
+    ((file, missing),) = plan(family, [sweep], arguments, {name: report[name] for name in ("machine", "commit")})
     assert not missing and not file.num_outdated and len(file.rows) == len(report["rows"])
     assert path.read_bytes() == before
 

@@ -8,8 +8,9 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +24,6 @@ from offload_runtime.cli import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
-from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.stats import PassMeter
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import StorageError
@@ -31,8 +31,8 @@ from offload_runtime.kv import HostKVCache
 from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer, WithNgrams, drafting
 from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
-from tests.helpers.page_locking import LimitedRegistrar
-from tests.helpers.planning import stream_all_kv
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+from tests.helpers.planning import load_streaming_kv
 from tests.helpers.traces import (
     EVENT_S,
     FILE_S,
@@ -86,9 +86,9 @@ class Traced:
     about: dict[str, Any]
 
 
-def traced(path: Path, target: Path, **options: Any) -> Traced:
+def traced(path: Path, target: Path, *, load: Callable[..., Runtime] = Runtime.load, **options: Any) -> Traced:
     """Generate for one prompt, or for as many as there is room for at once."""
-    with Runtime.load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
+    with load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
         cache = runtime.parts.target.runner.cache
         writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
         engine = runtime.parts.target.engine
@@ -152,6 +152,7 @@ def assert_figures(run: Traced) -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_path: Path) -> None:
     options = {"draft": draft, "resident_layers": NUM_LAYERS, **RUNS[name]}
@@ -223,9 +224,11 @@ def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
     assert [count for count in made if count] == [count for count in proposed if count]
 
 
-def test_what_is_staged_is_traced_piece_by_piece(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "make_registrar", lambda device: LimitedRegistrar(1 << 60))
-    run = traced(tmp_path / "trace.json", target, resident_layers=0, kv="host", draft="none", pinned=500_000)
+def test_what_is_staged_is_traced_piece_by_piece(target: Path, tmp_path: Path) -> None:
+    load = partial(load_locked_by, LimitedRegistrar(1 << 60))
+    run = traced(
+        tmp_path / "trace.json", target, load=load, resident_layers=0, kv="host", draft="none", pinned_bytes=500_000
+    )
     assert run.results[0].stats.pageable_bytes > 0
     assert_consistent(run, tolerance_s=FILE_S)
     staged = [bar for bar in run.rows["host"] if bar.name.startswith("staging for the link")]
@@ -271,6 +274,7 @@ def recorders() -> list[TraceRecorder]:
     return [found for found in gc.get_objects() if isinstance(found, TraceRecorder)]
 
 
+@pytest.mark.slow
 def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, tmp_path: Path) -> None:
     before = len(recorders())
     for options in RUNS.values():
@@ -294,6 +298,7 @@ class InterruptedProposer(WithNgrams):
         return proposals
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "after", "passes"),
     [("between passes", 3, 4), ("in prefill", 2, 0), ("while drafting", 2, 3)],
@@ -309,7 +314,9 @@ def test_what_is_interrupted_leaves_a_whole_trace(
         load(target, draft=draft, resident_layers=1, context=CONTEXT, trace=path) as runtime,
     ):
         if where == "while drafting":
-            runtime.parts = replace(runtime.parts, proposer=InterruptedProposer(drafting(runtime.proposer), after))
+            runtime.parts = replace(
+                runtime.parts, proposer=InterruptedProposer(drafting(runtime.parts.proposer), after)
+            )
         runtime.generate_batch(PROMPTS[:1], gamma=7, **ASKED, **hooks.get(where, {}))
     rows = rows_of(path)
     assert len(rows["passes"]) == passes
@@ -401,11 +408,9 @@ def said_on_a_gpu(target: Path) -> dict[int, list[list[int]]]:
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_trace_of_a_gpu(
     target: Path, draft: Path, said_on_a_gpu: dict[int, list[list[int]]], name: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    stream_all_kv(monkeypatch)
     options = {"draft": draft, "resident_layers": NUM_LAYERS, "dtype": "bf16", "device": "cuda", **RUNS[name]}
-    run = traced(tmp_path / "trace.json", target, **options)
+    run = traced(tmp_path / "trace.json", target, load=load_streaming_kv, **options)
     assert [result.tokens for result in run.results] == said_on_a_gpu[len(run.results)]
     assert_consistent(run, tolerance_s=EVENT_S)
     assert_figures(run)

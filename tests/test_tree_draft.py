@@ -111,6 +111,7 @@ def mean_accepted(rounds: Sequence[Sequence[StepResult]]) -> float:
     return sum(one.num_accepted for one in played) / len(played)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tree_nodes", "ahead", "params"),
     [
@@ -161,6 +162,7 @@ def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, para
     assert draft.proposer(params).propose([DraftRequest(0, text, 4)])[0] == Proposal.chain(chain, "draft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", PARAMS[:3], ids=str)
 def test_a_tree_accepts_more_than_a_chain_of_its_depth(
     target: ModelRunner, draft: TreeDraft, params: SamplingParams
@@ -175,6 +177,7 @@ def test_a_tree_accepts_more_than_a_chain_of_its_depth(
     assert means == sorted(means) and means[2] > means[0]
 
 
+@pytest.mark.slow
 def test_running_ahead_costs_no_acceptance(target: ModelRunner, draft: TreeDraft) -> None:
     """A window is filled with what is most probable, wherever the tree stood before."""
     params, prompts = PARAMS[1], [random_tokens(20, seed=seed) for seed in range(BATCH)]
@@ -187,6 +190,7 @@ def test_running_ahead_costs_no_acceptance(target: ModelRunner, draft: TreeDraft
     assert means[1] >= 0.9 * means[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ahead", [0, 3, 12])
 def test_whatever_came_before_nodes_are_scored_by_their_own_text(
     target: ModelRunner, draft: TreeDraft, ahead: int
@@ -262,6 +266,7 @@ class Interrupted:
         self.layers = raising(error, after=after, then=weights.layers)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
 @pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(
@@ -344,6 +349,7 @@ class SteadyRates(MatchRates):
         return self._steady
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ngram_rate", [0.2, 0.6])
 def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rate: float) -> None:
     """Where n-grams and draft say the same, too: nothing that waits to be expanded could give a better one."""

@@ -30,7 +30,7 @@ from tests.helpers.engine import (  # noqa: F401
     write_checkpoint,
     write_noisy_copy,
 )
-from tests.helpers.planning import stream_all_kv
+from tests.helpers.planning import load_streaming_kv
 from tests.helpers.trees import Watched
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -44,8 +44,8 @@ NEWEST = SpeculationOptions("chain", "streaming", sink_tokens=4, recent_tokens=6
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.05)
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_noisy_copy(target, tmp_path_factory.mktemp("models") / "draft", noise=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def trees(target: Path, draft: Path) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(("gamma", "tree_nodes"), [(None, None), (6, 1), (3, 24)])
 def test_trees_change_nothing_but_the_passes(
@@ -129,17 +130,15 @@ def say_briefly(runtime: Runtime, sampling: dict[str, Any]) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-@pytest.mark.parametrize("resident_layers", [1, "auto"])
+@pytest.mark.parametrize("resident_layers", [1, None])
 def test_running_ahead_changes_nothing(
-    target: Path, draft: Path, said_plainly: list[list[list[int]]], device: str, kv: str, resident_layers: int | str,
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, draft: Path, said_plainly: list[list[list[int]]], device: str, kv: str, resident_layers: int | None,
 ) -> None:  # fmt: skip
     """With weights streamed, keys and values, both and neither."""
-    # No layer keeps its keys on the device only because there is room for all of them.
-    stream_all_kv(monkeypatch)
     options: dict[str, Any] = {"kv": kv, "resident_layers": resident_layers, "tree_nodes": 24, "max_batch": 3}
-    with Runtime.load(target, draft=draft, device=device, dtype="fp32", **options) as runtime:
+    with load_streaming_kv(target, draft=draft, device=device, dtype="fp32", **options) as runtime:
         beside = run_ahead(runtime, steps=4)
         for sampling, expected in zip(SAMPLINGS, said_plainly, strict=True):
             beside.clear()
@@ -158,21 +157,21 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
     assert answers[0] == answers[1] and all(answers[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "sampling"), [("gpu", SAMPLINGS[1]), ("host", SAMPLINGS[0])])
 def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
-    tmp_path: Path, device: str, kv: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: str, kv: str, sampling: dict[str, Any]
 ) -> None:
     """Behind texts that it lets go of parts of while they go on, and one longer than its cache; alone, in a batch."""
     target = write_checkpoint(tmp_path / "target", context=2 * CONTEXT_TOKENS)
     draft = write_noisy_copy(target, tmp_path / "draft", noise=0.05)
-    stream_all_kv(monkeypatch)
     prompts = [[5 + index * index % 300 for index in range(length)] for length in (314, 20, 570)]
     asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
     common: dict[str, Any] = {"device": device, "dtype": "fp32", "max_batch": 3}
     with Runtime.load(target, draft="none", **common) as plain:
         expected = [one.tokens for one in plain.generate_batch(prompts, **asked)]
     options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "speculation": NEWEST, **common}
-    with Runtime.load(target, draft=draft, **options) as runtime:
+    with load_streaming_kv(target, draft=draft, **options) as runtime:
         cache = runtime.parts.draft.runner.cache
         assert isinstance(cache, StreamingDraftCache)
         beside = run_ahead(runtime, steps=4)

@@ -75,6 +75,7 @@ class Watch(TraceRecorder):
         return max(max(proposal.depths, default=0) for proposal in self.proposals)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [2, "auto"])
 def test_a_runtime_loaded_for_trees(
@@ -108,6 +109,7 @@ def test_a_runtime_loaded_for_trees(
         assert watch.num_trees and {request.tree_nodes for request in asked if len(request.tokens) < 200} == {300}
 
 
+@pytest.mark.slow
 def test_only_who_asks_for_trees_gets_them(target: Path, expected: list[list[list[int]]]) -> None:
     with load(target, max_batch=3, tree_nodes=0) as runtime:
         way, answers = SAMPLINGS[1], expected[1]
@@ -152,6 +154,7 @@ class Oracle(NgramProposer):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "resident_layers"), [("gpu", "auto"), ("host", 2)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_window_is_accepted_as_far_as_it_is_right(
@@ -226,6 +229,7 @@ def test_the_printed_summary() -> None:
     assert "by source" not in one and "by depth" not in one
 
 
+@pytest.mark.slow
 def test_where_the_link_binds_trees_are_all_that_is_chosen(target: Path, draft: Path) -> None:
     slow = MachineProfile(
         "slow", "made up", 1, 10**9, gpu_name="slow", vram_bytes=10**9, link_gbps=0.02,

@@ -56,6 +56,7 @@ def runtime(request: pytest.FixtureRequest, target: Path, draft: Path) -> Iterat
         yield runtime
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gamma", [None, 1, 5, 40])
 def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list[list[int]], gamma: int | None) -> None:
     said = generate(runtime, gamma=gamma, max_new_tokens=BRIEFLY)
@@ -69,6 +70,7 @@ def wait_for_link(runtime: Runtime, *, free: int) -> None:
     runtime.parts = replace(own, proposer=proposer, windows=replace(own.windows, free=free))
 
 
+@pytest.mark.slow
 def test_what_n_grams_add_changes_no_token(
     target: Path, draft: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -93,6 +95,7 @@ def test_what_n_grams_add_changes_no_token(
     assert {"ngram", "retrieval"} <= sources
 
 
+@pytest.mark.slow
 def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     target: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:
     assert len(kept) == 2 and not any(ref() for ref in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_name", ["none", "model"])
 def test_with_a_draft_and_without(target: Path, draft: Path, expected: list[list[int]], draft_name: str) -> None:
     options = SpeculationOptions("triforce", "full", refresh_steps=3, **SMALL)

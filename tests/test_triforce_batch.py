@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,7 @@ def check(runtime: Runtime, truth: list[list[list[int]]]) -> None:
             assert said == tokens[:size]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "heads", "kv"), COMBINATIONS)
 def test_triforce_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str, heads: str,
@@ -81,6 +83,7 @@ def test_triforce_says_what_plain_decoding_says(
         check(runtime, expected[heads])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_chain_says_what_plain_decoding_says(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]], cache: str
@@ -91,6 +94,7 @@ def test_a_chain_says_what_plain_decoding_says(
         check(runtime, expected["gqa"])
 
 
+@pytest.mark.slow
 def test_a_retrieval_verifier_without_a_draft(
     models: dict[str, tuple[Path, Path]], expected: dict[str, list[list[list[int]]]]
 ) -> None:
@@ -106,6 +110,7 @@ TASKS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cache", "params"),
     [
@@ -160,22 +165,16 @@ class Launches(Watched):
         return proposals
 
 
-class Reads:
-    """How often the host looked at the window of the levels in each round of `launches`."""
+def reads_by_round(window: DeviceWindow, launches: Launches, patch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often the host will look at the window of the levels in each round of `launches`."""
+    rounds, read = Counter[int](), window.read
 
-    def __init__(self, launches: Launches, patch: pytest.MonkeyPatch) -> None:
-        self._rounds, self._launches, read = list[int](), launches, DeviceWindow.read
+    def counted() -> Any:
+        rounds[len(launches.launched)] += 1
+        return read()
 
-        def counted(window: DeviceWindow) -> Any:
-            self._rounds.append(len(launches.launched))
-            return read(window)
-
-        patch.setattr(DeviceWindow, "read", counted)
-
-    @property
-    def most(self) -> int:
-        """In one round."""
-        return max(map(self._rounds.count, self._rounds))
+    patch.setattr(window, "read", counted)
+    return rounds
 
 
 def test_a_batch_takes_the_steps_of_its_slowest_sequence(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
@@ -203,14 +202,14 @@ def test_levels_that_always_agree_take_no_step_too_many(
     options["speculation"] = SpeculationOptions("triforce", "full", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
     target, _ = models["gqa"]
     with load(target, draft=target, context=CONTEXT, **options) as runtime:
-        launches = Launches(runtime)
-        reads = Reads(launches, monkeypatch)
+        window, launches = verifier_of(runtime).window, Launches(runtime)
+        reads = reads_by_round(window, launches, monkeypatch)
         played = play(runtime, TASKS, SamplingParams(0.6, seed=3), num_sequences=5)
     for number, (_, verified, taken) in enumerate(launches.launched):
         asked = [min(task.gamma, task.count - 1 - number * (task.gamma + 1)) for task in TASKS.values()]
         needed = [max(0, -(-count // (GAMMA_DRAFT + 1))) for count in asked]
         assert taken[:5] == needed and verified == max(needed)
-    assert reads.most <= 2, "one for whole steps, one for what is left"
+    assert 0 < max(reads.values()) <= 2, "one for whole steps, one for what is left"
     assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
 
 
@@ -236,6 +235,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
         assert steps[0] == steps[2] == 0 < steps[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "kv", "cache"), [(768, "gpu", "full"), (760, "gpu", "full"), (762, "host", "retrieval")]
 )
@@ -293,6 +293,7 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
         assert window.num_rows == 1
 
 
+@pytest.mark.slow
 def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence(
     models: dict[str, tuple[Path, Path]],
 ) -> None:
@@ -359,17 +360,18 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
         requests = [DraftRequest(sequence, PROMPTS[sequence], 9) for sequence in range(3)]
         for _ in range(3):  # compiled, captured, replayed
             runtime.parts.proposer.propose(requests)
-        read = DeviceWindow.read
+        window = verifier_of(runtime).window
+        read = window.read
 
-        def allowed(window: DeviceWindow) -> Any:
+        def allowed() -> Any:
             torch.cuda.set_sync_debug_mode("default")
             try:
-                return read(window)
+                return read()
             finally:
                 torch.cuda.set_sync_debug_mode("error")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeviceWindow, "read", allowed)
+            patch.setattr(window, "read", allowed)
             torch.cuda.set_sync_debug_mode("error")
             try:
                 answers = runtime.parts.proposer.propose(requests)

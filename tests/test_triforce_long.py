@@ -60,6 +60,7 @@ def generate(runtime: Runtime, temperature: float, gamma: int | None = None) -> 
     return tokens
 
 
+@pytest.mark.slow
 def test_a_rejection_at_every_place_and_new_chunks_in_between(target: Path, draft: Path) -> None:
     with (
         load(target, draft="none", context=CONTEXT) as plain,
@@ -80,6 +81,7 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(target: Path, draf
         assert watch.far_blocks == {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [2], indirect=True)
 def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path) -> None:
     """Prompts of no multiple of anything; each size of the batch has its own mixture of accepted windows."""

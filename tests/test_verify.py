@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import Result
+from rich.console import Console
+from typer import Typer
 from typer.testing import CliRunner
 
-from offload_runtime import sampling
 from offload_runtime.cli import app
-from offload_runtime.cli.verify import read_prompts, verdict_line
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
+from offload_runtime.cli.verify import verify as command
+from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime
-from offload_runtime.engine import steps as engine_steps
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.speculation import Proposal
-from offload_runtime.speculation import accepted_path as honest_path
-from offload_runtime.speculation import step as rounds
+from offload_runtime.model import Window
+from offload_runtime.verify import Fit
 from offload_runtime.verify.replay import ScriptedProposer, transcribe
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
+from tests.test_cli_fakes import app_of
 
 T1 = SamplingParams(temperature=1.0)
 PLAN = VerificationPlan(
@@ -34,8 +37,7 @@ PLAN = VerificationPlan(
     tokens=16,
     seeds=96,
 )
-# For what only the tests of fit can see, and for what the runs show at once.
-FIT_PLAN = replace(PLAN, tokens=8)
+# For what the runs show at once.
 RUN_PLAN = replace(PLAN, prompts={"words": PROMPT}, tokens=10, seeds=32)
 
 
@@ -45,31 +47,18 @@ def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
         yield loaded
 
 
-def accept_one_too_many(proposal: Proposal, samples: Sequence[int]) -> list[int]:
-    path = honest_path(proposal, samples)
-    last = path[-1] if path else -1
-    return [*path, *[node for node, parent in enumerate(proposal.parents) if parent == last][:1]]
+def misread(runtime: Runtime, patch: pytest.MonkeyPatch) -> None:
+    """The last token of every longer window is read as another one; plain decoding has no such windows."""
+    runner = runtime.parts.target.runner
+    honest = runner.verify
 
+    def verify_others(windows: Sequence[Window], slots: Sequence[int]) -> torch.Tensor:
+        others = [
+            window if len(window.tokens) < 3 else replace(window, tokens=(*window.tokens[:-1], 7)) for window in windows
+        ]
+        return honest(others, slots)
 
-def with_temperature_of(factor: float) -> Callable[..., torch.Tensor]:
-    """A sampler whose temperature is wrong by a factor, the same for draft, target and everybody else."""
-    honest = sampling.noise_ops.gumbel_argmax
-
-    def biased(logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        wrong = keys.clone()
-        wrong[:, 0] = (keys[:, 0].view(torch.float32) / factor).view(torch.int32)
-        return honest(logits, positions, slots, wrong)
-
-    return biased
-
-
-def with_noise_at(moved: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A sampler for rounds that takes its noise from other positions."""
-
-    def shifted(logits: torch.Tensor, how: Any, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return sampling.sample(logits, how, moved(positions), slots)
-
-    return shifted
+    patch.setattr(runner, "verify", verify_others)
 
 
 def bad_answers(report: VerificationReport) -> list[str]:
@@ -108,101 +97,42 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
         assert [step for step in steps if step[0] == stage] == [(stage, n + 1, all_steps) for n in range(all_steps)]
 
 
-def test_accepting_one_too_many_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
-    report = verify(runtime, replace(PLAN, tokens=10))
-    assert report.verdict == "defect"
-    assert len(report.bad_runs) > 6
+# What follows is also what defects of all kinds are held against in `tests/mutations.py`.
+
+
+@pytest.mark.parametrize("setting", list(PLAN.settings))
+def test_generations_are_those_of_plain_decoding(exact_report: VerificationReport, setting: str) -> None:
+    assert not [run for run in exact_report.bad_runs if run.setting == setting]
+
+
+def test_tokens_follow_from_their_logits(exact_report: VerificationReport) -> None:
+    assert not [run for run in exact_report.runs if run.finding.foreign_tokens]
+
+
+def test_answers_follow_the_targets_probabilities(exact_report: VerificationReport) -> None:
+    assert not bad_answers(exact_report)
+
+
+def test_samples_follow_the_targets_probabilities(exact_report: VerificationReport) -> None:
+    assert not [fit.name for fit in exact_report.bad_fits if "answer" not in fit.name]
+
+
+def test_no_sample_is_impossible(exact_report: VerificationReport) -> None:
+    assert not [fit.name for fit in exact_report.fits if fit.impossible]
+
+
+@pytest.mark.slow
+def test_a_window_with_another_token_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    misread(runtime, monkeypatch)
+    report = verify(runtime, RUN_PLAN)
+    assert report.verdict == "defect" and report.bad_runs
     for run in report.bad_runs:
         found = run.finding
         assert found.first_difference is not None and found.mismatch is not None
         assert found.mismatch.moved > found.mismatch.rounding  # logits of another context, however close the scores
-    # The first token comes from the prompt and the next one from the pass's first row.
-    assert set(bad_answers(report)) >= {"token 3 of an answer", "answers together"}
-    assert not {"token 1 of an answer", "token 2 of an answer"} & set(bad_answers(report))
-    assert not [fit for fit in report.bad_fits if "answer" not in fit.name]
 
 
-def test_saying_the_proposals_is_a_defect_for_both_proofs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def speak_the_draft(
-        target: Any, slots: Any, proposer: Any, requests: Sequence[Any], **options: Any
-    ) -> list[rounds.StepResult]:
-        done = honest(target, slots, proposer, requests, **options)
-        if len(requests) == 1 and done[0].num_proposed and done[0].num_accepted == 0:
-            return [replace(done[0], tokens=[done[0].proposal.tokens[0]])]
-        return done
-
-    honest = rounds.run_step
-    monkeypatch.setattr(engine_steps, "run_step", speak_the_draft)
-    report = verify(runtime, replace(PLAN, tokens=10))
-    # The logits are those of the right context, only the token is not theirs.
-    assert all(run.finding.foreign_tokens for run in report.bad_runs) and len(report.bad_runs) > 4
-    assert "answers together" in bad_answers(report)
-
-
-@pytest.mark.parametrize("moved", [lambda p: p - p[0], lambda p: p + torch.arange(len(p)), lambda p: p + 1])
-def test_noise_of_other_positions_is_a_defect(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, moved: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Keyed by the step, by twice the row, or by the next position: in the last, plain decoding is just as wrong."""
-    monkeypatch.setattr(rounds, "sample", with_noise_at(moved))
-    report = verify(runtime, RUN_PLAN)
-    assert report.verdict == "defect"
-    assert {run.setting for run in report.bad_runs} == {"top-p", "T 1"}  # greedy decoding has no noise
-    assert all(run.finding.foreign_tokens for run in report.bad_runs)
-
-
-def test_noise_of_other_positions_in_trees_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Siblings with noise of their own: whoever proposes chains does not notice."""
-    monkeypatch.setattr(rounds, "sample", with_noise_at(lambda p: p[0] + torch.arange(len(p), dtype=p.dtype)))
-    report = verify(runtime, RUN_PLAN)
-    assert {run.proposer for run in report.bad_runs} - {"as loaded"} == {"draft", "script"}
-    assert "greedy" not in {run.setting for run in report.bad_runs}
-
-
-@pytest.mark.parametrize("repeated", ["position", "seed"])
-def test_noise_that_repeats_fails_the_fit_alone(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, repeated: str
-) -> None:
-    def poor(logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        if repeated == "position":
-            return honest(logits, positions * 0, slots, keys)
-        return honest(logits, positions, slots, keys * torch.tensor([1, 0, 0, 1], dtype=torch.int32))
-
-    honest = sampling.noise_ops.gumbel_argmax
-    monkeypatch.setattr(sampling.noise_ops, "gumbel_argmax", poor)
-    report = verify(runtime, replace(FIT_PLAN, seeds=32))
-    assert report.bad_runs == [] and len([fit for fit in report.bad_fits if "answer" not in fit.name]) == 5
-
-
-def test_a_biased_temperature_fails_the_fit_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling.noise_ops, "gumbel_argmax", with_temperature_of(1.2))
-    report = verify(runtime, FIT_PLAN)
-    assert report.verdict == "defect"
-    assert report.bad_runs == []  # every run is wrong in the same way
-    assert "rows of logits together" in [fit.name for fit in report.bad_fits]
-
-
-def test_a_filter_that_does_nothing_is_impossible(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "filter_logits", lambda logits, params: logits)
-    report = verify(runtime, FIT_PLAN)
-    impossible = [fit for fit in report.bad_fits if fit.impossible]
-    assert {fit.name for fit in impossible} == {"words, top-p", "letters, top-p", "rows of logits together"}
-    assert all(fit.p_value == 0 for fit in impossible)
-
-
-def test_a_cache_with_the_keys_of_another_token_is_a_defect(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last token of every longer window is read as another one; plain decoding has no such windows."""
-    honest = rounds.Window
-
-    def other_token(tokens: tuple[int, ...], parents: tuple[int, ...] | None = None) -> Any:
-        return honest(tokens if len(tokens) < 3 else (*tokens[:-1], 7), parents)
-
-    monkeypatch.setattr(rounds, "Window", other_token)
-    report = verify(runtime, RUN_PLAN)
-    assert report.verdict == "defect" and report.bad_runs
-
-
+@pytest.mark.slow
 def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     prompt = runtime.encode(PROMPT)
     params = GenerationParams(20, ignore_eos=True)
@@ -220,6 +150,7 @@ def test_a_transcript_has_the_logits_of_each_token(runtime: Runtime) -> None:
     torch.testing.assert_close(other[3], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_runtime_is_itself_again_afterwards(
     runtime: Runtime, exact_report: VerificationReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,11 +183,12 @@ def test_quick_is_a_part_of_the_whole() -> None:
     assert any(setting.greedy for setting in quick.settings.values())
 
 
-def run(target: Path, *arguments: str) -> Result:
+def run(target: Path, *arguments: str, program: Typer = app) -> Result:
     options = ["--target", str(target), "--device", "cpu", "--quick", "--tokens", "8", "--seeds", "64"]
-    return CliRunner().invoke(app, ["verify", *options, *arguments], env={"COLUMNS": "120"})
+    return CliRunner().invoke(program, ["verify", *options, *arguments], env={"COLUMNS": "120"})
 
 
+@pytest.mark.slow
 def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the lazy dog\n\nthe pass\n", encoding="utf-8")
     result = run(target, "--draft", str(draft), "--json", "--prompts", str(tmp_path / "prompts"))
@@ -271,22 +203,33 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
     assert min(fit["p_value"] for fit in record["fit"]) > record["fit_level"] == 1e-4 / len(record["fit"])
 
 
-@pytest.mark.parametrize("proof", ["identity", "fit"])
-def test_the_command_ends_with_1_for_a_defect(target: Path, monkeypatch: pytest.MonkeyPatch, proof: str) -> None:
-    if proof == "identity":
-        monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
-    else:
-        monkeypatch.setattr(sampling.noise_ops, "gumbel_argmax", with_temperature_of(1.4))
-    result = run(target, "--json") if proof == "identity" else run(target)
+class Misreading(Runtime):
+    """One that is loaded with a defect."""
+
+    @classmethod
+    def from_config(cls, config: RuntimeConfig, **hooks: Any) -> Runtime:
+        runtime = super().from_config(config, **hooks)
+        misread(runtime, pytest.MonkeyPatch())
+        return runtime
+
+
+def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
+    result = run(target, "--json", program=app_of(command, engine=SimpleNamespace(Runtime=Misreading)))
     assert result.exit_code == 1, result.output
-    if proof == "identity":
-        record = json.loads(result.stdout)
-        assert record["verdict"] == "defect"
-        verdicts = [run["finding"]["verdict"] for run in record["identity"] if run["proposer"] == "script"]
-        assert "defect" in verdicts
-    else:
-        assert result.stdout.splitlines()[-1].startswith("defect: 0 of 27 speculative generations differ")
-        assert "identical" in result.stdout and "defect" in result.stdout.splitlines()[-3]
+    record = json.loads(result.stdout)
+    assert record["verdict"] == "defect"
+    verdicts = [run["finding"]["verdict"] for run in record["identity"] if run["proposer"] == "script"]
+    assert "defect" in verdicts
+
+
+def test_samples_that_do_not_fit_are_told(exact_report: VerificationReport) -> None:
+    console = Console(width=120, file=StringIO())
+    report = replace(exact_report, fits=[Fit("too many", 96, 500.0, 10, 0), Fit("filtered", 96, 1.0, 10, 3)])
+    for part in report_tables(report):
+        console.print(part)
+    *_, many, filtered, _, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert many.split()[-2] == "defect" and "defect: 3 impossible" in filtered
+    assert last.startswith("defect: 0 of 24 speculative generations differ")
 
 
 @pytest.mark.parametrize(
@@ -320,5 +263,5 @@ def test_bitwise_on_a_gpu(target: Path, draft: Path, monkeypatch: pytest.MonkeyP
     with Runtime.load(target, draft=draft, device="cuda", dtype="bf16", resident_layers=2) as runtime:
         report = verify(runtime, plan)
         assert report.bitwise and report.verdict == "exact", verdict_line(report)
-        monkeypatch.setattr(rounds, "accepted_path", accept_one_too_many)
+        misread(runtime, monkeypatch)
         assert all(run.finding.differing_logit_rows for run in verify(runtime, plan).bad_runs)

@@ -15,7 +15,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.select_chunks import different_counts, parts_of, select_chunks
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
-from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import warm_up_verifier
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.model import PassRows
@@ -26,7 +25,7 @@ from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.planning import stream_all_kv
+from tests.helpers.planning import load_streaming_kv
 from tests.helpers.sampling import numbered
 from tests.test_draft_model import BATCH, NOISY, SHAPE, make_draft
 from tests.test_draft_retrieval import Base
@@ -153,6 +152,7 @@ def small_draft(kind: str, directory: Path) -> tuple[PlayedDraft, Any, Any]:
     return PlayedDraft(runner), runner.cache, made
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
 def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
     texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
@@ -216,6 +216,7 @@ def played_by(
     return played
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
 def test_warming_up_the_retrieval_verifier_leaves_nothing(
@@ -284,17 +285,13 @@ def test_no_other_number_of_chunks_compiles_a_kernel(compiled: list[str]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RUNS))
-def test_no_answer_compiles_a_kernel(
-    target: Path, draft: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_no_answer_compiles_a_kernel(target: Path, draft: Path, compiled: list[str], name: str) -> None:
     options, windows = RUNS[name]
     options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
-    # No layer keeps its keys on the device only because there is room for all of them.
-    stream_all_kv(monkeypatch)
     lengths = [length for length in LENGTHS if length <= options["context"] - 30]
     prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]
     batch = options.get("max_batch", 1)
-    with Runtime.load(target, **options) as runtime:
+    with load_streaming_kv(target, **options) as runtime:
         assert compiled, "loading compiles them"
         compiled.clear()
         for window in windows:

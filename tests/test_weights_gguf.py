@@ -4,7 +4,9 @@ import contextlib
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -24,6 +26,7 @@ COMPARED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters",
 )  # fmt: skip
+NO_VOCABULARY = {"tokens": [f"t{i}" for i in range(5000)], "eos_token_id": 3, "bos_token_id": 1}  # no kind of tokenizer
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 
 
@@ -47,11 +50,13 @@ def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 def write(
     path: Path, arch: str, model: torch.nn.Module, *, kind: str = "F32", extra=None, tensors=None, skip: str = "",
-    general_arch: str | None = None,
+    general_arch: str | None = None, vocabulary: Mapping[str, Any] = NO_VOCABULARY,
+    tensors_a_file: int = 0,
 ) -> Path:  # fmt: skip
-    """Write a model as llama.cpp's converter would; `extra(writer)` adds metadata, `tensors` small vectors."""
+    """Write a model as llama.cpp's converter would; `extra(writer)` adds metadata, `tensors` small vectors, and
+    `vocabulary` is what stands under `tokenizer.ggml`. With `tensors_a_file` in several files."""
     config = model.config
-    writer = gguf.GGUFWriter(path, general_arch or arch)
+    writer = gguf.GGUFWriter(path, general_arch or arch, split_max_tensors=tensors_a_file)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -64,9 +69,9 @@ def write(
     if head_dim != config.hidden_size // config.num_attention_heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(5000)])  # longer than the header keeps
-    writer.add_eos_token_id(3)
-    writer.add_bos_token_id(1)
+    add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    for key, value in vocabulary.items():
+        add[type(value)](f"tokenizer.ggml.{key}", value)
     if extra:
         extra(writer)
     names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), 5)
@@ -193,6 +198,7 @@ def test_sliding_window_of_a_mistral_model(tmp_path):
     assert describe_model(path).config() == config and describe_model(path).native_dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_file_is_described_without_transformers(tmp_path):
     """Whose import alone takes longer than a plan may take."""
     path = write(tmp_path / "m.gguf", "qwen3", build("qwen3", head_dim=32))
@@ -209,7 +215,7 @@ def test_end_of_turn_ids_end_an_answer_too(tmp_path):
     assert open_checkpoint(path).generation_eos() == (3, 9)
 
 
-def test_tokenizer_without_a_vocabulary_transformers_knows(tmp_path):
+def test_tokenizer_of_no_kind(tmp_path):
     source = open_checkpoint(write(tmp_path / "m.gguf", "smollm3", build("smollm3")))
     with pytest.raises(CheckpointError, match=r"put the model's tokenizer\.json"):
         source.tokenizer()
@@ -226,6 +232,51 @@ def test_unsupported_models_are_refused(tmp_path):
             w.add_rope_dimension_count(8), w.add_key_length(16))))  # fmt: skip
     with pytest.raises(UnsupportedArchitectureError, match="one of 3 files"):
         open_checkpoint(write(tmp_path / "d.gguf", "llama", model, extra=lambda w: w.add_uint16("split.count", 3)))
+
+
+def test_a_model_in_several_files_is_opened_by_any_of_them(tmp_path):
+    model = build("llama", num_hidden_layers=2)
+    write(tmp_path / "m.gguf", "llama", model, tensors_a_file=8)
+    parts = sorted(tmp_path.iterdir())
+    assert [part.name for part in parts] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for named in (*parts, tmp_path):
+        assert_same_weights(named, model, torch.float32)
+        assert describe_model(named).config() == open_checkpoint(parts[0]).config()
+    parts[1].rename(tmp_path / "elsewhere")
+    for named in (parts[0], parts[2], tmp_path):
+        with pytest.raises(CheckpointError, match=rf"lacks 1 of 3 files of the model \({parts[1].name}\)"):
+            open_checkpoint(named)
+    (tmp_path / "elsewhere").rename(parts[1])
+    parts[0].rename(tmp_path / "m-00001-of-00002.gguf")
+    parts[1].rename(tmp_path / "m-00002-of-00002.gguf")
+    with pytest.raises(UnsupportedArchitectureError, match="one of 3 files by its content and of 2 by its name"):
+        open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda w: w.add_string("split.count", "many" * 1000),
+        lambda w: w.add_int64("split.count", -1),
+        lambda w: w.add_string("llama.attention.sliding_window", "wide" * 1000),
+        lambda w: w.add_int32("llama.attention.sliding_window", -5),
+        lambda w: w.add_array("llama.attention.sliding_window", [1, 2, 3]),
+        lambda w: w.add_float32("llama.rope.freq_base", float("nan")),
+        lambda w: (w.add_string("llama.rope.scaling.type", "yarn"), w.add_float32("llama.rope.scaling.factor", 1e30)),
+        lambda w: w.add_uint64("llama.expert_count", 1 << 63),
+        lambda w: w.add_array("llama.expert_count", ["some"]),
+        lambda w: w.add_uint64("general.alignment", 1 << 63),
+        lambda w: w.add_string("tokenizer.ggml.eot_token_id", "x" * 5000),
+        lambda w: w.add_uint32("llama.rope.dimension_count", 7),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_refused_briefly(add, tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1), extra=add)
+    for door in (describe_model, open_checkpoint):
+        with pytest.raises(CheckpointError) as refusal:
+            door(path)
+        lines = str(refusal.value).splitlines()
+        assert len(lines) <= 2 and max(map(len, lines)) <= 300
 
 
 def test_missing_tensor_and_missing_metadata(tmp_path):
@@ -254,6 +305,7 @@ def test_truncated_file_tells_how_much_is_missing(tmp_path):
         open_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_fuzzed_headers_never_raise_anything_else(tmp_path):
     path = write(tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1))
     intact = path.read_bytes()

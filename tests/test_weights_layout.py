@@ -195,7 +195,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [
         ({"rope_type": "dynamic", "factor": 0.5}, "factor 0.5"),
         ({"rope_type": "linear", "factor": float("inf")}, "factor inf"),
         (LONGROPE | {"long_factor": [2.0] * 5}, "long_factor is 5 numbers, expected 6"),
-        (LONGROPE | {"short_factor": 1.0}, "short_factor is 1.0"),
+        (LONGROPE | {"short_factor": 1.0}, "short_factor 1.0, where a list"),
         (LONGROPE | {"short_factor": [1.0] * 5 + [0.0]}, "short_factor 0.0"),
         (LONGROPE | {"short_factor": [1.0] * 5 + ["1"]}, "short_factor '1'"),
         ({"rope_type": "default", "rope_theta": 0.0}, "rope_theta 0.0"),

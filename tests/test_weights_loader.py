@@ -157,6 +157,7 @@ print(before, status("VmHWM"), weights.layout.total_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
     config = transformers.LlamaConfig(

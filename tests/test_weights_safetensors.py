@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
 from tests.helpers.engine import write_checkpoint
 from tests.helpers.models import load_plain, rows_of
 
@@ -98,7 +98,7 @@ def test_quantised_and_invalid_configs(single):
     with pytest.raises(CheckpointError, match=r"gptq.*GGUF"):
         open_checkpoint(single)
     edit_config(single, quantization_config=None, hidden_size="wide")
-    with pytest.raises(CheckpointError, match="refused by transformers"):
+    with pytest.raises(CheckpointError, match="hidden_size 'wide', where an integer"):
         open_checkpoint(single)
 
 
@@ -216,7 +216,9 @@ def test_fuzzed_headers_never_raise_anything_else(single):
     assert refused > 200
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "nowhere", "a/b/c", "~/nowhere", "org/model.gguf"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/nowhere/model", "nowhere", "a/b/c", "~/nowhere", "org/model.gguf", "a/b:"]
+)
 def test_what_looks_like_a_path_never_reaches_the_hub(name, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the hub was called")
@@ -249,9 +251,40 @@ def test_hub_id_downloads_what_is_needed_and_no_more(single, monkeypatch):
     assert picked == repository[:6]
 
 
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        ("org/name:Q4_K_M", "model-Q4_K_M.gguf"),
+        ("org/name:q8_0", "Q8_0/model-Q8_0-00001-of-00002.gguf"),
+        ("org/name:model-IQ4_K_M.gguf", "model-IQ4_K_M.gguf"),
+        ("org/name:Q4_K", "0 GGUF models"),
+        ("org/name:Q6_K", r"2 GGUF models \(a-Q6_K.gguf, \.\.\.\)"),
+        ("org/name:Q2_K", r"lacks 1 of 2 files of the model \(model-Q2_K-00001-of-00002\.gguf\)"),
+        ("org/other:Q4_K_M", "not in the local cache"),
+    ],
+)
+def test_files_of_a_hub_repository(reference: str, found: str, tmp_path, monkeypatch):
+    """Out of a cache of the hub's client, offline; what stands behind the colon is a quantisation or a file."""
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    names = ["model-Q4_K_M.gguf", "model-IQ4_K_M.gguf", "Q8_0/model-Q8_0-00001-of-00002.gguf", "a-Q6_K.gguf",
+             "Q8_0/model-Q8_0-00002-of-00002.gguf", "b-Q6_K.gguf", "model-Q2_K-00002-of-00002.gguf"]  # fmt: skip
+    for name in names:
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_text("no GGUF")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    message = rf"{found} is not a GGUF file" if found in names else found
+    for door in (open_checkpoint, describe_model):
+        with pytest.raises((CheckpointError, HubError), match=message):
+            door(reference)
+
+
+@pytest.mark.slow
 def test_hub_offline_is_a_typed_error_with_a_way_out(tmp_path):
     code = (
-        "from offload_runtime.weights import open_checkpoint\n"
+        "from offload_runtime.weights import describe_model, open_checkpoint\n"
         "from offload_runtime.errors import HubError\n"
         "try: open_checkpoint('org/name')\n"
         "except HubError as error: print('refused:', error)"
@@ -274,7 +307,7 @@ def test_other_failures_of_the_hub_are_typed_too(monkeypatch):
 def test_directory_with_two_gguf_files_asks_which(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(__file__, tmp_path / name)
-    with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
+    with pytest.raises(CheckpointError, match="holds 2 GGUF models"):
         open_checkpoint(tmp_path)
 
 

@@ -88,6 +88,7 @@ def command(source: Path, out: Path, *, delay_s: float = 0.0) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no signals of that kind there")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_command_leaves_nothing(number, source_dir, tmp_path):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -268,16 +268,20 @@ def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
 
 
+_Measure = Callable[[argparse.Namespace, CheckpointSource, float], Iterator[dict[str, Any]]]
+MEASURES: dict[str, _Measure] = {"streamed": measure_streamed, "sizes": measure_sizes}
+
+
 @harness.one_line_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure both parts; 1 when an answer was not that of plain decoding."""
+def main(argv: Sequence[str] | None = None, *, measures: Mapping[str, _Measure] = MEASURES) -> int:
+    """Measure both parts, each by its own of `measures`; 1 when an answer was not that of plain decoding."""
     options = parse(argv)
     check(options)
     parts = options.parts.split(",")
     report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "auto": [], "sizes": []}
     origin: dict[str, Any] = {}
     small = open_checkpoint(options.source)
-    for part, measure in (("streamed", measure_streamed), ("sizes", measure_sizes)):
+    for part, measure in measures.items():
         for noise in options.noises if part in parts else ():
             for row in measure(options, small, noise):
                 report[part].append(row)

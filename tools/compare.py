@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,10 @@ def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
     return {**own, "kv_cache": ("--kv-cache", "offloaded" if arguments.kv == "host" else "device")}
 
 
-def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure the systems one after the other: name and result of each."""
+def run_all(
+    arguments: argparse.Namespace, names: Sequence[str], run: Callable[..., dict[str, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure the systems one after the other by `run`: name and result of each."""
     with tempfile.TemporaryDirectory() as folder:
         prompts = None
         if arguments.prompt_file:
@@ -177,7 +179,7 @@ def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tup
             our_options(arguments).check(options.source.config(), options.resident_layers)
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
-            result = run_system(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
+            result = run(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
             print(outcome(result), file=sys.stderr, flush=True)
             yield name, result
 
@@ -202,10 +204,10 @@ def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
     }
 
 
-def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def compare(arguments: argparse.Namespace, names: Sequence[str], run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Run the systems; the report. What is measured so far is in the file after each of them."""
     results: dict[str, dict[str, Any]] = {}
-    for name, result in run_all(arguments, names):
+    for name, result in run_all(arguments, names, run):
         results[name] = result
         not_run = [other for other in names if other not in results]
         write_unfinished({**make_report(arguments, results), "not_run": not_run}, arguments.out)
@@ -214,15 +216,15 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, An
 
 
 @harness.one_line_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chosen systems; returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]] = run_system) -> int:
+    """Run the chosen systems, each by `run`; returns the exit code."""
     arguments = make_parser().parse_args(argv)
     names = chosen_systems(arguments.systems)
     check(arguments, names)
     for option in ("draft", "source"):
         if getattr(arguments, option) == "demo":
             setattr(arguments, option, str(fetch_demo_model()))
-    report = compare(arguments, names)
+    report = compare(arguments, names, run)
     results = report["results"]
     print(table(report))
     emit(report, arguments.out)

@@ -84,7 +84,7 @@ was run. `python tools/plan_table.py --out docs/plans.md` writes it.
 A context of {SHORT_CONTEXT} tokens in 16 bits, on [the profile of an RTX 4090](../profiles/{SHORT_PROFILE}.toml), but
 with as much RAM as reading the model takes. It is assumed that {_WHOLE} of a draft's first choices are what the target
 says. How many of yours are depends on models, text and temperature: `plan` has a table by acceptance, and
-[the results](../README.md#results) say what was measured. A second card is **not built yet**: the rows of two are a
+[the results](results.md) say what was measured. A second card is **not built yet**: the rows of two are a
 bound, for every layer split over two cards and two links that never wait for each other.
 
 """

@@ -26,9 +26,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import harness
 import torch
@@ -46,8 +47,8 @@ FAMILIES = (LONG_CONTEXT, STREAMED_WEIGHTS)
 NOT_CONDITIONS = ("values", "out", "plot", "commit")
 
 
-def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -> list[Work]:
-    """For each sweep its file and the rows that are missing there. Reads no weights.
+def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace, origin: Mapping[str, Any]) -> list[Work]:
+    """For each sweep its file and the rows that are missing there, of this `origin`. Reads no weights.
 
     Raises:
         OptionError: An option or a value makes no sense, or a file holds something else.
@@ -58,7 +59,6 @@ def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) -
         for name, path in (("--out", arguments.out), ("--plot", arguments.plot)):
             if path is not None and "{sweep}" not in path.name:
                 raise OptionError(f"{name} {path} would hold {len(sweeps)} sweeps: put {{sweep}} in its name")
-    origin = provenance(torch.device(arguments.device), commit=arguments.commit)
     conditions = {
         "settings": settings_of(arguments, without=NOT_CONDITIONS), "commit": origin["commit"],
         "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]),
@@ -96,7 +96,7 @@ def run(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace) ->
     if arguments.plot is not None:
         check_out(picture_base(arguments.plot).with_suffix(".png"), "--plot")
         require_matplotlib()
-    work = plan(family, sweeps, arguments)
+    work = plan(family, sweeps, arguments, provenance(torch.device(arguments.device), commit=arguments.commit))
     family.measure(arguments, work)
     for file, _ in work:
         plot = named(arguments.plot, file.sweep)

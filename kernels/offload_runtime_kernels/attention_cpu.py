@@ -16,7 +16,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 _LOG2_E = 1.4426950408889634
 _ALIGNMENT_BYTES = 64  # of every torch allocation on the CPU
 # Of keys and values of paths that are looked up at once, counted as fp32.
-_GATHERED_BYTES = 16 << 20
+GATHERED_BYTES = 16 << 20
 
 
 def _dense(kv: KVBlocks, sequences: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,9 +57,9 @@ def attention_reference(
 
 def attend_blocks_cpu(
     q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, *, scale: float,
-    sliding_window: int | None = None, num_keys: int | None = None,
+    sliding_window: int | None = None, num_keys: int | None = None, gathered_bytes: int = GATHERED_BYTES,
 ) -> None:  # fmt: skip
-    """CPU version of `attend_blocks`; reads positions on the host."""
+    """CPU version of `attend_blocks`; reads positions on the host, and keys of a tree's paths so many bytes a time."""
     heads = q.float().unflatten(2, (kv.num_kv_heads, -1))  # [B, T, H_kv, G, D]
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
     for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
@@ -76,7 +76,7 @@ def attend_blocks_cpu(
                 if begin - start < BLOCK_TOKENS and max(begin, start) < end
             }
             committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
-            own = _keys_of_queries(keys, kv, rows, b, seen, committed_here, start)
+            own = _keys_of_queries(keys, kv, rows, b, seen, committed_here, start, gathered_bytes)
             splits = [
                 _split(queries[t], block_keys[:, :, part], scale)
                 for (t, part), block_keys in zip(seen.items(), own, strict=True)
@@ -114,8 +114,9 @@ def _fp32_block(block: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_queries(
-    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, seen: Mapping[int, slice], committed: int, start: int
-) -> Iterator[torch.Tensor]:
+    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, seen: Mapping[int, slice], committed: int, start: int,
+    gathered_bytes: int,
+) -> Iterator[torch.Tensor]:  # fmt: skip
     """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as each query sees it.
 
     Its path stands behind the `committed` ones, as if that were a plain sequence. Paths share a buffer: be done with
@@ -131,7 +132,7 @@ def _keys_of_queries(
     path[:, :, :committed] = keys[:, :, :committed]
     depth = start - int(rows.committed[b])  # of the block's first position
     most = max(seen[t].stop for t in branching)
-    at_once = max(1, _GATHERED_BYTES // ((most - committed) * keys[:, :, 0].nbytes))
+    at_once = max(1, gathered_bytes // ((most - committed) * keys[:, :, 0].nbytes))
     gathered: dict[int, torch.Tensor] = {}
     for t, part in seen.items():
         if part.stop <= committed:

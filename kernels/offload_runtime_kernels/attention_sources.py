@@ -201,8 +201,9 @@ def sources_workspace_bytes(head_dim: int) -> int:
 
 
 def attend_sources_triton(
-    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float,
+    enough_programs: int = _ENOUGH_PROGRAMS,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of `attend_sources`: one launch for every two sources, and one that joins what was found."""
     require_triton("attend_sources")
     assert rows.ancestors is None and q.is_contiguous()
@@ -218,7 +219,7 @@ def attend_sources_triton(
     rows_per_program = min(_MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(group_rows)))
     programs = triton.cdiv(group_rows, rows_per_program) * batch * num_kv_heads
     tiles = sum(keys.tiles for keys in there)
-    span = triton.cdiv(tiles, max(1, _ENOUGH_PROGRAMS // programs))
+    span = triton.cdiv(tiles, max(1, enough_programs // programs))
     pairs = [there[index : index + 2] for index in range(0, len(there), 2)]
     parts = [triton.cdiv(sum(keys.tiles for keys in pair), span) for pair in pairs]
     out, num_parts = torch.empty_like(q), sum(parts)

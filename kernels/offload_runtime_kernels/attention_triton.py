@@ -74,6 +74,8 @@ class _Call:
     scale: float
     sliding_window: int | None
     num_keys: int = _NO_LIMIT
+    workspace_bytes: int = WORKSPACE_BYTES
+    least_splits: int = LEAST_SPLITS
 
     def __post_init__(self) -> None:
         q, kv, rows = self.q, self.kv, self.rows
@@ -127,9 +129,9 @@ class _Call:
         """Merge `blocks` into `state`, or, without one, into nothing and write `out`."""
         batch, num_queries, num_heads, head_dim = self.q.shape
         split_bytes = _split_bytes(self.q)
-        most_queries = max(1, WORKSPACE_BYTES // (split_bytes * min(max(1, len(blocks)), LEAST_SPLITS)))
+        most_queries = max(1, self.workspace_bytes // (split_bytes * min(max(1, len(blocks)), self.least_splits)))
         for queries in _parts(range(num_queries), most_queries):
-            most_splits = max(1, WORKSPACE_BYTES // (split_bytes * len(queries)))
+            most_splits = max(1, self.workspace_bytes // (split_bytes * len(queries)))
             num_rows = batch * len(queries)
             shape = (min(max(1, len(blocks)), most_splits), num_rows, num_heads, head_dim)
             partial = torch.empty(shape, dtype=torch.float32, device=self.q.device)
@@ -163,10 +165,10 @@ class _Call:
 
 def attention_triton(
     q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None,
-    prefill: bool = False,
+    prefill: bool = False, workspace_bytes: int = WORKSPACE_BYTES, least_splits: int = LEAST_SPLITS,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of `attention`."""
-    call = _Call(q, kv, rows, scale, sliding_window)
+    """Triton version of `attention`; results of splits take `workspace_bytes` at most, unless one does for a query."""
+    call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT, workspace_bytes, least_splits)
     out = torch.empty_like(q)
     if prefill:
         assert rows.ancestors is None

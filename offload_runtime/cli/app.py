@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.chat import chat
@@ -27,13 +29,14 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
-    """Run a command and return how it ends: typed errors, what typer says in a box and a full disk are `error: …` and 2,
-    Ctrl-C is 130, and a closed pipe 141 without a word.
+    """Run a command and return how it ends: typed errors, what typer says in a box and a full disk are `error: …` and
+    2, Ctrl-C is 130, and a closed pipe 141 without a word.
 
     Every other exception is a defect and passes through with its traceback.
     """
     try:
-        terminal.require_output()
+        if not sys.stdout.writable():  # it was closed from the beginning: no work for nobody
+            raise terminal.OutputError("it is closed")
         require(not any("\0" in word for word in words), "a word of the command line holds a NUL character: drop it")
         code = run() or 0
         sys.stdout.flush()
@@ -43,8 +46,7 @@ def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
     except _UsageError as error:
         refusal: Any = error  # of click's, for which there is no name here
         command = "offload-runtime" if refusal.ctx is None else refusal.ctx.command_path
-        message = refusal.format_message().rstrip(".")
-        terminal.error_line(OptionError(f"{message}; {command} --help lists the options"))
+        terminal.error_line(OptionError(f"{refusal.format_message().rstrip('.')}; {command} --help lists the options"))
     except KeyboardInterrupt:
         return terminal.INTERRUPTED_EXIT_CODE
     except terminal.OutputError as error:
@@ -54,21 +56,14 @@ def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
     return terminal.ERROR_EXIT_CODE
 
 
-class _Helpful:
-    """What all commands share: `--help` is not said to be a <bool>."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        option.metavar = ""
-        return option
-
-
-class OrderlyCommand(_Helpful, TyperCommand):
-    """Typer's command."""
-
-
-class OrderlyGroup(_Helpful, TyperGroup):
+class OrderlyGroup(TyperGroup):
     """Typer's group of commands, but for how they end."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words before the command."""
+        for command in (self, *self.commands.values()):
+            cast(Any, command.get_help_option(ctx)).metavar = ""  # else the help says that --help is a <bool>
+        return super().parse_args(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
         """Read a command line, by default this process's, and run it; without any words the help is shown."""
@@ -88,11 +83,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _command in (generate, chat, verify, plan, profile, demo):
-    app.command(cls=OrderlyCommand)(with_options(_command))
+    app.command()(with_options(_command))
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """What a finaliser raises is printed and forgotten; a Ctrl-C that lands in one is raised again behind it."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def main() -> None:
     """Entry point of the installed command."""
+    sys.unraisablehook = _interrupt_again
     app(prog_name="offload-runtime")
 
 

@@ -13,46 +13,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.generate import (
-    answer_line,
-    answer_record,
-    detail_lines,
-    load_runtime,
-    run_record,
-    stream_answer,
-)
+from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, stream_answer, tell_more
 from offload_runtime.cli.options import ChatOptions
 from offload_runtime.config import require, require_unicode, write_atomically
-from offload_runtime.errors import BudgetError, OffloadError, OptionError
+from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
 
 
-def chat(options: ChatOptions) -> None:
+def chat(options: ChatOptions, *, engine: Any = None) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
     config, _ = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
-    if interactive and options.as_json:
-        raise OptionError("--json is for programs: send the turns through a pipe, or drop --json to chat here")
+    require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
     with (
         terminal.only_json(options.as_json) as output,
-        load_runtime(config, explain=options.explain, show_progress=not options.no_progress) as runtime,
+        load_runtime(config, engine, explain=options.explain, show_progress=not options.no_progress) as runtime,
     ):
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
-        if interactive:
-            _converse_at_terminal(session)
-        else:
-            _converse_through_pipe(session)
+        converse = _converse_at_terminal if interactive else _converse_through_pipe
+        converse(session)
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
     """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
     terminal.status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    read = terminal.line_editor(
-        list(COMMANDS), [name for name, command in COMMANDS.items() if command.argument == "FILE"]
-    )
+    with_files = [name for name, command in COMMANDS.items() if command.argument == "FILE"]
+    read = terminal.line_editor(list(COMMANDS), with_files)
     # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
     interrupted = False
     while True:
@@ -109,17 +98,17 @@ class ChatSession:
             if is_message:
                 return self._answer(text.removeprefix("/"))
             name, *argument = text.split(maxsplit=1)
-            if name not in COMMANDS:
-                listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
-                raise OptionError(f"unknown command {name}; {listing}")
+            listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
+            require(name in COMMANDS, f"unknown command {name}; {listing}")
             command = COMMANDS[name]
             require(bool(argument) or command.argument != "FILE", f"{name} needs the name of a file: {name} FILE")
             command.run(self, "".join(argument))
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
             if is_message and self.options.as_json:
-                answers = error.answers if isinstance(error, BudgetError) else ()
-                self._write_json(answers, {"error": str(error), "error_type": type(error).__name__})
+                self._write_json(
+                    getattr(error, "answers", ()), {"error": str(error), "error_type": type(error).__name__}
+                )
             terminal.error_line(error)
         return True
 
@@ -170,8 +159,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
-    if not isinstance(record, dict):
-        raise OptionError(f"{path} is not a saved conversation: it holds a {type(record).__name__}, not an object")
+    kind = type(record).__name__
+    require(isinstance(record, dict), f"{path} is not a saved conversation: it holds a {kind}, not an object")
     return record
 
 
@@ -201,7 +190,7 @@ def _stats(session: ChatSession, argument: str) -> None:
     if session.last_stats is None:
         terminal.status_line("no answer yet")
     else:
-        detail_lines(session.last_stats, str(session.runtime.device))
+        tell_more(session.last_stats, str(session.runtime.device))
     for line in (session.runtime.load_report, session.runtime.placement):
         terminal.status_line(f"  {line}")
 
@@ -220,8 +209,8 @@ def _load(session: ChatSession, argument: str) -> None:
 
 
 def _count(session: ChatSession) -> str:
-    messages = len(session.conversation.messages)
-    return "1 message" if messages == 1 else f"{messages} messages"
+    count = len(session.conversation.messages)
+    return f"{count} message{'s' * (count != 1)}"
 
 
 def _exit(session: ChatSession, argument: str) -> None:

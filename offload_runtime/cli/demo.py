@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Column, Table
@@ -31,19 +31,18 @@ DEFAULT_PROMPT = (
 _WARM_UP_TOKENS = 4
 
 
-def demo(options: DemoOptions) -> None:
+def demo(options: DemoOptions, *, engine: Any = None) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
-    from offload_runtime.engine import fetch_demo_model
+    from offload_runtime import engine as own
     from offload_runtime.plan import memory_name
 
     show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
-    target = str(fetch_demo_model(on_progress=status_line, show_download=show_progress))
+    target = str((engine or own).fetch_demo_model(on_progress=status_line, show_download=show_progress))
     max_gamma = max(RuntimeConfig.max_gamma, options.params.gamma or 0)
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
-    with load_runtime(config, show_progress=show_progress) as runtime:
-        memory = memory_name(runtime.device.type)
+    with load_runtime(config, engine, show_progress=show_progress) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
@@ -54,7 +53,7 @@ def demo(options: DemoOptions) -> None:
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
             results[name] = _finished(stream_answer(start, messages, options, quiet=False))
-    print_tables([comparison_table(results, memory)], sys.stdout)
+    print_tables([comparison_table(results, memory_name(runtime.device.type))], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:

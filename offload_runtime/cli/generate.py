@@ -20,8 +20,8 @@ import typer
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
 from offload_runtime.cli.plan import print_explanation
-from offload_runtime.config import RuntimeConfig, format_bytes
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.config import RuntimeConfig, format_bytes, require
+from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
     CheckPrompts = Callable[[PromptRoom], object]
 
-_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "draft": "draft", "retrieval": "TriForce"}
+# Names of those who propose, and of windows, where users call them otherwise.
+_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "retrieval": "TriForce"}
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, params = options.config, options.params
+    config, params, show_progress = options.config, options.params, not options.no_progress
+    allowed = options.chat or not options.allow_special_tokens
+    require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
@@ -47,11 +50,11 @@ def generate(options: GenerateOptions) -> None:
     failure: BudgetError | None = None
     with (
         terminal.only_json(options.as_json),
-        load_runtime(config, show_progress=not options.no_progress, explain=options.explain, check=check) as runtime,
+        load_runtime(config, engine, show_progress=show_progress, explain=options.explain, check=check) as runtime,
     ):
         try:
             if is_batch:
-                with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+                with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
                     on_progress = partial(bars.update, "answers finished")
                     results = runtime.generate_batch(
                         prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
@@ -75,7 +78,7 @@ def generate(options: GenerateOptions) -> None:
         line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s", *prediction(result.stats))
         terminal.status_line(f"{name}: {line}" if is_batch else line)
         if options.explain:
-            detail_lines(result.stats, about["device"])
+            tell_more(result.stats, about["device"])
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -85,13 +88,13 @@ def generate(options: GenerateOptions) -> None:
 def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, str]]:
     """Return the name and the text of `--prompt`, or of each `--prompt-file`: the file as the user wrote it (`-` is
     stdin). Raises `OptionError`."""
-    if (prompt is None) == (not files):
-        given = "both" if files else "neither"
-        raise OptionError(f"{given} of --prompt and --prompt-file was given: give exactly one of them")
+    given = "both" if files else "neither"
+    fine = (prompt is None) != (not files)
+    require(fine, f"{given} of --prompt and --prompt-file was given: give exactly one of them")
     if prompt is not None:
         return [("--prompt", prompt)]
-    if files.count("-") > 1:
-        raise OptionError(f"--prompt-file - was given {files.count('-')} times: stdin can be read once")
+    again = files.count("-")
+    require(again <= 1, f"--prompt-file - was given {again} times: stdin can be read once")
     return [("stdin" if path == "-" else path, terminal.read_text(path, option="--prompt-file")) for path in files]
 
 
@@ -100,15 +103,17 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 
 @contextmanager
 def load_runtime(
-    config: RuntimeConfig, *, show_progress: bool, explain: bool = False, check: CheckPrompts | None = None
-) -> Iterator[Runtime]:
+    config: RuntimeConfig, engine: Any = None, *, show_progress: bool, explain: bool = False,
+    check: CheckPrompts | None = None,
+) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
-    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first."""
-    from offload_runtime.engine import Runtime
+    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first, and `engine`
+    stands in for the room of that name."""
+    from offload_runtime import engine as own
 
     on_plan = print_explanation if explain else None
     with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
-        runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
+        runtime = (engine or own).Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
     with runtime:
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)
@@ -198,20 +203,17 @@ def stream_answer(
 
 
 def answer_line(result: GenerationResult, *more: str) -> str:
-    """Return what was reached in one line, with what else there is to tell; an interrupted answer says so."""
-    stopped = ["stopped"] if result.finish_reason == "interrupted" else []
-    emulated = [f"emulating {result.stats.emulated}"] if result.stats.emulated else []
-    return " · ".join([*stopped, *emulated, *speed_figures(result.stats), *more])
-
-
-def speed_figures(stats: GenerationStats) -> list[str]:
-    """Return how fast it was, by whose proposals, and how much of the link's peak was used."""
+    """Return in one line how fast it was, by whose proposals, how much of the link's peak was used, and what else there
+    is to tell; an interrupted answer says so, and so does that of an emulated machine."""
+    stats = result.stats
     sources = stats.accepted_by_source or {level.proposed_by: 1 for level in stats.acceptance if level.proposed}
-    by = _PROPOSERS[max(sources, key=lambda source: sources[source])] if sources else "plain"
-    figures = [f"{stats.tok_per_s:.1f} tokens/s", f"{by} {stats.tokens_per_pass:.1f} tokens/pass"]
+    by = _in_words(max(sources, key=lambda source: sources[source])) if sources else "plain"
+    figures = ["stopped"] if result.finish_reason == "interrupted" else []
+    figures += [f"emulating {stats.emulated}"] if stats.emulated else []
+    figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{by} {stats.tokens_per_pass:.1f} tokens/pass"]
     if stats.link_gbps is not None and stats.link_peak_gbps:
         figures.append(f"link {100 * stats.link_gbps / stats.link_peak_gbps:.0f} %")
-    return figures
+    return " · ".join([*figures, *more])
 
 
 def prediction(stats: GenerationStats) -> list[str]:
@@ -223,13 +225,7 @@ def prediction(stats: GenerationStats) -> list[str]:
     return [f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)"]
 
 
-def _listed(name: str, items: Sequence[object], *, most: int = 8) -> str:
-    """Return the first `most` of several figures behind their name."""
-    shown = [str(item) for item in items[:most]] + ["..."] * (len(items) > most)
-    return f"{name} {', '.join(shown)}"
-
-
-def detail_lines(stats: GenerationStats, device: str) -> None:
+def tell_more(stats: GenerationStats, device: str) -> None:
     """Print what else there is to tell of an answer: lengths, times, proposals, the link and memory, a line each."""
     from offload_runtime.plan import memory_name
 
@@ -237,33 +233,30 @@ def detail_lines(stats: GenerationStats, device: str) -> None:
         f"prompt of {stats.prompt_tokens} tokens, first token after {stats.time_to_first_token_s:.2f} s",
         f"answer of {stats.new_tokens} tokens in {stats.passes} passes, {stats.tokens_per_pass:.2f} tokens a pass",
     ]
-    shares = [f"{level.rate:.2f} of {_PROPOSERS[level.proposed_by]}" for level in stats.acceptance if level.proposed]
-    counts = [f"{count} of {_PROPOSERS[source]}" for source, count in stats.accepted_by_source.items()]
-    passes = [f"{count} x {_PROPOSERS.get(name.split()[0], name.split()[0])} {name.partition(' ')[2]}".strip()
-              for name, count in stats.windows.items()]  # fmt: skip
-    lines += _listed("accepted, as shares of what was proposed", shares)
-    lines += _listed("accepted, by depth", stats.accepted_by_depth)
-    lines += _listed("accepted, by who proposed", counts)
-    lines += _listed("passes by what was proposed", passes)
+    lists: dict[str, Sequence[object]] = {
+        "accepted, as shares of what was proposed":
+            [f"{level.rate:.2f} of {_in_words(level.proposed_by)}" for level in stats.acceptance if level.proposed],
+        "accepted, by depth": stats.accepted_by_depth,
+        "accepted, by who proposed": [f"{n} of {_in_words(name)}" for name, n in stats.accepted_by_source.items()],
+        "passes by what was proposed": [f"{n} x {_in_words(name)}" for name, n in stats.windows.items()],
+    }  # fmt: skip
+    for name, items in lists.items():
+        lines += [f"{name}: {', '.join(map(str, items[:8]))}{', ...' * (len(items) > 8)}"] if items else []
     if stats.link_gbps is not None:
-        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
-        lines.append(
-            f"link {link_figure(stats)}{idle}, {format_bytes(stats.bytes_per_pass)} a pass, {stats.stall_s:.2f} s waited for"
-        )
+        idle = f"idle {100 * (stats.link_idle_share or 0):.1f} %"
+        waited = f"{format_bytes(stats.bytes_per_pass)} a pass, {stats.stall_s:.2f} s waited for"
+        lines.append(f"link {link_figure(stats)}, {idle}, {waited}")
     if stats.hidden_draft_share is not None:
         lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
-    lines += prediction(stats)
     held = {memory_name(device.split(":")[0]): stats.peak_vram_bytes, "page-locked memory": stats.pinned_bytes,
             "pageable memory to stage from": stats.pageable_bytes}  # fmt: skip
-    lines.append("peak of " + ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in held.items() if nbytes))
-    for line in lines:
+    peak = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in held.items() if nbytes)
+    for line in (*lines, *prediction(stats), f"peak of {peak}"):
         terminal.status_line(f"  {line}")
 
 
-def _listed(name: str, items: Sequence[object]) -> list[str]:
-    """Return the first of several figures behind their name, if there are any."""
-    shown = [str(item) for item in items[:8]] + ["..."] * (len(items) > 8)
-    return [f"{name}: {', '.join(shown)}"] if items else []
+def _in_words(name: str) -> str:
+    return " ".join(_PROPOSERS.get(word, word) for word in name.split())
 
 
 def link_figure(stats: GenerationStats) -> str:

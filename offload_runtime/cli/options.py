@@ -23,18 +23,19 @@ from offload_runtime.config import (
     SpeculationOptions,
     idle_options,
     parse_bytes,
+    require,
     require_unicode,
 )
-from offload_runtime.errors import OptionError
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-DraftCache = Literal["auto", "full", "retrieval", "streaming"]
 
 
 # How options are grouped in the help, in this order; those of one command alone come first, and have no group.
-_GROUPS = ("Model", "Sampling", "Speculation (none of it changes the output)", "Machine", "Output")
-_model, _sampling, _proposing, _machine, _output = (partial(typer.Option, rich_help_panel=group) for group in _GROUPS)
+_GROUPS = (None, "Model", "Sampling", "Speculation (none of it changes the output)", "Machine", "Output")
+_model, _sampling, _proposing, _machine, _output = (
+    partial(typer.Option, rich_help_panel=group) for group in _GROUPS[1:]
+)
 # Of an option that takes no value typer would say that it is a <bool>.
 _switch = partial(typer.Option, False, metavar="")
 
@@ -47,17 +48,13 @@ def _count(option: Callable[..., Any], help: str, *names: str, least: int = 0, m
     """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
-        name = param.opts[0]
         if text == "auto":
             return None
         try:
             count = int(text)
         except ValueError:
             count = -1
-        if count < 0:
-            raise OptionError(f"{name} must be a count or auto, not {text!r}")
-        if count < least:
-            raise OptionError(f"{name} must be at least {least}, or auto, not {count}")
+        require(count >= least, f"{param.opts[0]} must be auto or a count of at least {least}, not {text!r}")
         return count
 
     return option("auto", metavar=metavar, parser=str, callback=read, help=help)
@@ -90,14 +87,10 @@ def _tuning(usual: int, help: str) -> Any:
 _DEVICE = _machine("auto", help="Where the target runs.")
 _DTYPE = _machine("auto", help="What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.")
 _SEED = _sampling(0, min=0, metavar="N", help="The same seed gives the same tokens.")
-_JSON = _switch("--json", rich_help_panel="Output", help="One JSON object on stdout and nothing else.")
-_NO_PROGRESS = _switch("--no-progress", rich_help_panel="Output", help="No progress bars on stderr.")
-_GAMMA = _count(
-    _proposing,
-    "Tokens to propose per pass, one behind the other. auto chooses who proposes and how much, pass by pass, by what "
-    "was accepted and how long it took.",
-    least=1,
-)
+_print = partial(_switch, rich_help_panel="Output")
+_JSON = _print("--json", help="One JSON object on stdout and nothing else.")
+_NO_PROGRESS = _print("--no-progress", help="No progress bars on stderr.")
+_GAMMA = _count(_proposing, "Tokens to propose per pass, in a row; auto chooses who proposes and how much.", least=1)
 _max_new_tokens = partial(_sampling, min=1, metavar="N", help="Longest answer, in tokens.")
 _temperature = partial(_sampling, min=0.0, metavar="T", help="How freely tokens are drawn; 0 is greedy decoding.")
 
@@ -120,10 +113,10 @@ class RunOptions:
     speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
         metavar="MODE",
-        help="none: nothing proposes. chain: the draft proposes. triforce: between draft and target the target checks over retrieved tokens. "
-        "auto: what is predicted to be faster.",
+        help="none: nothing proposes. chain: the draft proposes. triforce: between draft and target the target checks "
+        "over retrieved tokens. auto: what is predicted to be faster.",
     )
-    draft_cache: DraftCache = _proposing(
+    draft_cache: Literal["auto", "full", "retrieval", "streaming"] = _proposing(
         "auto",
         metavar="HOW",
         help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
@@ -134,11 +127,9 @@ class RunOptions:
     chunk_size: int | None = _tuning(SpeculationOptions.chunk_size, "Tokens that are retrieved together.")
     budget_tokens: int | None = _tuning(SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.")
     refresh_steps: int | None = _tuning(
-        SpeculationOptions.refresh_steps, "Retrieve anew every so many steps of the retrieval verifier."
+        SpeculationOptions.refresh_steps, "Steps of TriForce from retrieval to retrieval."
     )
-    gamma_draft: int | None = _tuning(
-        SpeculationOptions.gamma_draft, "Tokens the draft proposes to the retrieval verifier."
-    )
+    gamma_draft: int | None = _tuning(SpeculationOptions.gamma_draft, "Tokens the draft proposes to TriForce.")
     tree_nodes: int | None = _count(
         _proposing,
         "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains only. "
@@ -152,7 +143,7 @@ class RunOptions:
         help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
     )
     resident_layers: int | None = _count(
-        _machine, "Layers that stay on the device; the others are streamed over the link in every pass."
+        _machine, "Layers that stay on the device; the others are streamed in every pass."
     )
 
     @cached_property
@@ -174,8 +165,7 @@ class RunOptions:
         given = {name: value for name, value in options.items() if value not in (None, "auto")}
         idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache)
         for name, why in idle.items():
-            if name in given:
-                raise OptionError(f"--{name.replace('_', '-')} {given[name]} does nothing {why}")
+            require(name not in given, f"--{name.replace('_', '-')} {given.get(name)} does nothing {why}")
         return replace(SpeculationOptions(self.speculation), **given)
 
 
@@ -185,9 +175,7 @@ class PlanOptions(RunOptions):
 
     max_batch: int = typer.Option(1, "--batch", min=1, metavar="N", help="Prompts that are answered at once.")
     gamma: int | None = _GAMMA
-    profile: str | None = _machine_profile(
-        help="The machine to plan for, such as rtx4090; left out, your own saved profile."
-    )
+    profile: str | None = _machine_profile(help="The machine to plan for, such as rtx4090; left out, your own.")
     plot: Path | None = _file(help="Draw the plan as bars, such as plan.png or plan.svg.")
     as_json: bool = _JSON
 
@@ -198,7 +186,7 @@ class LoadOptions(RunOptions):
 
     device: Device = _DEVICE
     emulate: str | None = _machine_profile(
-        help="Play a smaller card, such as rtx4090: its memory is the limit, and copies keep its link's bandwidth."
+        help="Play a smaller card, such as rtx4090: its memory and its link are limits."
     )
 
 
@@ -213,22 +201,18 @@ class AnswerOptions(LoadOptions):
     top_p: float = _sampling(1.0, metavar="P", help="Keep the likeliest tokens that hold P; 1 is off.")
     min_p: float = _sampling(0.0, metavar="P", help="Drop tokens below P times the likeliest; 0 is off.")
     seed: int = _SEED
-    stop: list[str] | None = _sampling(
-        None, metavar="TEXT", callback=_unicode, help="End at this text; may be repeated."
-    )
+    stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
     profile: str | None = _machine_profile(
         help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
         "your own or a shipped one."
     )
-    explain: bool = _switch(
-        "--explain",
-        rich_help_panel="Output",
-        help="Say on stderr what lives where before loading, and all figures of an answer after it.",
+    allow_special_tokens: bool = _model(
+        False, "--allow-special-tokens", help="Control tokens spelled in chat messages are control tokens, not text."
     )
+    explain: bool = _print("--explain", help="Say what lives where before loading, and all figures after the answer.")
     trace: Path | None = _file(
-        rich_help_panel="Output",
-        help="Write when what was copied, computed and drafted, for ui.perfetto.dev and tools/timeline.py.",
+        rich_help_panel="Output", help="Write when what ran, for ui.perfetto.dev and tools/timeline.py."
     )
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
@@ -285,7 +269,7 @@ class ProfileOptions:
     """What `profile` takes."""
 
     save: str | None = typer.Option(
-        None, metavar="NAME", help="Keep the profile under this name, in place of one that has it."
+        None, metavar="NAME", help="Keep the profile under this name, over one that has it."
     )
     device: Device = typer.Option(
         "auto", help="What to measure: cpu leaves the GPU out, auto measures it if there is one."
@@ -325,10 +309,9 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         command(options(**given))
 
-    asked = inspect.signature(options)
-    order = {None: -1, **{group: number for number, group in enumerate(_GROUPS)}}
-    by_group = sorted(asked.parameters.values(), key=lambda option: order[option.default.rich_help_panel])
-    run.__signature__ = asked.replace(parameters=by_group)  # type: ignore[attr-defined]
+    asked = inspect.signature(options).parameters.values()
+    by_group = sorted(asked, key=lambda option: _GROUPS.index(option.default.rich_help_panel))
+    run.__signature__ = inspect.Signature(by_group)  # type: ignore[attr-defined]
     run.__annotations__ = get_type_hints(options)
     return run
 

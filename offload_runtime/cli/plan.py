@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, format_bytes, regular_file, write_atomically
+from offload_runtime.config import GB, format_bytes, regular_file, require, write_atomically
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
@@ -45,8 +45,7 @@ def plan(options: PlanOptions) -> None:
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
-    about = {"fits": True, "target": config.target, "profile": machine.name}
-    record = {**about, **plan_record(outcome, predicted, gains)}
+    record = plan_record(outcome, predicted, gains) | {"target": config.target, "profile": machine.name}
     terminal.print_result(record, plan_tables(outcome, predicted, gains, machine=machine), as_json=options.as_json)
 
 
@@ -61,10 +60,8 @@ def choose_profile(name: str | None) -> MachineProfile:
     found = load_profile(own[0]) if len(own) == 1 else None
     if found is None or not found.gpus:
         found = load_profile(COMMON_PROFILE)
-    terminal.status_line(
-        f"planning for {found.name}: choose with --profile, or measure this machine with "
-        "`offload-runtime profile --save NAME`"
-    )
+    how = "choose with --profile, or measure this machine with `offload-runtime profile --save NAME`"
+    terminal.status_line(f"planning for {found.name}: {how}")
     return found
 
 
@@ -84,12 +81,12 @@ def plan_tables(
     if predicted.steps:
         tables.append(_steps_table(predicted))
     if plan.is_staged:
-        plain = predicted.plain
-        locked_s = max(plain.link_s, plain.busy_s)
-        tables.append(
-            f"staging takes {_duration(plain.staging_s)} of a pass beside the link's {_duration(plain.link_s)}: "
-            f"{_duration(plain.seconds)} instead of {_duration(locked_s)} if all could be page-locked"
+        time = predicted.plain
+        staging, link, whole, locked = map(
+            _duration, (time.staging_s, time.link_s, time.seconds, max(time.link_s, time.busy_s))
         )
+        cost = f"{whole} instead of {locked} if all could be page-locked"
+        tables.append(f"staging takes {staging} of a pass beside the link's {link}: {cost}")
     for gain in gains:
         speeds = f"{gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance"
         tables.append(f"{gain.what}: {speeds}" + (f" ({gain.note})" if gain.note else ""))
@@ -141,14 +138,13 @@ def print_explanation(plan: RunPlan) -> None:
     from offload_runtime.plan import COMMON_PROFILE, forecast
 
     machine = planned_figures(plan)
+    terminal.print_tables(memory_tables(plan), sys.stderr)
     if machine is None:
-        speed: list[Table | str] = [
-            "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen by "
-            f"the figures of {COMMON_PROFILE}"
-        ]
+        unknown = "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen"
+        terminal.status_line(f"{unknown} by the figures of {COMMON_PROFILE}")
     else:
-        speed = [f"by the figures of {machine.name}:", _time_table(plan, forecast(plan, machine))]
-    terminal.print_tables([*memory_tables(plan), *speed], sys.stderr)
+        predicted = _time_table(plan, forecast(plan, machine))
+        terminal.print_tables([f"by the figures of {machine.name}:", predicted], sys.stderr)
 
 
 def _layers(resident: Sequence[int], num_layers: int) -> str:
@@ -221,11 +217,11 @@ def refusal_lines(refusal: Refusal) -> list[str]:
     """What is short and the nearest settings that fit."""
     lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
     lines.append("what fits instead:" if refusal.suggestions else "no change of these settings fits")
-    for suggestion in refusal.suggestions:
-        plan = suggestion.plan
+    for nearest in refusal.suggestions:
+        plan = nearest.plan
+        device, host, pinned = map(format_bytes, (plan.device_bytes, plan.host_bytes, plan.pinned_bytes))
         lines.append(
-            f"  {suggestion.change}  (then {format_bytes(plan.device_bytes)} of device memory, "
-            f"{format_bytes(plan.host_bytes)} of host memory, {format_bytes(plan.pinned_bytes)} page-locked)"
+            f"  {nearest.change}  (then {device} of device memory, {host} of host memory, {pinned} page-locked)"
         )
     return lines
 
@@ -253,7 +249,7 @@ def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade])
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
     record["by_acceptance"] = record.pop("steps")
     upgrades = [asdict(gain) for gain in gains]
-    return {**record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
+    return {"fits": True, **record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
 
 def _pass_record(time: PassTime) -> dict[str, Any]:
@@ -263,28 +259,19 @@ def _pass_record(time: PassTime) -> dict[str, Any]:
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
     """What a run holds, and where each layer is."""
-    placement = plan.placement
+    placement, resident_kv = plan.placement, plan.resident_kv_layers
+    device = {"limit_bytes": plan.limits.device_bytes, "peak_bytes": plan.device_bytes}
+    host = {"peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes, "loading_bytes": plan.loading_bytes}
+    layers = {
+        "weights_resident": placement.resident_layers, "weights_staged": placement.staged_layers,
+        "weights_streamed": placement.streamed_layers, "kv_resident": resident_kv,
+        "kv_staged": placement.staged_kv_layers,
+        "kv_streamed": [layer for layer in range(placement.num_layers) if layer not in resident_kv],
+    }  # fmt: skip
     return {
-        "device_memory": {
-            "limit_bytes": plan.limits.device_bytes,
-            "peak_bytes": plan.device_bytes,
-            "parts": [asdict(part) for part in plan.device],
-        },
-        "host_memory": {
-            "peak_bytes": plan.host_bytes,
-            "pinned_bytes": plan.pinned_bytes,
-            "loading_bytes": plan.loading_bytes,
-            "parts": [asdict(part) for part in plan.host],
-        },
-        "layers": {
-            "weights_resident": list(placement.resident_layers),
-            "weights_staged": list(placement.staged_layers),
-            "weights_streamed": list(placement.streamed_layers),
-            "kv_resident": list(plan.resident_kv_layers),
-            "kv_staged": list(placement.staged_kv_layers),
-            "kv_streamed": [layer for layer in range(placement.num_layers) if layer not in plan.resident_kv_layers],
-            "ring_slots": placement.num_slots,
-        },
+        "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
+        "host_memory": {**host, "parts": [asdict(part) for part in plan.host]},
+        "layers": {**{name: list(which) for name, which in layers.items()}, "ring_slots": placement.num_slots},
         "prefill_attention": plan.prefill_attention,
         "draft_cache": None if plan.draft is None else plan.draft.cache,
         "retrieval_verifier": plan.has_verifier,
@@ -294,13 +281,9 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
 
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
     """What `--json` prints for a run that does not fit."""
-    return {
-        "fits": False,
-        "profile": machine.name,
-        "problem": str(refusal.problem),
-        "short_bytes": refusal.short_bytes,
-        "nearest": [{"change": nearest.change, **memory_record(nearest.plan)} for nearest in refusal.suggestions],
-    }
+    nearest = [{"change": nearest.change, **memory_record(nearest.plan)} for nearest in refusal.suggestions]
+    about = {"fits": False, "profile": machine.name, "problem": str(refusal.problem)}
+    return {**about, "short_bytes": refusal.short_bytes, "nearest": nearest}
 
 
 # --- the picture: stacked bars of what is held where, and of what a pass spends its time on
@@ -321,8 +304,8 @@ def require_plotting(path: Path) -> None:
     except ImportError as error:
         raise OptionError("--plot needs matplotlib: pip install 'offload-runtime[plots]'") from error
     formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise OptionError(f"--plot {path} must end in one of {', '.join(sorted(formats))}")
+    fine = path.suffix.removeprefix(".").lower() in formats
+    require(fine, f"--plot {path} must end in one of {', '.join(sorted(formats))}")
     regular_file(path, way_out=_PLOT_ELSEWHERE)
 
 
@@ -345,15 +328,13 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
-    """The parts on top of each other, each with its name where there is room for it."""
+    """The parts on top of each other; the legend names them."""
     for place, parts in enumerate((plan.device, plan.host)):
-        top_gb, total_gb = 0.0, sum(part.nbytes for part in parts) / GB
+        top_gb = 0.0
         for part in parts:
             size_gb, hatch = part.nbytes / GB, "//" if part.pinned else None
             label = f"{part.name}: {size_gb:.3g} GB"
-            bar = axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
-            if size_gb > total_gb / 30:
-                axes.bar_label(bar, [f"{part.name} {size_gb:.3g}"], label_type="center", fontsize=8)
+            axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
             top_gb += size_gb
     if plan.limits.device_bytes is not None:
         limit_gb = plan.limits.device_bytes / GB

@@ -90,12 +90,6 @@ def standard_streams() -> Iterator[None]:
         yield
 
 
-def require_output() -> None:
-    """Refuse to work for nobody. Raises `OutputError` where stdout was closed from the beginning."""
-    if not sys.stdout.writable():
-        raise OutputError("it is closed")
-
-
 def console(output: TextIO) -> Console:
     """Return a console on a stream; colours only on a terminal and without NO_COLOR. A terminal's lines end between
     words, those of a log file are as long as what they say."""
@@ -179,9 +173,6 @@ class ProgressBars(AbstractContextManager["ProgressBars"]):
         )
         self._tasks: dict[str, progress.TaskID] = {}
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def update(self, stage: str, done: int, total: int) -> None:
         """Advance the bar of a stage."""
         if self._progress.disable or time.monotonic() < self._shown_from_s:
@@ -191,11 +182,13 @@ class ProgressBars(AbstractContextManager["ProgressBars"]):
             self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total, visible=done < total)
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove the bars from the screen, for good; calling it again does nothing."""
         if self._progress.live.is_started:
             self._progress.stop()
         self._progress.disable = True
+
+    close = __exit__
 
 
 # --- in

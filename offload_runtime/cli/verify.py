@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Column, Table
@@ -21,7 +21,7 @@ DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
 
 
-def verify(options: VerifyOptions) -> None:
+def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
     config, show_progress = options.config, not options.no_progress
     extra = {} if options.prompts is None else read_prompts(options.prompts)
@@ -37,7 +37,7 @@ def verify(options: VerifyOptions) -> None:
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with (
         only_json(options.as_json),
-        load_runtime(config, show_progress=show_progress, check=plan.encoded) as runtime,
+        load_runtime(config, engine, show_progress=show_progress, check=plan.encoded) as runtime,
         ProgressBars(enabled=show_progress) as bars,
     ):
         report = verify(runtime, plan, on_progress=bars.update)
@@ -49,8 +49,7 @@ def verify(options: VerifyOptions) -> None:
         "placement": runtime.placement, "versions": versions, "emulated": runtime.emulated,
     }  # fmt: skip
     emulated = [] if runtime.emulated is None else [f"on an emulated {runtime.emulated}"]
-    tables = [*report_tables(report), *emulated]
-    print_result({**record, **report.to_dict()}, tables, as_json=options.as_json)
+    print_result({**record, **report.to_dict()}, [*report_tables(report), *emulated], as_json=options.as_json)
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 
@@ -59,17 +58,15 @@ def read_prompts(path: str) -> dict[str, str]:
     """Return the lines of a UTF-8 file (`-` is stdin) that are not blank, named by their numbers."""
     lines = enumerate(read_text(path, option="--prompts").splitlines(), start=1)
     prompts = {f"line {number}": line for number, line in lines if line.strip()}
-    source = "stdin" if path == "-" else f"--prompts {path}"
-    require(bool(prompts), f"{source} has no prompts: write one a line, or leave the option out")
+    require(bool(prompts), f"--prompts {path} has no prompts: write one a line, or leave the option out")
     return prompts
 
 
 def report_tables(report: VerificationReport) -> list[Table | str]:
     """Return both tables, the findings in words and the verdict."""
     findings = [describe_finding(run) for run in report.runs if run.finding.verdict != "identical"]
-    lines = findings[:_MOST_FINDINGS]
-    if len(findings) > _MOST_FINDINGS:
-        lines.append(f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all")
+    more = [f"and {len(findings) - _MOST_FINDINGS} more: --json lists them all"] * (len(findings) > _MOST_FINDINGS)
+    lines = [*findings[:_MOST_FINDINGS], *more]
     return [identity_table(report.runs), fit_table(report.fits, report.level), *lines, verdict_line(report)]
 
 

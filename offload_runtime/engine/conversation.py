@@ -44,8 +44,7 @@ class Conversation:
             ContextLengthError: The message leaves no room for an answer; the conversation is as before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt_text = self._room.render_chat(messages)
-        tokens = self._tokens_of(prompt_text)
+        prompt_text, tokens = self._room.encode_chat(messages, self._seen)
         room = self._room.context_tokens - len(tokens)
         if room < 1:
             raise ContextLengthError(
@@ -62,7 +61,7 @@ class Conversation:
             # Special tokens included, as the template writes them.
             text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
             answered = [*messages, {"role": "assistant", "content": result.text}]
-            self._begin_with(answered, text, [*tokens, *result.tokens])
+            self._begin_with(answered, text, (*tokens, *result.tokens))
 
         return self._start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=join)
 
@@ -77,7 +76,7 @@ class Conversation:
     @property
     def num_tokens(self) -> int:
         """Tokens of the conversation so far."""
-        return len(self._tokens)
+        return len(self._seen[1])
 
     def to_json(self) -> dict[str, Any]:
         """The messages, ready to be saved."""
@@ -99,14 +98,7 @@ class Conversation:
             require_unicode(f"message {number} of the saved conversation", message["content"])
         self._begin_with([{"role": message["role"], "content": message["content"]} for message in messages])
 
-    def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: Sequence[int] = ()) -> None:
+    def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
         apart from it."""
-        self.messages, self._text, self._tokens = messages, text, list(tokens)
-
-    def _tokens_of(self, prompt_text: str) -> list[int]:
-        """Tokens of the rendered conversation; the known part keeps the tokens it was made of."""
-        encode = self._room.tokenizer.encode
-        if self._text and prompt_text.startswith(self._text):
-            return self._tokens + list(encode(prompt_text[len(self._text) :], add_special_tokens=False))
-        return list(encode(prompt_text, add_special_tokens=False))
+        self.messages, self._seen = messages, (text, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,34 @@ class Generation:
         parts, steps, sampling = self._parts, self._steps, [request.params.sampling for request in self.requests]
         for request in self.requests:
             request.started_s = time.perf_counter()
-        with self._working():
+        with self.working():
             parts.sampling.assign(sampling)
             steps.proposer.start(sampling)
         for request in self.requests:
-            with self._working():
+            with self.working():
                 token = self._prefill(request)
             self._meter = meter = PassMeter(parts, request.first_token_s)
             yield from self._push(request, [token], request.first_token_s)
         while active := self._active():
-            with self._working():
+            with self.working():
                 results = steps.run(active)
             ended_s = meter.lap()
             for request, result in zip(active, results, strict=True):
                 request.passes += 1
                 request.tally.add(result.proposal.sources, result.accepted_sources, window=steps.window)
                 yield from self._push(request, result.tokens, ended_s)
+
+    def finish(self) -> list[GenerationResult]:
+        """All answers; where memory runs out once each has a token, the error has what there is of them."""
+        try:
+            for _ in self.pieces():
+                pass
+        except BudgetError as error:
+            if any(not request.new_tokens for request in self.requests):
+                raise
+            self.interrupt()
+            raise BudgetError(str(error), self.results()) from error
+        return self.results()
 
     def interrupt(self) -> None:
         """End the requests that are not finished as they are."""
@@ -160,7 +173,7 @@ class Generation:
         return request.tally.levels(proposer.name, inner)
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
+    def working(self) -> Iterator[None]:
         """Around work on the target: an error instead of another generation's keys."""
         if not self.is_current:
             raise OptionError(
@@ -175,33 +188,39 @@ class TokenStream(Iterator[str]):
 
     Args:
         generation: Of a single request.
+        turn: Around each piece, which waits for other calls of the runtime in it.
         on_end: Called once, when the answer has ended for whatever reason and its result is there.
     """
 
-    def __init__(self, generation: Generation, on_end: Callable[[TokenStream], None] | None = None) -> None:
-        self._generation, (self._request,), self._on_end = generation, generation.requests, on_end
+    def __init__(
+        self, generation: Generation, turn: Guard, on_end: Callable[[TokenStream], None] | None = None
+    ) -> None:
+        self._generation, (self._request,), self._turn, self._on_end = generation, generation.requests, turn, on_end
         self._pieces = generation.pieces()
         self._result: GenerationResult | None = None
 
     def __next__(self) -> str:
-        for piece in self._pieces:
-            if self._request.finish_reason is not None:
-                self._settle()
-            if piece:
-                return piece
+        with self._turn():
+            for piece in self._pieces:
+                if self._request.finish_reason is not None:
+                    self._settle()
+                if piece:
+                    return piece
         raise StopIteration
 
     @property
     def result(self) -> GenerationResult:
-        """The finished generation; only after the last piece or `close`."""
-        assert self._result is not None, "iterate to the end or call close() first"
+        """The finished generation; `OptionError` before the last piece or `close`."""
+        if self._result is None:
+            raise OptionError("this answer has not ended: iterate to its end or call close() first")
         return self._result
 
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
-        self._pieces.close()
-        self._generation.interrupt()
-        self._settle()
+        with self._turn():
+            self._pieces.close()
+            self._generation.interrupt()
+            self._settle()
 
     def _settle(self) -> None:
         if self._result is None:

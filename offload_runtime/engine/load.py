@@ -23,7 +23,14 @@ from offload_runtime.engine.steps import RuntimeParts, WindowLimits
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
-from offload_runtime.memory import DeviceBudget, HostArena, current_device, device_memory_used_by_others, resolve_device
+from offload_runtime.memory import (
+    DeviceBudget,
+    HostArena,
+    Registrar,
+    current_device,
+    device_memory_used_by_others,
+    resolve_device,
+)
 from offload_runtime.plan import (
     MachineFigures,
     ModelPlan,
@@ -155,8 +162,12 @@ def _describe_kv(plan: ModelPlan) -> str:
 def load_runtime(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
+    registrar: Registrar | None = None, find: Callable[..., RunPlan] = find_plan,
 ) -> RuntimeParts:  # fmt: skip
-    """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`."""
+    """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
+
+    `registrar` page-locks in place of the system, which may lock less, and `find` makes the plan.
+    """
     if config.trace is not None:
         require_writable(config.trace)
     emulation = None if config.emulate is None else load_profile(config.emulate).emulation()
@@ -165,8 +176,9 @@ def load_runtime(
     # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
     others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
     assembly.require_kernels(device)
-    page_locks = assembly.make_registrar(device) is not None
-    limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
+    # A CPU reads any memory as fast.
+    registrar = registrar or (Registrar() if device.type == "cuda" else None)
+    limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=registrar is not None)
     limit_bytes = config.vram_bytes
     if emulation is not None:
         require_memory(emulation, device)
@@ -176,6 +188,7 @@ def load_runtime(
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
         eos_token_ids = frozenset(target_source.generation_eos())
         budget = DeviceBudget(device, limit_bytes, other_bytes=others)
+        undo.callback(budget.release)
         dtype = resolve_dtype(config.dtype, target_source, device.type)
         require_dtype(dtype, device)
         own_figures = known_figures(profile, device, dtype)
@@ -185,17 +198,17 @@ def load_runtime(
         draft = config.draft if draft_source is None else draft_source
         request = replace(config, target=target_source, draft=draft, device=device.type)
         limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
-        plan = find_plan(request, figures, limits)
+        plan = find(request, figures, limits)
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
-            check(PromptRoom(tokenizer, plan.target.config, plan.target.context_tokens))
+            model = plan.target
+            check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
         check_host_memory(plan)
         budget.reserve("workspace", plan.workspace_bytes)
         if plan.graph_bytes:
             budget.reserve("CUDA graphs", plan.graph_bytes)
-        undo.callback(budget.release)
-        undo.callback(gc.collect)  # before it, so that nothing is left of a runtime that is closed
+        undo.callback(gc.collect)  # before the budget's end, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
         gc.collect()
@@ -210,8 +223,9 @@ def load_runtime(
             (plan.proposer != "none" or plan.has_verifier) and config.tree_nodes != 0
         )  # fmt: skip
         target, drafter = assembly.load_models(
-            target_source, draft_source, plan, budget, queues, on_progress=on_progress, trees=branches, undo=undo
-        )
+            target_source, draft_source, plan, budget, queues, registrar=registrar, on_progress=on_progress,
+            trees=branches, undo=undo,
+        )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
             figures = replace(figures, link_gbps=target.link_peak_gbps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import DeviceBudget, HostArena, make_registrar
+from offload_runtime.memory import DeviceBudget, HostArena, Registrar, require_readable_arenas
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
@@ -137,18 +138,17 @@ def open_sources(
 
 def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, budget: DeviceBudget,
-    queues: CopyQueues, *, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
+    queues: CopyQueues, *, registrar: Registrar | None, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
     """The target and its draft, which is loaded first; on a GPU warmed up too, the target for windows that are `trees`.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
-
-    def load(source: CheckpointSource, plan: ModelPlan, name: str) -> LoadedModel:
-        return load_model(source, plan, budget, queues, name=name, on_progress=on_progress, undo=undo)
-
-    draft = load(draft_source, plan.draft, "draft") if draft_source is not None and plan.draft is not None else None
-    target = load(target_source, plan.target, "target")
+    if plan.has_verifier and plan.target.on_host and budget.device.type == "cuda":
+        require_readable_arenas(budget.device)
+    load = partial(load_model, budget=budget, queues=queues, registrar=registrar, on_progress=on_progress, undo=undo)
+    draft = load(draft_source, plan.draft, name="draft") if draft_source and plan.draft else None
+    target = load(target_source, plan.target, name="target")
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)
         if draft is not None:
@@ -158,12 +158,11 @@ def load_models(
 
 def load_model(
     source: CheckpointSource, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    on_progress: LoadProgress | None, undo: ExitStack,
+    registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again."""
     stage = f"{name} weights"
     report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
-    registrar = make_registrar(budget.device)
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)

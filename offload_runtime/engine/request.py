@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
+
+from tokenizers.normalizers import Replace
+from tokenizers.normalizers import Sequence as NormalizerSequence
 
 from offload_runtime.config import GenerationParams, ModelConfig, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance, Tally
 
+_LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -98,13 +105,73 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+class SpelledTokens:
+    """Keeps text of messages that spells a control token (`<|im_end|>`) apart from the tokens that the chat template
+    writes.
+
+    The first character of every such spelling is a private one while the template works on it, and while control tokens
+    are looked for. The normaliser of a second tokenizer puts it back behind that search, so text is normalised, split
+    and merged as a whole, as it would be if nothing in the messages were a control token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, added = tokenizer, tokenizer.added_tokens_decoder
+        self._control = {number: token.content for number, token in added.items() if token.special}
+        firsts = sorted({spelling[0] for spelling in self._control.values()})
+        self._private = {first: chr(_LAST_PRIVATE - number) for number, first in enumerate(firsts)}
+        self._first = {private: first for first, private in self._private.items()}
+        self._starts = re.compile(f"(?={'|'.join(map(re.escape, self._control.values())) or '(?!)'}).", re.DOTALL)
+
+    def hide(self, messages: Any) -> Any:
+        """Messages with private characters. Raises `OptionError` if they need some and have others already."""
+        hidden = _each_text(messages, lambda text: self._starts.sub(lambda found: self._private[found[0]], text))
+        fine = hidden == messages or _each_text(messages, self.show) == messages
+        require(fine, "messages that spell a control token cannot have U+10FFFD or private characters close to it")
+        return hidden
+
+    def show(self, text: str) -> str:
+        """Text without private characters."""
+        return text.translate(str.maketrans(self._first))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text with private characters.
+
+        Raises:
+            OptionError: The tokenizer makes a control token of text even where it does not look for one.
+        """
+        encoded = self._second(text, add_special_tokens=False, return_offsets_mapping=True)
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            fine = token not in self._control or self._first.keys().isdisjoint(text[start:end])
+            require(fine, f"this tokenizer makes {self._control.get(token)!r} even of plain text: do not spell it")
+        return list(encoded["input_ids"])
+
+    @cached_property
+    def _second(self) -> Any:
+        second = deepcopy(self._tokenizer)  # takes a second where the vocabulary is large
+        own = second.backend_tokenizer.normalizer
+        steps = [*map(Replace, self._first, self._first.values()), *([] if own is None else [own])]
+        second.backend_tokenizer.normalizer = NormalizerSequence(steps)
+        return second
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text in it changed, but for the keys."""
+    if isinstance(value, dict):
+        return {key: _each_text(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class PromptRoom:
-    """What prompts have to go with: the model's `tokenizer` and `config`, and `context_tokens` that are reserved."""
+    """What prompts have to go with: the model's `tokenizer` and `config`, `context_tokens` that are reserved, and
+    whether messages may spell control tokens."""
 
     tokenizer: Any
     config: ModelConfig
     context_tokens: int
+    allow_special_tokens: bool = False
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: of text, token ids or chat messages.
@@ -114,10 +181,10 @@ class PromptRoom:
         """
         vocab_size = self.config.vocab_size
         if isinstance(prompt, str):
-            tokens = self._encode_text(prompt, add_special_tokens=True)
+            require_unicode("the prompt", prompt)
+            tokens = list(self.tokenizer.encode(prompt))
         elif prompt and all(isinstance(item, Mapping) for item in prompt):
-            messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-            tokens = self._encode_text(self.render_chat(messages), add_special_tokens=False)
+            _, tokens = self.encode_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
         else:
             tokens = [item for item in prompt if isinstance(item, int)]
             fine = len(tokens) == len(prompt)
@@ -128,18 +195,30 @@ class PromptRoom:
             raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
         return tokens
 
-    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        require_unicode("the prompt", text)
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    @cached_property
+    def _spelled(self) -> SpelledTokens:
+        return SpelledTokens(self.tokenizer)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
-        """Chat messages as the text the model was trained on, with the beginning of an answer."""
+    def encode_chat(
+        self, messages: list[dict[str, str]], seen: tuple[str, Sequence[int]] = ("", ())
+    ) -> tuple[str, list[int]]:
+        """Chat messages as the text the model was trained on, with the beginning of an answer, and its token ids.
+
+        Where the text begins with that of `seen`, this part has the tokens there. Raises `OptionError`.
+        """
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
+        hidden = messages if self.allow_special_tokens else self._spelled.hide(messages)
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = str(self.tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
+        shown = text if hidden == messages else self._spelled.show(text)
+        before, tokens = seen if shown.startswith(seen[0]) else ("", ())
+        rest = text[len(before) :]
+        require_unicode("the prompt", rest)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return shown, [*tokens, *(encode if shown.endswith(rest) else self._spelled.encode)(rest)]
 
     def fit(
         self, prompt: Prompt, max_new_tokens: int, *, name: str = "the prompt", option: str = "--max-new-tokens"
@@ -213,11 +292,6 @@ class Request:
     def new_tokens(self) -> int:
         """How many tokens the answer has."""
         return len(self.sequence) - self.prompt_tokens
-
-    @property
-    def windows(self) -> dict[str, int]:
-        """Passes by what was asked for."""
-        return self.tally.windows
 
     @property
     def text(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from offload_runtime.config import (
     require,
 )
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream, device_errors
+from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
@@ -40,7 +41,13 @@ from offload_runtime.weights import CheckpointSource
 
 
 class Runtime:
-    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block."""
+    """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
+
+    Any thread may call it. Calls wait for one another, `close` too: `generate` and `generate_batch` until all their
+    answers are there, a stream or a turn of a conversation for every piece by itself. Between two pieces another call
+    may begin; the stream then cannot go on, in whatever thread, and its next piece is an `OptionError`. So is a call
+    from within a callback.
+    """
 
     def __init__(self, parts: RuntimeParts) -> None:
         target = parts.target
@@ -57,15 +64,16 @@ class Runtime:
         )
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
-        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens)
+        allowed = parts.plan.request.allow_special_tokens
+        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed)
         self.parts = parts  # what generations work with; gone once the runtime is closed
-        # A runtime that is dropped without `close` must not leave copies running into memory that others get. Alive
-        # until it is closed.
-        self._stop_copies = weakref.finalize(self, target.engine.close)
-        # Until it is closed or dropped, collections leave out what there was before it was loaded (see `load_runtime`).
-        self._unfreeze = weakref.finalize(self, gc.unfreeze)
+        # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
+        # allocator capped. Alive until it is closed.
+        self._give_back = weakref.finalize(self, parts.resources.close)
         self._cache_owner: object | None = None
         self._current: Generation | None = None  # whose tokens the cache holds
+        self._lock = threading.Lock()  # for one call at a time
+        self._caller = 0  # the thread that is in one
 
     @classmethod
     def load(
@@ -78,7 +86,7 @@ class Runtime:
         emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-        trace: str | Path | None = None,
+        trace: str | Path | None = None, allow_special_tokens: bool = False,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -117,6 +125,9 @@ class Runtime:
             check: Called with what prompts have to go with, before weights are read; what it raises ends the loading.
             trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
                 for chrome://tracing, ui.perfetto.dev and `tools/timeline.py`. None records nothing and costs nothing.
+            allow_special_tokens: Text of chat messages that spells a control token (`<|im_end|>`) is that token, as it
+                always is in a prompt that is a text. By itself it is plain text, and the template sees it with another
+                first character.
 
         Raises:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
@@ -134,6 +145,7 @@ class Runtime:
             pinned_bytes=pinned_bytes, resident_layers=layers, context=context, kv=kv,
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile, trace=None if trace is None else Path(trace),
+            allow_special_tokens=allow_special_tokens,
         )  # fmt: skip
         return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
 
@@ -250,7 +262,8 @@ class Runtime:
         asked = params_of_each(params_once(by_name, params), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
-        return self._finish(self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks))
+        with self._turn():
+            return self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks).finish()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -265,11 +278,11 @@ class Runtime:
         on_prefill: OnProgress | None = None, on_end: Callable[[TokenStream], None] | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
-        generation = self._begin(
-            [(tokens, params)], speculate=speculate, num_kept=self._num_kept(tokens, owner), hooks=Hooks(on_prefill)
-        )
-        self._cache_owner = owner
-        return TokenStream(generation, on_end)
+        with self._turn():
+            kept, hooks = self._num_kept(tokens, owner), Hooks(on_prefill)
+            generation = self._begin([(tokens, params)], speculate=speculate, num_kept=kept, hooks=hooks)
+            self._cache_owner = owner
+        return TokenStream(generation, self._turn, on_end)
 
     def _num_kept(self, tokens: list[int], owner: object | None) -> int:
         """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
@@ -293,35 +306,34 @@ class Runtime:
             on_logits: As of `run_step`; called for the first token as well.
         """
         hooks, speculate = Hooks(on_logits=on_logits), proposer is not None
-        generation = self._begin([(tokens, params)], speculate=speculate, proposer=proposer, hooks=hooks)
-        return self._finish(generation)[0]
+        with self._turn():
+            return self._begin([(tokens, params)], speculate=speculate, proposer=proposer, hooks=hooks).finish()[0]
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The logits behind every token of given answers to a prompt, from one plain pass over each.
 
-        No other generation may begin before the last answer.
-
         Returns:
             [N, V] in the model's dtype, on the device, for an answer of N tokens.
+
+        Raises:
+            OptionError: Another generation began before the last answer.
         """
         first: list[torch.Tensor] = []
-        self.replay(prompt, GenerationParams(1), proposer=None, on_logits=lambda _, rows: first.append(rows.clone()))
+        hooks = Hooks(on_logits=lambda _, rows: first.append(rows.clone()))
+        with self._turn():
+            generation = self._begin([(prompt, GenerationParams(1))], speculate=False, hooks=hooks)
+            generation.finish()
         for answer in answers:
-            with device_errors(self.device):
+            with self._turn(), generation.working():
                 behind = self.parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
-
-    @property
-    def proposer(self) -> Proposer:
-        """Who proposes."""
-        return self.parts.proposer
 
     def _begin(
         self, prompts: Sequence[tuple[list[int], GenerationParams]], *, speculate: bool, hooks: Hooks,
         num_kept: int = 0, proposer: Proposer | None = None,
     ) -> Generation:  # fmt: skip
         """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
-        require(self._stop_copies.alive, "this runtime is closed: load it again")
+        require(self._give_back.alive, "this runtime is closed: load it again")
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
@@ -335,18 +347,17 @@ class Runtime:
         self._current = Generation(parts, requests, windows if speculate else WindowSize(0), hooks)
         return self._current
 
-    @staticmethod
-    def _finish(generation: Generation) -> list[GenerationResult]:
-        """All answers; where memory runs out once each has a token, the error has what there is of them."""
-        try:
-            for _ in generation.pieces():
-                pass
-        except BudgetError as error:
-            if any(not request.new_tokens for request in generation.requests):
-                raise
-            generation.interrupt()
-            raise BudgetError(str(error), generation.results()) from error
-        return generation.results()
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Around a call: those of other threads wait, and one from within it is refused."""
+        again = self._caller == threading.get_ident()
+        require(not again, "this runtime is in the middle of a call: a callback cannot ask it for anything else")
+        with self._lock:
+            try:
+                self._caller = threading.get_ident()
+                yield
+            finally:
+                self._caller = 0
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""
@@ -361,20 +372,20 @@ class Runtime:
         Raises:
             StorageError: The trace cannot be written.
         """
-        if not self._stop_copies.alive:
-            return
-        self._let_go_of_current()
-        resources, recorder, path = self.parts.resources, self.parts.recorder, self.plan.request.trace
-        try:
-            self._unfreeze()
-            self._stop_copies()
-            del self.parts
-            resources.close()
-        finally:
-            if path is not None and recorder is not None:
-                about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
-                         "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
-                write_trace(path, recorder.finish(), about)
+        with self._turn():
+            if not self._give_back.alive:
+                return
+            self._let_go_of_current()
+            recorder, path = self.parts.recorder, self.plan.request.trace
+            try:
+                self.parts.target.engine.close()  # before anything that it copies is let go of
+                del self.parts
+                self._give_back()
+            finally:
+                if path is not None and recorder is not None:
+                    about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
+                             "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
+                    write_trace(path, recorder.finish(), about)
 
     def __enter__(self) -> Runtime:
         return self

@@ -169,7 +169,7 @@ def _result(request: Request, shared: dict[str, Any]) -> GenerationResult:
         acceptance=tuple(request.acceptance),
         accepted_by_depth=request.tally.accepted_by_depth,
         accepted_by_source=request.tally.accepted_by_source,
-        windows=request.windows,
+        windows=request.tally.windows,
         **shared,
     )
     return GenerationResult(request.tokens, request.text, request.finish_reason, stats)

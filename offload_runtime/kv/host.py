@@ -9,7 +9,6 @@ A prefill works on one layer at a time, in a workspace of its own (see `HostPref
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,7 +74,6 @@ class HostKVCache(BlockCache):
         self.borrow_workspace: Callable[[int], torch.Tensor | None] = lambda nbytes: None
         self._dtype = dtype
         self._device = budget.device
-        self._stop_writing = weakref.finalize(self, writeback.close)
         self._block_bytes = block_bytes(config, dtype)
         self._piece_blocks = piece_bytes // self._block_bytes
         assert self._piece_blocks > 0, "a slot must hold a block"
@@ -361,5 +359,5 @@ class HostKVCache(BlockCache):
     def close(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # kernels may be reading blocks straight from host memory
-        self._stop_writing()
+        self.writes.engine.close()
         self.blocks.close()

@@ -10,7 +10,7 @@ from offload_runtime.memory.arena import (
     Registrar,
     check_host_memory,
     host_memory,
-    make_registrar,
+    require_readable_arenas,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,

@@ -8,7 +8,9 @@ locked stays so; what could not be locked is pageable: who copies it, and who wr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -20,12 +22,13 @@ import psutil
 import torch
 
 from offload_runtime.config import format_bytes
-from offload_runtime.errors import BudgetError
+from offload_runtime.errors import BudgetError, DeviceError
 
 PAGE_BYTES = mmap.PAGESIZE
 # WSL2 and Windows lock only a part of the memory: of an arena that does not fit, whole blocks are locked all the same.
 # A multiple of the pieces that copies are made in: no copy may reach across two registrations.
 LOCK_BLOCK_BYTES = 1 << 30
+_CAN_USE_HOST_POINTER = 91  # CUDA's number of "Can Use Host Pointer For Registered Mem", an attribute of a device
 
 
 # --- page-locking
@@ -59,9 +62,21 @@ class Registrar:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def make_registrar(device: torch.device) -> Registrar | None:
-    """What locks pages for copies to `device`; None for a CPU, which reads any memory as fast."""
-    return Registrar() if device.type == "cuda" else None
+def require_readable_arenas(device: torch.device) -> None:
+    """Refuse a GPU whose kernels cannot read page-locked arenas at the addresses that the host has for them.
+
+    Copies do not care, and neither does torch's own pinned memory, whose addresses are the same on both sides.
+
+    Raises:
+        DeviceError: It has other addresses for them, or the driver does not say.
+    """
+    answer, driver = ctypes.c_int(0), ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    if driver.cuDeviceGetAttribute(ctypes.byref(answer), _CAN_USE_HOST_POINTER, device.index) or not answer.value:
+        raise DeviceError(
+            f"kernels of {device} cannot read page-locked host memory by its own addresses (CUDA device attribute "
+            f"{_CAN_USE_HOST_POINTER}), as a retrieval verifier over a KV cache there does: take --speculation chain "
+            "or --kv gpu"
+        )
 
 
 # --- arenas

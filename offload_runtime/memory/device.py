@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from threading import Lock
+from weakref import WeakSet
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
@@ -27,6 +28,7 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 LAZY_MODULE_BYTES = 200_000_000
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
 _HELD_LOCK = Lock()  # around what `_held` gives, as several runtimes may share a device
+_OPEN_BUDGETS: WeakSet[DeviceBudget] = WeakSet()  # of all runtimes on CUDA that are not closed
 
 
 class DeviceBudget:
@@ -45,20 +47,23 @@ class DeviceBudget:
         self.reservations: dict[str, int] = {}  # bytes by what they are for
         self._other_bytes = 0
         self.context_bytes = 0
+        # What torch's allocator may hold for this budget, and what it held before the first of the open ones.
+        self._allowed_bytes = self._held_before_bytes = 0
         if device.type == "cuda":
             limit_bytes = self._limit_cuda(limit_bytes, other_bytes)
         self.limit_bytes = limit_bytes
         self._peak_bytes = 0
 
     def _limit_cuda(self, limit_bytes: int | None, other_bytes: int | None) -> int:
-        """Find out what is free, and hold torch's allocator to the limit: what exceeds it raises instead of being
-        taken. Returns the limit."""
+        """Find out what is free, and hold torch's allocator to the limits of all open budgets together: what exceeds
+        them raises instead of being taken. Returns the limit."""
         torch.zeros(1, device=self.device)  # creates the context
         gc.collect()
         torch.cuda.empty_cache()  # what an earlier runtime's last tensors left with the allocator would count as ours
         torch.cuda.synchronize(self.device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        used_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
+        held_bytes = torch.cuda.memory_reserved(self.device)
+        used_bytes = total_bytes - free_bytes - held_bytes
         if other_bytes is None:
             other_bytes = max(0, used_bytes - TYPICAL_CONTEXT_BYTES)
         self._other_bytes = min(other_bytes, used_bytes)
@@ -72,10 +77,19 @@ class DeviceBudget:
                 f"{self.device} has free: lower it to {size_option_down(available_bytes)} or close other programs "
                 "that use the card"
             )
-        # What this process holds already belongs to others than this budget's owner.
-        allowed_bytes = limit_bytes - self.context_bytes + torch.cuda.memory_reserved(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, allowed_bytes) / total_bytes), self.device)
+        self._allowed_bytes = max(0, limit_bytes - self.context_bytes)
+        # What this process holds already belongs to other budgets' owners, within their limits, or to nobody's.
+        others = (other._held_before_bytes for other in _OPEN_BUDGETS if other.device == self.device)
+        self._held_before_bytes = next(others, held_bytes)
+        _OPEN_BUDGETS.add(self)
+        self._cap_allocator()
         return limit_bytes
+
+    def _cap_allocator(self) -> None:
+        """Hold torch's allocator to the sum of what the open budgets of this card allow, or to nothing without any."""
+        allowed = [budget._allowed_bytes for budget in _OPEN_BUDGETS if budget.device == self.device]
+        share = (self._held_before_bytes + sum(allowed)) / torch.cuda.mem_get_info(self.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share) if allowed else 1.0, self.device)
 
     @property
     def reserved_bytes(self) -> int:
@@ -110,10 +124,12 @@ class DeviceBudget:
             ) from error
 
     def release(self) -> None:
-        """Lift the cap of torch's allocator again; the memory itself is given back by whoever holds it."""
+        """Leave torch's allocator the cap of the budgets that are still open; the memory itself is given back by
+        whoever holds it."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            _OPEN_BUDGETS.discard(self)
+            self._cap_allocator()
 
     def peak_bytes(self) -> int:
         """Most device memory seen: as the driver reports it on CUDA (context included), the ledger on the CPU."""
@@ -136,15 +152,12 @@ def device_memory_used_by_others(index: int) -> int | None:
         import pynvml
 
         pynvml.nvmlInit()
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            used_by_uuid = {
-                # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
-                pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
-                for handle in handles
-            }
-        finally:
-            pynvml.nvmlShutdown()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        used_by_uuid = {
+            # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
+            pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
+            for handle in handles
+        }
     except Exception:  # no driver library, or one that does not say: nothing to measure by
         return None
     return used_by_uuid.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")

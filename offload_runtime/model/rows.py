@@ -72,12 +72,8 @@ class PassRows:
             max_length: At least the largest position + 1.
         """
         flat = step.positions.view(-1)
-        return cls(
-            tokens=step.tokens,
-            query=QueryRows(step.positions, sequences, max_length, used=step.used),
-            full=RopeRows(step.cos, step.sin, flat, flat, step.sequences),
-            prefill=False,
-        )
+        query = QueryRows(step.positions, sequences, max_length, used=step.used)
+        return cls(step.tokens, query, RopeRows(step.cos, step.sin, flat, flat, step.sequences), prefill=False)
 
     @cached_property
     def plain(self) -> RopeRows:
@@ -142,13 +138,8 @@ class RowBuilder:
             ancestors=ancestor.view(batch, width, -1) if tree else None,
             min_committed=min(committed),
         )
-        return PassRows(
-            tokens=flat_tokens,
-            query=query,
-            full=RopeRows(cos, sin, flat_position, flat_slot, flat_sequence),
-            prefill=prompt_length > 0,
-            present=own if present else None,
-        )
+        full = RopeRows(cos, sin, flat_position, flat_slot, flat_sequence)
+        return PassRows(flat_tokens, query, full, prefill=prompt_length > 0, present=own if present else None)
 
 
 def _ancestors(windows: Sequence[Window], depths: Sequence[Sequence[int]], committed: Sequence[int]) -> array[int]:

@@ -141,8 +141,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
     lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
     # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
-    head_bytes, head_operations = _head(target, height)
-    stages = [(1, head_bytes / attained_hbm, head_operations / flops)]
+    stages = [(1, target.layout.head_bytes / attained_hbm, _head_operations(target, height) / flops)]
     matrix_s = 2 * target.layer_elements * height / flops
     for (reach, layer_bytes), count in Counter(
         zip(target.config.layer_windows, target.layout.layer_bytes, strict=True)  # layers are of a few kinds
@@ -170,9 +169,9 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
     return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
 
 
-def _head(model: ModelPlan, rows: int) -> tuple[int, int]:
-    """Bytes of the head, and operations of its product with `rows` rows."""
-    return model.layout.head_bytes, 2 * model.config.vocab_size * model.config.hidden_size * rows
+def _head_operations(model: ModelPlan, rows: int) -> int:
+    """Operations of the head's product with `rows` rows."""
+    return 2 * model.config.vocab_size * model.config.hidden_size * rows
 
 
 # --- drafting
@@ -213,9 +212,9 @@ def _step_s(
     model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, layer_launches: int, fetched_bytes: int = 0
 ) -> float:
     """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
-    layers, (head_bytes, head_operations) = model.config.num_layers, _head(model, rows)
-    hbm_bytes = sum(model.layout.layer_bytes) + head_bytes + kv_bytes
-    operations = 2 * rows * layers * model.layer_elements + head_operations
+    layers = model.config.num_layers
+    hbm_bytes = sum(model.layout.layer_bytes) + model.layout.head_bytes + kv_bytes
+    operations = 2 * rows * layers * model.layer_elements + _head_operations(model, rows)
     compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
     launches = layers * layer_launches + _STEP_LAUNCHES
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)

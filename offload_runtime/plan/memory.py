@@ -135,13 +135,11 @@ class ModelPlan:
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers."""
-        each = self.layout.layer_bytes
-        return sum(each[layer] for layer in layers)
+        return sum(self.layout.layer_bytes[layer] for layer in layers)
 
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers in host memory, which is given out in whole pages."""
-        each = self.layout.layer_bytes
-        return sum(-(-each[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+        return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, and the ring."""
@@ -256,6 +254,16 @@ class ModelPlan:
         """Tokens that a streaming cache has room for."""
         window_tokens = self.streaming_window_tokens
         return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, window_tokens)
+
+    def with_streaming_cache(self) -> ModelPlan:
+        """A draft with a cache of sinks and recent tokens, whatever the context. Raises `OptionError`."""
+        kept, longest = self.streaming_tokens, longest_context(self.config)
+        if kept > longest:
+            raise OptionError(
+                f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
+                f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
+            )
+        return replace(self, cache="streaming")
 
     def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
         """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
@@ -492,7 +500,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tre
         all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes, step_rows=max(STEP_ROWS, target.batch),
     )  # fmt: skip
     if cache == "streaming":
-        return with_streaming_cache(plan)
+        return plan.with_streaming_cache()
     if cache == "full":
         return replace(plan, context_tokens=min(context, longest))
     if context > longest:
@@ -506,14 +514,3 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tre
             "lower --budget-tokens, raise --context, or use --draft-cache full"
         )
     return plan
-
-
-def with_streaming_cache(draft: ModelPlan) -> ModelPlan:
-    """A draft with a cache of sinks and recent tokens, whatever the context. Raises `OptionError`."""
-    kept, longest = draft.streaming_tokens, longest_context(draft.config)
-    if kept > longest:
-        raise OptionError(
-            f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
-            f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
-        )
-    return replace(draft, cache="streaming")

@@ -12,13 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import (
-    GB,
-    ModelConfig,
-    RuntimeConfig,
-    format_bytes,
-    size_option_down,
-)
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes, size_option_down
 from offload_runtime.copy import MOST_THREADS
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory

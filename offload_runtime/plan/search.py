@@ -25,16 +25,7 @@ from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
-from offload_runtime.plan.memory import (
-    NO_RING,
-    MemoryPart,
-    ModelPlan,
-    Placement,
-    RunPlan,
-    all_resident,
-    make_plan,
-    with_streaming_cache,
-)
+from offload_runtime.plan.memory import NO_RING, MemoryPart, ModelPlan, Placement, RunPlan, all_resident, make_plan
 from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, limits_of
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
@@ -154,9 +145,7 @@ def _with_tree_room(request: RuntimeConfig, machine: MachineFigures, limits: Mem
     # The first of equals: the least room.
     best = max(found, key=lambda plan: tok_per_s(plan, machine))
     if best.tree_room:
-        reason = lean.reason
-        if lean.has_verifier:
-            reason = f"predicted to be slower: {_comparison(lean, best, machine)}"
+        reason = f"predicted to be slower: {_comparison(lean, best, machine)}" if lean.has_verifier else lean.reason
         return replace(best, reason=reason)
     if best.has_verifier:
         return best
@@ -264,7 +253,7 @@ def _ways(plan: RunPlan) -> tuple[list[RunPlan], BudgetError | None]:
     draft, kv, plans = plan.draft, plan.request.kv, [plan]
     is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_slots
     if draft is not None and is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
-        plans.append(replace(plan, draft=with_streaming_cache(draft)))
+        plans.append(replace(plan, draft=draft.with_streaming_cache()))
     found: list[RunPlan] = []
     refused: BudgetError | None = None
     for one in plans:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from offload_runtime.config import (
     GB,
@@ -32,6 +32,7 @@ _BYTES_STEP = 10_000_000
 _VRAM_STEP = 100_000_000
 # What is changed, as options of the command line, and the request that follows.
 Change: TypeAlias = tuple[str, RuntimeConfig]
+Changed = TypeVar("Changed", RuntimeConfig, MachineFigures)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ def _typed(options: Mapping[str, str]) -> str:
     return " ".join(f"{name} {value}" for name, value in options.items())
 
 
+def _with(what: Changed, field: str, value: Any) -> Changed:
+    return replace(what, **{field: value})
+
+
 def _within(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, str], RuntimeConfig]:
     """Options that lower limits beyond what the machine has to nearly all of it, and the request that follows."""
     options = {}
@@ -104,7 +109,7 @@ def _within(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, 
         asked_bytes = getattr(request, f"{name}_bytes")
         if asked_bytes is not None and asked_bytes > there_bytes:
             options[f"--{name}"] = size_option_down(there_bytes)
-            request = replace(request, **{f"{name}_bytes": _typed_down(there_bytes)})
+            request = _with(request, f"{name}_bytes", parse_bytes(options[f"--{name}"]))
     return options, request
 
 
@@ -207,17 +212,12 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
         changes.append(change)
     ways = [(changes, request)]
     if request.vram_bytes is not None:
-        whole = _typed_down(machine.vram_bytes)
-        ways.append(([f"--vram {size_option_down(whole)}", *changes], replace(request, vram_bytes=whole)))
+        whole = size_option_down(machine.vram_bytes)  # as much as is typed as it is printed
+        ways.append(([f"--vram {whole}", *changes], replace(request, vram_bytes=parse_bytes(whole))))
     for changes, request in ways:
         yield " ".join(changes), request
         for change, shorter in _shorter(request, machine):
             yield " ".join([change, *changes]), shorter
-
-
-def _typed_down(size_bytes: int) -> int:
-    """Nearly all of a memory: as much as is typed as it is printed."""
-    return parse_bytes(size_option_down(size_bytes))
 
 
 # --- a larger machine
@@ -241,35 +241,27 @@ def _larger_machine(
     searched = replace(searched, vram_bytes=vram_bytes)
     needed_pinned = _least(searched, ample, least_pinned_bytes)
     allowed_pinned = _MOST_BYTES if there.pinned_bytes is None else there.pinned_bytes
-    most_pinned = _MOST_BYTES if machine.pinnable_bytes is None else machine.pinnable_bytes
     lockable = replace(ample, pinnable_bytes=max(allowed_pinned, needed_pinned))
     needed_host = _least(searched, lockable, lambda plan: plan.host_bytes)
-    needs = (  # by the name of the memory: its option, what is needed, what is allowed, what the machine has
-        ("device memory", "vram", vram_bytes, vram_limit, machine.vram_bytes),
-        ("host memory", "ram", needed_host, there.ram_bytes, machine.ram_bytes),
-        ("page-locked memory", "pinned", needed_pinned, allowed_pinned, most_pinned),
-    )
-    short_bytes, lacking, has = {}, [], {}
-    for memory, option, needed, allowed, whole in needs:
-        has[option] = max(needed, whole)
+    short_bytes, lacking, larger = {}, [], machine
+    for memory, option, field, needed, allowed in (
+        ("device memory", "vram", "vram_bytes", vram_bytes, vram_limit),
+        ("host memory", "ram", "ram_bytes", needed_host, there.ram_bytes),
+        ("page-locked memory", "pinned", "pinnable_bytes", needed_pinned, allowed_pinned),
+    ):
         if needed <= allowed:
             continue
         short_bytes[memory], size = needed - allowed, format_bytes_up(needed)
         if getattr(request, f"{option}_bytes") is not None:
             options[f"--{option}"] = size.replace(" ", "")
-            request = replace(request, **{f"{option}_bytes": parse_bytes(size)})
-            has[option] = max(parse_bytes(size), whole)
-        if needed > whole:
+            request = _with(request, f"{option}_bytes", parse_bytes(size))
+        if parse_bytes(size) > (getattr(machine, field) or _MOST_BYTES):
             lacking.append(f"{size} of {memory}")
-    if not lacking and [*short_bytes] in ([], ["device memory"]):
+            larger = _with(larger, field, parse_bytes(size))
+    if not lacking and (not short_bytes or [*short_bytes, *options] == ["device memory", "--vram"]):
         return short_bytes, ()  # a single change is enough and named already
-    change, larger = (
-        _typed(options),
-        replace(machine, vram_bytes=has["vram"], ram_bytes=has["ram"], pinnable_bytes=has["pinned"]),
-    )
-    if lacking:
-        change = f"{change} on a machine with {' and '.join(lacking)}".removeprefix(" on ")
-    return short_bytes, _fitting([(change, request)], larger if lacking else machine)
+    change = f"{_typed(options)} on a machine with {' and '.join(lacking)}" if lacking else _typed(options)
+    return short_bytes, _fitting([(change.removeprefix(" on "), request)], larger)
 
 
 def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callable[[RunPlan], int]) -> int:

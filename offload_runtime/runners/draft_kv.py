@@ -87,10 +87,14 @@ class DraftKVState:
         # First, so that an interruption never leaves it longer than the cache.
         cached, self._cached[sequence] = self._cached[sequence], []
         del cached[kept:]
-        if self._must_begin_anew(sequence, len(tokens), kept):
-            self._begin_anew(sequence, tokens[:target], self.start_for(len(tokens)))
+        start, sink_tokens = self.start_for(len(tokens)), 0 if self.streaming is None else self.streaming.sink_tokens
+        # A streaming cache has let go of what it should hold, or would be fed too much at a time; a prompt, of which it
+        # lets go of nothing, is rotated by its indices.
+        too_far = start > 0 and (kept < start + sink_tokens or len(tokens) - kept > CATCH_UP_TOKENS)
+        if too_far or start < self.starts[sequence]:
+            self._begin_anew(sequence, tokens[:target], start)
         else:
-            if (start := self.start_for(len(tokens))) > self.starts[sequence]:
+            if start > self.starts[sequence]:
                 self._let_go(sequence, cached, start)
             self._set_length(sequence, kept)
             self._cached[sequence] = cached
@@ -110,16 +114,6 @@ class DraftKVState:
             cache.truncate(sequence, length)
         else:
             cache.commit(sequence, length - cache.length(sequence))
-
-    def _must_begin_anew(self, sequence: int, length: int, kept: int) -> bool:
-        """Whether a streaming cache has let go of what it should hold, or would be fed too much at a time."""
-        start = self.start_for(length)
-        if start < self.starts[sequence]:
-            return True
-        if self.streaming is None or not start:  # a prompt is rotated by its indices
-            return False
-        too_many = length - kept > CATCH_UP_TOKENS
-        return kept < start + self.streaming.sink_tokens or too_many
 
     def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Prefill what a streaming cache keeps of `tokens`, and nothing else."""

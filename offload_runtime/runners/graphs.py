@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -120,25 +120,15 @@ class StepGraphs:
         if not self.num_graphs:  # the allocator forgets a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), ExitStack() as undo:
+            # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
+            if gc.isenabled():
+                gc.disable()
+                undo.callback(gc.enable)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            finally:
-                graph.capture_end()
+            undo.callback(graph.capture_end)
+            step()
         return graph
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What a collection frees may need calls that a capture forbids, such as unlocking host memory."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def warm_up_batches(batch: int) -> list[int]:

@@ -54,17 +54,12 @@ class GrownTree:
     def asked(self, placed: Mapping[int, int | None], spine: Sequence[int]) -> Asked:
         """What a step is to find out about nodes that have been given their slots only now, parents first, and about
         the spine behind the last of them."""
-        tree, branches = self.tree, []
-        paths: dict[int, tuple[int, ...]] = {}
+        tree, paths = self.tree, dict[int, tuple[int, ...]]()
         for node, slot in placed.items():
-            path: tuple[int, ...] = ()
-            if slot is not None:
-                above = tree.parent(node)
-                assert above in paths or tree.is_expanded(above), "what comes before a node has keys"
-                path = (*(paths[above] if above in paths else tree.slots(above)), slot)
-            paths[node] = path
-            branches.append(Branch(tree.token(node), path))
-        return Asked(self.text, branches, spine)
+            above = tree.parent(node)
+            assert slot is None or above in paths or tree.is_expanded(above), "what comes before a node has keys"
+            paths[node] = () if slot is None else (*(paths[above] if above in paths else tree.slots(above)), slot)
+        return Asked(self.text, [Branch(tree.token(node), path) for node, path in paths.items()], spine)
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.

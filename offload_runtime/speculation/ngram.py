@@ -151,10 +151,13 @@ class NgramLookup:
         """
         length = len(self._tokens)
         first = 0 if anew else max(0, length - max(_SIZES))
-        if list(tokens[first:length]) != self._tokens[first:]:
-            self._forget()
-        if anew:
+        changed = list(tokens[first:length]) != self._tokens[first:]
+        if changed or anew:
             self._guess = None  # what follows now is not what was guessed at
+        if changed:
+            # In this order: whatever interrupts it, no follower is known that the tokens do not have.
+            self._followers.clear()
+            self._tokens.clear()
         self._enter(tokens)
         self._learn()
 
@@ -169,12 +172,6 @@ class NgramLookup:
             self.rates.observe(matched + offset, hit)
             if not hit:
                 return
-
-    def _forget(self) -> None:
-        self._guess = None
-        # In this order: whatever interrupts it, no follower is known that the tokens do not have.
-        self._followers.clear()
-        self._tokens.clear()
 
     def _enter(self, tokens: Sequence[int]) -> None:
         for index in range(len(self._tokens), len(tokens)):

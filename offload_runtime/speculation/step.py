@@ -217,13 +217,12 @@ def run_step(
         new_tokens = [tokens[0], *(tokens[node + 1] for node in path)]
         _require_numbers(new_tokens, len(request.tokens))
         results.append(StepResult(new_tokens, proposal, tuple(path)))
-    first_row = 0
-    for request, window, result in zip(requests, windows, results, strict=True):
+    of_windows = logits.split([len(window.tokens) for window in windows])
+    for slot, own, result in zip(slots, of_windows, results, strict=True):
         rows = [0, *(node + 1 for node in result.path)]
         if on_logits is not None:
-            on_logits(request.slot, logits[[first_row + row for row in rows]])
-        first_row += len(window.tokens)
-        cache.commit_path(request.slot, rows)
+            on_logits(slot, own[rows])
+        cache.commit_path(slot, rows)
     return results
 
 

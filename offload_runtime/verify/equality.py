@@ -115,7 +115,7 @@ def verify_identity(
         count: Tokens of every generation.
         on_step: Called after each generation.
     """
-    loaded, own = loaded_proposers(runtime), runtime.proposer
+    loaded, own = loaded_proposers(runtime), runtime.parts.proposer
     runs = []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):

@@ -121,7 +121,7 @@ def transcribe(
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
-    own = drafting(runtime.proposer)
+    own = drafting(runtime.parts.proposer)
     proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
     if own.name not in (None, NGRAM):
         proposers["triforce" if own.name == "retrieval" else "draft"] = own

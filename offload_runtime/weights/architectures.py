@@ -5,13 +5,12 @@ The refusals matter more than the translation: an option that the decoder would 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
+from offload_runtime.weights.fields import MOST, Fields, shown
 
 # transformers' model_type to the architecture the decoder implements.
 ARCHITECTURES = {
@@ -22,7 +21,15 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_SMALLEST = 1e-6  # of what must be positive: anything below is a slip, and its inverse overflows
+_MOST_LAYERS, _MOST_HEAD_DIM = 1 << 10, 1 << 12  # the deepest models have 130 layers
+_SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
+# What each type of RoPE scaling must have, and what it may have.
+_ROPE_NEEDS = {
+    "linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+_ROPE_FACTORS = (
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
 # transformers' values for what a file leaves out, where they are not None or False.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "sliding_window": 4096,
@@ -40,96 +47,76 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _architecture(raw: Mapping[str, Any], where: object) -> str:
+def _architecture(fields: Fields) -> str:
     """The name of the architecture that a configuration describes, e.g. `LlamaForCausalLM`.
 
     Raises:
         UnsupportedArchitectureError: The decoder does not implement it; names those that it does.
         CheckpointError: The weights are quantised.
     """
-    model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    name = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    model_type = fields.text("model_type", "")
+    name = ARCHITECTURES.get(model_type)
     # A configuration made by hand has no list of class names.
-    found = architectures if isinstance(architectures, (list, tuple)) and architectures else [name]
+    found = fields.items("architectures", str) or [name or ""]
     if name is None or name not in found:
-        shown = ", ".join(str(item) for item in found if item) or f"model_type {model_type!r}"
+        what = ", ".join(shown(item)[1:-1] for item in found[:3] if item) or f"model_type {shown(model_type)}"
         supported = ", ".join(ARCHITECTURES.values())
-        raise UnsupportedArchitectureError(f"{shown} is not supported: use a model of one of {supported}")
-    method = raw.get("quantization_config")
+        raise UnsupportedArchitectureError(f"{what} is not supported: use a model of one of {supported}")
+    method = fields.values.get("quantization_config")
     if method:
-        method = method.get("quant_method") if isinstance(method, dict) else method
+        method = shown(method.get("quant_method") if isinstance(method, dict) else method)
         raise CheckpointError(
-            f"{where} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
+            f"{fields.where} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
         )
     return name
 
 
-def checked_number(where: object, name: str, value: Any, *, at_least: float = -math.inf, integer: bool = False) -> Any:
-    """A number that a file says, as it says it.
-
-    Args:
-        where: The file, for the message.
-        name: What the number is called there.
-        value: What was found, of whatever type; None where there is nothing.
-        at_least: The smallest that makes sense.
-        integer: Only whole numbers do. Infinities, NaN and booleans never do.
-
-    Raises:
-        CheckpointError: It is something else.
-    """
-    is_number = isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and value >= at_least:
-        return value
-    found = f"no usable {name}" if value is None else f"{name} {value!r}"
-    bound = f" from {at_least:g} on" if math.isfinite(at_least) else ""
-    raise CheckpointError(
-        f"{where} has {found}, where {'an integer' if integer else 'a number'}{bound} is needed: "
-        "fix it, or download or convert it again"
-    )
+def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
+    """Token ids from a field: a number, a list of numbers or nothing."""
+    value = fields.values.get(name)
+    listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return tuple(Fields(fields.where, {name: listed}).items(name, int))
 
 
-def token_ids(value: object) -> tuple[int, ...]:
-    """Token ids from a configuration's field: a number, a list of numbers or nothing."""
-    ids = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
-    if not all(isinstance(item, int) for item in ids):
-        raise CheckpointError(f"{value!r} is not a token id nor a list of them: fix eos_token_id in the configuration")
-    return tuple(ids)
-
-
-def _check_rope_numbers(rope: Mapping[str, Any], head_dim: int, where: str) -> None:
+def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:
     """Refuse scalings that would rotate by infinities, or fail deep in the decoder."""
-    rope_type = rope["rope_type"]
-    # yarn and longrope take it from the two context lengths when it is left out.
-    if rope_type in ("linear", "dynamic", "llama3") or (rope_type != "default" and rope.get("factor") is not None):
-        checked_number(where, f"{rope_type} RoPE factor", rope.get("factor"), at_least=1)
-    for name in ("rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"):
-        if rope.get(name) is not None:
-            checked_number(where, name, rope[name], at_least=_SMALLEST)
+    rope.number("rope_theta", at_least=1 + _SMALLEST, at_most=1e15)
+    needed = _ROPE_NEEDS.get(rope_type, ())
+    if "factor" in needed or (rope_type != "default" and "factor" in rope):  # else it follows from the lengths
+        rope.number("factor", at_least=1, at_most=_LARGEST)
+    for name in _ROPE_FACTORS:
+        if name in needed or name in rope:
+            rope.number(name, at_least=_SMALLEST, at_most=_LARGEST)
+    if rope_type == "llama3" and rope.number("low_freq_factor") == rope.number("high_freq_factor"):
+        rope.refuse("high_freq_factor", rope.values["high_freq_factor"], "more than low_freq_factor")
+    if "original_max_position_embeddings" in rope:
+        rope.number("original_max_position_embeddings", at_least=2, at_most=MOST)
+    rope.flag("truncate")
     for name in ("short_factor", "long_factor") if rope_type == "longrope" else ():
-        factors = rope.get(name)
-        if not isinstance(factors, (list, tuple)) or len(factors) != head_dim // 2:
-            found = f"{len(factors)} numbers" if isinstance(factors, (list, tuple)) else repr(factors)
+        factors = rope.items(name, float, at_least=_SMALLEST, at_most=_LARGEST)
+        if len(factors) != head_dim // 2:
             raise CheckpointError(
-                f"longrope's {name} is {found}, expected {head_dim // 2}, half the head's {head_dim}: fix {where}"
+                f"longrope's {name} is {len(factors)} numbers, expected {head_dim // 2}, half the head's {head_dim}: "
+                f"fix {rope.where}"
             )
-        for factor in factors:
-            checked_number(where, f"longrope {name}", factor, at_least=_SMALLEST)
 
 
-def _rope_parameters(values: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
+def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
     """The rotary embedding in the form that transformers 5 writes, once it is something the decoder rotates by; old
     files have the keys `rope_scaling`, `rope_theta` and `type`."""
-    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    values = fields.values
+    rope = dict(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     rope.setdefault("rope_theta", values["rope_theta"])
     rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise UnsupportedArchitectureError(
-            f"RoPE parameters of type {rope_type!r} are not supported: use a model with one of {', '.join(ROPE_TYPES)}"
+            f"RoPE parameters of type {shown(rope_type)} are not supported: use a model with one of "
+            f"{', '.join(ROPE_TYPES)}"
         )
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial is not None and partial != 1:
         raise UnsupportedArchitectureError(
-            f"partial_rotary_factor is {partial}, and only 1 (the whole head is rotated) is supported: "
+            f"partial_rotary_factor is {shown(partial)}, and only 1 (the whole head is rotated) is supported: "
             "choose another model"
         )
     if rope_type in ("llama3", "yarn", "longrope"):
@@ -137,41 +124,40 @@ def _rope_parameters(values: Mapping[str, Any], head_dim: int, where: str) -> di
         if outside is not None:
             rope["original_max_position_embeddings"] = outside
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
-    _check_rope_numbers(rope, head_dim, where)
+    _check_rope_numbers(Fields(fields.where, rope), rope_type, head_dim)
     return rope
 
 
-def _layer_rope(values: Mapping[str, Any]) -> tuple[bool, ...]:
+def _layer_rope(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer rotates its queries and keys; in SmolLM3's `no_rope_layers` a 1 means that it does."""
-    num_layers = values["num_hidden_layers"]
-    if values["model_type"] != "smollm3":
+    if fields.text("model_type") != "smollm3":
         return (True,) * num_layers
-    flags = values.get("no_rope_layers")
-    if flags is None:
-        flags = [(layer + 1) % values["no_rope_layer_interval"] for layer in range(num_layers)]
+    flags = fields.items("no_rope_layers", int)
+    if "no_rope_layers" not in fields:
+        interval = fields.integer("no_rope_layer_interval")
+        flags = [(layer + 1) % interval for layer in range(num_layers)]
     if len(flags) < num_layers:
         raise CheckpointError(f"no_rope_layers has {len(flags)} entries for {num_layers} layers: fix config.json")
     return tuple(bool(flag) for flag in flags[:num_layers])
 
 
-def _layer_windows(values: Mapping[str, Any], layer_rope: tuple[bool, ...]) -> tuple[int | None, ...]:
+def _layer_windows(fields: Fields, layer_rope: tuple[bool, ...]) -> tuple[int | None, ...]:
     """Sliding window of each layer in tokens, None for full attention."""
-    num_layers, family, window = values["num_hidden_layers"], values["model_type"], values["sliding_window"]
+    num_layers, family = len(layer_rope), fields.text("model_type")
+    slides = family == "mistral" or (family != "llama" and fields.flag("use_sliding_window"))
+    window = fields.integer("sliding_window") if slides and "sliding_window" in fields else None
     if family in ("llama", "mistral"):
-        return (window if family == "mistral" else None,) * num_layers
-    if not values.get("use_sliding_window"):
-        window = None
-    kinds = values.get("layer_types")
+        return (window,) * num_layers
+    kinds = fields.items("layer_types", str)[:num_layers]
     if not kinds:  # Qwen's upper layers slide, and those of SmolLM3 that do not rotate
-        slides = [layer >= values["max_window_layers"] for layer in range(num_layers)]
-        if family == "smollm3":
-            slides = [not rotates for rotates in layer_rope]
-        return tuple(window if flag else None for flag in slides)
-    kinds = kinds[:num_layers]
+        first = fields.integer("max_window_layers", at_least=0)
+        upper = [layer >= first for layer in range(num_layers)]
+        flags = [not rotates for rotates in layer_rope] if family == "smollm3" else upper
+        return tuple(window if flag else None for flag in flags)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) < num_layers:
         raise UnsupportedArchitectureError(
-            f"layer_types has {len(kinds)} entries for {num_layers} layers, unknown ones {unknown}: "
+            f"layer_types has {len(kinds)} entries for {num_layers} layers, unknown ones {shown(unknown)}: "
             "only full_attention and sliding_attention are supported"
         )
     if "sliding_attention" in kinds and window is None:
@@ -193,59 +179,42 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
         UnsupportedArchitectureError: Another architecture, or an option of these that the decoder does not implement.
         CheckpointError: A size is missing, or the values contradict each other.
     """
-    architecture = _architecture(raw, reference)
+    architecture = _architecture(Fields(reference, raw))
     family: str = raw["model_type"]
-    values = {**_DEFAULTS, **_DEFAULTS_OF[family], **raw}
-
-    def size(name: str, default: int | None = None) -> int:
-        return int(checked_number(reference, name, values.get(name) or default, at_least=1, integer=True))
-
-    hidden, num_layers, num_heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
-    head_dim = size("head_dim", hidden // num_heads)
-    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
+    fields = Fields(reference, {**_DEFAULTS, **_DEFAULTS_OF[family], **raw})
+    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", hidden // num_heads, at_least=4, at_most=_MOST_HEAD_DIM)
+    if head_dim % 2:
+        fields.refuse("head_dim", head_dim, "an even number")  # pairs of channels are rotated
+    activation = fields.text("hidden_act")
+    if activation not in ("silu", "swish"):  # two names of one function
         raise UnsupportedArchitectureError(
-            f"hidden activation {values['hidden_act']!r} is not supported: only silu is; choose another model"
+            f"hidden activation {shown(activation)} is not supported: only silu is; choose another model"
         )
-    attention_bias = family != "mistral" and bool(values.get("attention_bias"))
-    layer_rope = _layer_rope(values)
+    attention_bias = fields.flag("attention_bias") and family != "mistral"
+    layer_rope = _layer_rope(fields, fields.integer("num_hidden_layers", at_most=_MOST_LAYERS))
     try:
         return ModelConfig(
             architecture=architecture,
             hidden_size=hidden,
-            intermediate_size=size("intermediate_size"),
-            num_layers=num_layers,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=len(layer_rope),
             num_heads=num_heads,
-            num_kv_heads=size("num_key_value_heads", num_heads),
+            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
-            vocab_size=size("vocab_size"),
-            max_position_embeddings=size("max_position_embeddings"),
-            rms_norm_eps=checked_number(reference, "rms_norm_eps", values["rms_norm_eps"]),
-            rope_parameters=_rope_parameters(values, head_dim, reference),
-            tie_word_embeddings=bool(values.get("tie_word_embeddings")),
+            vocab_size=fields.integer("vocab_size"),
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            rms_norm_eps=fields.number("rms_norm_eps", at_least=0, at_most=1),
+            rope_parameters=_rope_parameters(fields, head_dim),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
             # Qwen2 has biases on q, k and v whatever its config says, and none on o.
             qkv_bias=family == "qwen2" or attention_bias,
             o_bias=family != "qwen2" and attention_bias,
-            mlp_bias=family in ("llama", "smollm3") and bool(values.get("mlp_bias")),
+            mlp_bias=family in ("llama", "smollm3") and fields.flag("mlp_bias"),
             qk_norm=family == "qwen3",
-            layer_windows=_layer_windows(values, layer_rope),
+            layer_windows=_layer_windows(fields, layer_rope),
             layer_rope=layer_rope,
-            eos_token_ids=token_ids(values.get("eos_token_id")),
+            eos_token_ids=token_ids(fields, "eos_token_id"),
         )
     except OptionError as error:
         raise CheckpointError(f"{reference} describes an impossible model: {error}") from error
-
-
-def read_configuration(settings: Mapping[str, Any], where: Path) -> tuple[Any, ModelConfig]:
-    """transformers' object for the content of a `config.json`, and what we read in it.
-
-    Raises:
-        UnsupportedArchitectureError, CheckpointError: As `model_config_from_json`, or transformers refuses it.
-    """
-    _architecture(settings, where)
-    from transformers import AutoConfig
-
-    try:
-        hf_config = AutoConfig.for_model(**settings)
-    except Exception as error:  # its validation raises errors of many libraries; each means the same here
-        raise CheckpointError(f"the configuration in {where} was refused by transformers: {error}") from error
-    return hf_config, model_config_from_json(hf_config.to_dict(), str(where))

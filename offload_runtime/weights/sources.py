@@ -12,12 +12,13 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
-from offload_runtime.weights.gguf import config_from_gguf, open_gguf, read_gguf_header
-from offload_runtime.weights.hub import CHECKPOINT_FILES, download_model
+from offload_runtime.weights.gguf import config_from_gguf, gguf_parts, open_gguf, read_gguf_header
+from offload_runtime.weights.hub import CHECKPOINT_FILES, download_model, gguf_patterns
 from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
 
 _SUFFIXES = (".gguf", ".safetensors")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
+# org/name, org/name:Q4_K_M
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -25,7 +26,8 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """Open and validate a checkpoint.
 
     Args:
-        reference: A directory with safetensors, a `.gguf` file, or `org/name` on the hub (downloaded if needed).
+        reference: A directory with safetensors, a `.gguf` file (any one of a model in several), `org/name` on the hub,
+            or `org/name:Q4_K_M`, a GGUF file of that quantisation there (downloaded if needed).
 
     Raises:
         CheckpointError: Missing, truncated, incomplete, or of unexpected shapes.
@@ -34,21 +36,21 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """
     name = str(reference)
     with _located(reference, CHECKPOINT_FILES) as path:
-        return open_gguf(path, reference=name) if path.is_file() else open_safetensors(path, reference=name)
+        return open_safetensors(path, reference=name) if path.is_dir() else open_gguf(path, reference=name)
 
 
 def describe_model(reference: str | Path) -> DescribedModel:
     """What a plan has to know of a model, without transformers, whose import takes seconds; reads configuration files
-    and headers, downloads at most a `config.json`.
+    and headers, downloads at most a `config.json` or the GGUF file that is named.
 
     Args:
-        reference: A directory with `config.json`, a safetensors or `.gguf` file, or `org/name` on the hub.
+        reference: As of `open_checkpoint`.
 
     Raises:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
     with _located(reference, ("config.json",)) as path:
-        if path.is_file():
+        if not path.is_dir():
             raw = config_from_gguf(read_gguf_header(path))
             return DescribedModel(model_config_from_json(raw, str(path)), torch.bfloat16)
         raw = read_json(path / "config.json")
@@ -89,12 +91,25 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
             raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
         return path if path.suffix == ".gguf" else path.parent
     if not path.is_dir():
-        if isinstance(reference, Path) or path.suffix in _SUFFIXES or not _HUB_ID.fullmatch(name):
+        on_hub = _HUB_ID.fullmatch(name)
+        if isinstance(reference, Path) or on_hub is None or (path.suffix in _SUFFIXES and not on_hub[2]):
             raise CheckpointError(
                 f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
             )
+        if on_hub[2]:
+            patterns = gguf_patterns(on_hub[2])
+            path = download_model(on_hub[1], patterns, unwanted=())
+            return _only_model(name, [file for pattern in patterns for file in path.rglob(pattern)])
         path = download_model(name, wanted)
-    found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise CheckpointError(f"{path} holds {len(found)} GGUF files ({found[0].name}, ...): name the one to load")
-    return found[0] if found else path
+    if (path / "config.json").exists() or not (found := list(path.glob("*.gguf"))):
+        return path
+    return _only_model(str(path), found)
+
+
+def _only_model(where: str, files: Sequence[Path]) -> Path:
+    """The first file of the one model that these files are of."""
+    models = sorted({gguf_parts(file)[0] for file in files})
+    if len(models) != 1:
+        shown = f" ({models[0].name}, ...)" if models else ""
+        raise CheckpointError(f"{where} holds {len(models)} GGUF models{shown}: name the one to load")
+    return models[0]

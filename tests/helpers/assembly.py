@@ -12,7 +12,7 @@ import torch
 from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
-from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, make_registrar
+from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.weights import ModelLayout, open_checkpoint
@@ -102,9 +102,8 @@ def make_runner(
         hf_model.save_pretrained(directory)
     source = open_checkpoint(directory)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
-    weights = load_weights(
-        source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=make_registrar(device)
-    )
+    registrar = Registrar() if device.type == "cuda" else None
+    weights = load_weights(source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=registrar)
     config = weights.config
     engine = engine or make_copy_engine(device)
     layout, slot_bytes = weights.layout, max(weights.layout.layer_bytes)
@@ -119,7 +118,6 @@ def make_runner(
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
     else:
         piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
-        registrar = make_registrar(device)
         locking, writeback = BlockLocking(registrar), make_copy_engine(device)
         if host_kv.staged is not None:
             locking = BlockLocking(registrar, PageableMemory(), host_kv.staged.layers)

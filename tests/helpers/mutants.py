@@ -23,7 +23,7 @@ _PRELOADED = (
     "pytest", "hypothesis", "numpy", "torch", "triton", "triton.runtime.interpreter", "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "tokenizers",
 )  # fmt: skip
-_SECONDS = 60
+_SECONDS = 120
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
-from offload_runtime.engine import load as loading
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -77,12 +78,13 @@ def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | N
         return None
 
 
-def stream_all_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer of a cache on the host stays on a GPU only because there is room for all of a small model's: plans are
-    made as on a CPU, for device memory without a limit."""
+def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+    """The plan as on a CPU, for device memory without a limit: no layer of a cache on the host stays on a GPU only
+    because there is room for all of a small model's."""
+    assert request.vram_bytes is None and request.emulate is None, "a limit that was asked for would be ignored"
+    return find_plan(request, machine, replace(limits, device_bytes=None))
 
-    def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-        assert request.vram_bytes is None and request.emulate is None, "a limit that was asked for would be ignored"
-        return find_plan(request, machine, replace(limits, device_bytes=None))
 
-    monkeypatch.setattr(loading, "find_plan", without_limit)
+def load_streaming_kv(target: Path, **options: Any) -> Runtime:
+    """A runtime that streams all of a cache on the host. Options as of `RuntimeConfig`."""
+    return Runtime(load_runtime(RuntimeConfig(target, **options), find=without_limit))

@@ -61,7 +61,7 @@ class _NothingToSave:
 def write(widened: WidenedCheckpoint, directory: Path) -> Path:
     """Write several fp32 shards, without a tokenizer."""
     source = CheckpointSource(
-        widened.config(), widened.native_dtype, widened.reference, widened.hf_config, widened.fills, _NothingToSave,
+        widened.config(), widened.native_dtype, widened.reference, widened.settings, widened.fills, _NothingToSave,
         widened.generation,
     )  # fmt: skip
     return convert_to_safetensors(source, directory, dtype=torch.float32, max_shard_bytes=200_000)

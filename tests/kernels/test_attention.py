@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import offload_runtime_kernels.attention_triton as attention_module
 import pytest
 import torch
 from offload_runtime_kernels.attention import QueryRows, attention_triton
@@ -21,9 +20,13 @@ from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poison
 BF16 = torch.bfloat16
 
 
-def _run(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> torch.Tensor:
+def _run(
+    case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False, **limits: int
+) -> torch.Tensor:
     with poisoned_outputs():
-        return attention_triton(case.q, case.kv, rows, scale=case.scale, sliding_window=window, prefill=prefill)
+        return attention_triton(
+            case.q, case.kv, rows, scale=case.scale, sliding_window=window, prefill=prefill, **limits
+        )
 
 
 def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> None:
@@ -46,6 +49,7 @@ def _ragged_case(group: int, head_dim: int, dtype: torch.dtype) -> tuple[Attenti
     return case, rows
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("group", [1, 3, 7])
@@ -66,6 +70,7 @@ def test_ragged_batch_matches_reference_in_half_precision(group: int, head_dim: 
         _check(case, rows, window=window, prefill=prefill)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("start", [0, 254, 700])
 def test_several_splits(start: int) -> None:
     rows = chain_rows((start,), (3,), max_length=start + 40)
@@ -80,6 +85,7 @@ def test_a_batch_member_of_padding_only() -> None:
     _check(case, rows, prefill=True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("window", [1, 20, 64, 300])
 def test_sliding_window(window: int, prefill: bool) -> None:
@@ -105,6 +111,7 @@ def test_prefill_of_more_queries_than_a_program_takes(start: int) -> None:
     _check(case, rows, window=33, prefill=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 6, 70])
 @pytest.mark.parametrize("committed", [(5, 60), (300, 250), (0, 256)])
 def test_tree_matches_reference(committed: tuple[int, int], window: int | None) -> None:
@@ -115,6 +122,7 @@ def test_tree_matches_reference(committed: tuple[int, int], window: int | None) 
     _check(case, rows, window=window)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("committed", [5, 61, 254])
 def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
     slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
@@ -127,17 +135,17 @@ def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
         assert_within(out[:, path], chain_out, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least_splits", [1, 16])
-def test_a_small_workspace_changes_nothing(least_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_workspace_changes_nothing(least_splits: int) -> None:
     case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
     chain, tree = chain_rows((300, 5), (9, 4)), tree_rows(TREE_PARENTS, (300, 60))
     whole = [_run(case, rows) for rows in (chain, tree)]
     # Two splits, two sequences, three heads of 17 floats: room for four of the nine queries at a time, or for eight and
     # one split.
-    monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 4 * (2 * 2 * 3 * 17 * 4))
-    monkeypatch.setattr(attention_module, "LEAST_SPLITS", least_splits)
+    nbytes = 4 * (2 * 2 * 3 * 17 * 4)
     for rows, expected in zip((chain, tree), whole, strict=True):
-        assert_within(_run(case, rows), expected, atol=1e-6)
+        assert_within(_run(case, rows, workspace_bytes=nbytes, least_splits=least_splits), expected, atol=1e-6)
 
 
 # From here on: bitwise equality on the GPU in bf16, which is what makes speculation exact.
@@ -216,9 +224,7 @@ def test_prefill_bits_do_not_depend_on_chunks(window: int | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("least_splits", [1, 16])
-def test_bits_do_not_depend_on_the_workspace(least_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_workspace(least_splits: int) -> None:
     case, rows = _big_case(64), chain_rows((900,), (64,))
     expected = _run(case, rows)
-    monkeypatch.setattr(attention_module, "WORKSPACE_BYTES", 1 << 16)
-    monkeypatch.setattr(attention_module, "LEAST_SPLITS", least_splits)
-    assert torch.equal(_run(case, rows), expected)
+    assert torch.equal(_run(case, rows, workspace_bytes=1 << 16, least_splits=least_splits), expected)

@@ -74,6 +74,7 @@ def _cuts(end: int) -> Iterator[list[range]]:
         yield [range(a, b) for a, b in pairwise(edges)]
 
 
+@pytest.mark.slow
 @versions
 @pytest.mark.parametrize("window", [None, 300])
 def test_cutting_at_any_block_boundary_changes_no_bit(version: Version, window: int | None) -> None:
@@ -87,6 +88,7 @@ def test_cutting_at_any_block_boundary_changes_no_bit(version: Version, window: 
         assert bool((out[rows.positions < 0] == 0).all())
 
 
+@pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
@@ -103,6 +105,7 @@ def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
         assert torch.equal(out, expected), f"cut {cut}"
 
 
+@pytest.mark.few(2)
 @versions
 @pytest.mark.parametrize("num_blocks", [2, 3, 5])
 def test_a_ring_gives_the_bits_of_the_whole_wherever_it_wraps(version: Version, num_blocks: int) -> None:
@@ -113,6 +116,7 @@ def test_a_ring_gives_the_bits_of_the_whole_wherever_it_wraps(version: Version, 
     assert torch.equal(out, expected)
 
 
+@pytest.mark.few(1)
 @versions
 def test_blocks_behind_a_sliding_window_may_be_passed_or_not(version: Version) -> None:
     case, rows = _case(3, batch=1), chain_rows((800,), (3,))
@@ -137,6 +141,7 @@ def test_nothing_is_read_of_blocks_behind_the_queries(version: Version) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.few(2)
 @versions
 @pytest.mark.parametrize("num_keys", [8, 256, 300])
 def test_retrieved_keys_beside_the_newest_blocks(version: Version, num_keys: int) -> None:
@@ -161,6 +166,7 @@ def test_retrieved_keys_beside_the_newest_blocks(version: Version, num_keys: int
     assert_within(out, expected, atol=1e-5 * case.largest_value)
 
 
+@pytest.mark.few(1)
 @versions
 def test_batch_rows_merged_one_by_one_give_the_bits_of_the_batch(version: Version) -> None:
     case, rows = _case(), chain_rows(STARTS, COUNTS, sequences=(1, 0))
@@ -184,6 +190,7 @@ def test_no_blocks_change_nothing_and_no_keys_give_zero(version: Version) -> Non
     assert torch.equal(version.pieces(case, rows, cut), version.all_at_once(case, rows))
 
 
+@pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(

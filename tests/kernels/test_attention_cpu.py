@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offload_runtime_kernels import attention_cpu
 from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
+from offload_runtime_kernels.attention_cpu import GATHERED_BYTES, attend_blocks_cpu
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.attention_cases import (
@@ -51,6 +51,7 @@ def _run(case: AttentionCase, rows: QueryRows, window: int | None = None) -> tor
         return attention(case.q, case.kv, _rows(rows), scale=case.scale, sliding_window=window)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
@@ -61,6 +62,7 @@ def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
         assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_window(dtype: torch.dtype, window: int | None, num_threads: int) -> None:
@@ -80,6 +82,7 @@ def _shifted(tensor: torch.Tensor) -> torch.Tensor:
     return memory[1:].view(tensor.shape).copy_(tensor)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("group", [1, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, group: int, num_threads: int) -> None:
@@ -95,21 +98,23 @@ def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, grou
         assert torch.equal(finish_attention(case.q, rows, state), expected), f"step {step}"
 
 
-@pytest.fixture(params=[20_000, None], ids=["a few paths", "all paths"])
-def looked_up_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many bytes of the keys and values of a tree's paths."""
-    if request.param is not None:
-        monkeypatch.setattr(attention_cpu, "_GATHERED_BYTES", request.param)
-
-
-@pytest.mark.usefixtures("looked_up_at_once")
+@pytest.mark.few(6)
+@pytest.mark.parametrize("gathered_bytes", [20_000, GATHERED_BYTES], ids=["a few paths", "all paths"])
 @pytest.mark.parametrize("window", [None, 270])
 @pytest.mark.parametrize("committed", [0, 61, 254, 640])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_path_through_a_tree_has_the_bits_of_a_chain(dtype: torch.dtype, committed: int, window: int | None) -> None:
+def test_a_path_through_a_tree_has_the_bits_of_a_chain(
+    dtype: torch.dtype, committed: int, window: int | None, gathered_bytes: int
+) -> None:
     slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
-    case = _case(9, dtype)
-    out = _run(case, tree_rows(TREE_PARENTS, (committed,), slot_order=slot_order), window)
+    case, state = _case(9, dtype), AttentionState.empty(_case(9, dtype).q)
+    rows = _rows(tree_rows(TREE_PARENTS, (committed,), slot_order=slot_order))
+    with poisoned_outputs():
+        attend_blocks_cpu(
+            case.q, case.kv, rows, range(-(-rows.max_length // BLOCK_TOKENS)), state, scale=case.scale,
+            sliding_window=window, gathered_bytes=gathered_bytes,
+        )  # fmt: skip
+    out = finish_attention(case.q, rows, state)
     for leaf in (4, 7, 8):
         path = tree_path(TREE_PARENTS, leaf)
         on_device = AttentionCase(case.q, case.kv)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from offload_runtime_kernels import attention_sources as launches
 from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources, attend_sources_triton, attention
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -84,6 +83,7 @@ def _check(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], ro
     return out
 
 
+@pytest.mark.few(2)
 @versions
 @pytest.mark.parametrize("num_keys", [8, 256, 300])
 @pytest.mark.parametrize(("num_queries", "num_kv_heads", "group"), [(1, 3, 1), (5, 2, 2), (17, 1, 4), (3, 1, 20)])
@@ -94,6 +94,7 @@ def test_retrieved_keys_and_the_newest_blocks(
     _check(attend, case, _retrieval(case, num_keys), chain_rows((START,), (num_queries,)))
 
 
+@pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_any_number_of_sources_in_any_order(attend: Attend, order: tuple[int, ...]) -> None:
@@ -103,6 +104,7 @@ def test_any_number_of_sources_in_any_order(attend: Attend, order: tuple[int, ..
     _check(attend, case, [sources[index] for index in order], rows)
 
 
+@pytest.mark.few(1)
 @versions
 def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend) -> None:
     case = _case(3, batch=2)
@@ -115,6 +117,7 @@ def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend)
     assert torch.equal(out[1], plain[1]) and not torch.equal(out[0], plain[0])
 
 
+@pytest.mark.few(1)
 @versions
 def test_sources_without_keys_change_nothing(attend: Attend) -> None:
     case, rows = _case(3), chain_rows((START,), (3,))
@@ -127,6 +130,7 @@ def test_sources_without_keys_change_nothing(attend: Attend) -> None:
         assert torch.equal(_run(attend, case, empty, rows), torch.zeros_like(case.q))
 
 
+@pytest.mark.few(1)
 @versions
 def test_a_single_block_is_the_whole_answer(attend: Attend) -> None:
     case, rows = _case(5, batch=2), chain_rows((40, 30), (5, 3))
@@ -135,6 +139,7 @@ def test_a_single_block_is_the_whole_answer(attend: Attend) -> None:
     _check(attend, case, [KeySource(ring(case.kv, range(6, 7), 2), range(6, 7))], later)
 
 
+@pytest.mark.few(1)
 @versions
 def test_the_whole_cache_as_one_source_is_plain_attention(attend: Attend) -> None:
     case, rows = _case(5), chain_rows((START,), (5,))
@@ -170,6 +175,7 @@ def _one_by_one(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRo
     return torch.cat(out)
 
 
+@pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (1, 4)])
 def test_every_sequence_has_bounds_of_its_own(attend: Attend, num_kv_heads: int, group: int) -> None:
@@ -186,6 +192,7 @@ def test_every_sequence_has_bounds_of_its_own(attend: Attend, num_kv_heads: int,
     assert bool((out[3] == 0).all())
 
 
+@pytest.mark.few(1)
 @versions
 def test_bounds_of_one_block(attend: Attend) -> None:
     case = _case(2, batch=2)
@@ -196,6 +203,7 @@ def test_bounds_of_one_block(attend: Attend) -> None:
     assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_kv_heads", "group", "num_queries"), [(1, 1, 1), (26, 1, 1), (65, 1, 1), (26, 2, 2)])
 def test_however_many_parts_the_keys_are_cut_into(num_kv_heads: int, group: int, num_queries: int) -> None:
     """256 programs are enough. Of three tiles (32 keys each) of retrieved and two of recent keys, 1, 26 and 65 heads of
@@ -206,38 +214,38 @@ def test_however_many_parts_the_keys_are_cut_into(num_kv_heads: int, group: int,
     _check(attend_sources_triton, case, _retrieval(case, 96), rows)
 
 
+@pytest.mark.slow
 def test_more_heads_than_programs_are_enough() -> None:
     case, begin = _case(1, batch=2, num_kv_heads=129, group=1), RECENT.start * BLOCK_TOKENS
     _check(attend_sources_triton, case, _retrieval(case, 8)[1:], chain_rows((begin + 9, begin), (1, 1)))
 
 
+@pytest.mark.slow
 def test_more_parts_than_a_join_reads_at_a_time() -> None:
     case, rows = _case(2), chain_rows((START,), (2,))
     for num_keys in (96, 150, 170, 690, 1400):  # in tiles of 32 keys, besides 11 of the newest: 14, 16, 17, 33, 55
         _check(attend_sources_triton, case, _retrieval(case, num_keys), rows)
 
 
+@pytest.mark.few(1)
 @versions
 def test_more_rows_than_a_program_takes(attend: Attend) -> None:
     case = _case(17, num_kv_heads=1, group=5)
     _check(attend, case, _retrieval(case, 300), chain_rows((START,), (17,)))
 
 
-class _Counted:
-    """A kernel that counts its launches."""
-
-    def __init__(self, kernel: Any, log: list[str], name: str) -> None:
-        self._kernel, self._log, self._name = kernel, log, name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self._log.append(self._name)
-        return self._kernel[grid]
-
-
+@pytest.mark.slow
 def test_one_launch_for_two_sources_and_one_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.jit import KernelInterface
+
     log: list[str] = []
-    for name in ("_sources_kernel", "_join_kernel"):
-        monkeypatch.setattr(launches, name, _Counted(getattr(launches, name), log, name))
+    launch = KernelInterface.__getitem__
+
+    def logged(kernel: Any, grid: tuple[int, ...]) -> Any:
+        log.append(kernel.fn.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", logged)
     case, rows = _case(3), chain_rows((START,), (3,))
     sources = [*_retrieval(case, 300), KeySource(case.kv, range(0))]
     _run(attend_sources_triton, case, sources, rows)
@@ -246,8 +254,7 @@ def test_one_launch_for_two_sources_and_one_that_joins(monkeypatch: pytest.Monke
     _run(attend_sources_triton, case, [*sources, KeySource(case.kv, range(1))], rows)
     assert log == ["_sources_kernel", "_sources_kernel", "_join_kernel"]
     log.clear()
-    monkeypatch.setattr(launches, "_ENOUGH_PROGRAMS", 1)
-    _run(attend_sources_triton, case, sources, rows)
+    attend_sources_triton(case.q, sources, rows, scale=case.scale, enough_programs=1)
     assert log == ["_sources_kernel"]
 
 

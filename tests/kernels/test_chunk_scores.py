@@ -72,6 +72,7 @@ def _expected(
 SCORERS = [pytest.param(chunk_scores_reference, id="reference"), pytest.param(chunk_scores_triton, id="triton")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", SCORERS)
 @pytest.mark.parametrize(("rows", "chunks"), [(1, 5), (3, 130), (17, 66), (2, 4500)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (7, 1, 80), (4, 2, 96)])

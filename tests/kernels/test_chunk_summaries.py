@@ -51,6 +51,7 @@ def _check_equal(num_kv_heads: int, head_dim: int, chunk_size: int, dtype: torch
     assert torch.allclose(actual.factors[..., 1].float(), expected.factors[..., 1].float(), rtol=2 * FP16_ROUNDOFF)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk_size", [2, 8, 64])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(3, 16), (1, 80), (2, 96)])
 def test_kernel_equals_reference(num_kv_heads: int, head_dim: int, chunk_size: int) -> None:

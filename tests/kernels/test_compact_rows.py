@@ -58,6 +58,7 @@ PATHS = {
 }
 
 
+@pytest.mark.few(4)
 @compacts
 @pytest.mark.parametrize("name", PATHS)
 @pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(16, 2), (80, 1), (128, 3)])

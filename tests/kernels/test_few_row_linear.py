@@ -108,17 +108,20 @@ FUSED = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fused", FUSED, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 17])
 def test_everything_that_can_be_fused(rows: int, fused: dict[str, bool]) -> None:
     check_kernel(make_problem(rows, 22, 69, **fused))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 def test_every_number_of_rows(rows: int) -> None:
     check_kernel(make_problem(rows, 20, 48, norm=True, residual=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("m", "k"), [(2, 1), (16, 16), (4, 128), (48, 575), (66, 9)])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_odd_shapes(rows: int, m: int, k: int) -> None:
@@ -127,6 +130,7 @@ def test_odd_shapes(rows: int, m: int, k: int) -> None:
 
 
 # Whole and broken steps along K; warps side by side along W's rows, and splitting K between them.
+@pytest.mark.few(2)
 @pytest.mark.parametrize("k", [128, 192, 200])
 @pytest.mark.parametrize(
     ("rows", "config"),
@@ -173,6 +177,7 @@ def test_rows_that_nearly_fill_the_range_of_fp16(rows: int) -> None:
     check_kernel(problem)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("fused", FUSED[1::3], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fp16(rows: int, fused: dict[str, bool]) -> None:

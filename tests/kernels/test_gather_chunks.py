@@ -113,6 +113,7 @@ def _run_updates(setup: Setup, run: Callable[..., torch.Tensor], counts: list[li
             _update_and_check(setup, _selection(setup, count, draw, keep=keep), run)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", GATHERERS)
 @pytest.mark.parametrize(("chunk_size", "places"), [(8, 40), (2, 33), (64, 4)])
 def test_repeated_updates(chunk_size: int, places: int, run: Callable[..., torch.Tensor]) -> None:
@@ -125,6 +126,7 @@ def test_odd_head_dimensions(num_kv_heads: int, head_dim: int, run: Callable[...
     _run_updates(_setup(num_kv_heads=num_kv_heads, head_dim=head_dim, places=9), run, [[9, 9]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", GATHERERS)
 def test_sequences_that_grow_beyond_the_budget_and_shrink_again(run: Callable[..., torch.Tensor]) -> None:
     _run_updates(_setup(batch=2, places=20), run, [[0, 3], [3, 11], [20, 20], [19, 5], [2, 0], [20, 1]])

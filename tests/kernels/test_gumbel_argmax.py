@@ -83,6 +83,7 @@ def test_noise_is_accurate_over_the_whole_range_of_words():
     assert (noise[:4096].diff() < 0).all()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 1023, 1024, 2050])
 def test_triton_noise_has_the_bits_of_the_reference(seed, vocab_size, monkeypatch):
@@ -105,6 +106,7 @@ def poison_new_tensors(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "temperature"),
     [(torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.0), (torch.float16, 0.6)],
@@ -198,6 +200,7 @@ def test_a_huge_temperature_does_not_resurrect_excluded_tokens():
     assert ops.gumbel_argmax_reference(logits, *rows(1), keys(temperature=1e60)).tolist() == [1]
 
 
+@pytest.mark.slow
 def test_everything_imports_and_samples_on_the_cpu_without_triton():
     program = """
 import sys

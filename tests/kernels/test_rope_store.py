@@ -63,12 +63,14 @@ def _check(num_heads: int, num_kv_heads: int, head_dim: int, *, rotate: bool, no
     assert bool((q[rows.positions < 0] == 0).all())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (3, 1), (7, 1)])
 def test_matches_reference(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     _check(num_heads, num_kv_heads, head_dim, rotate=True, norm=False, dtype=torch.float32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("norm", [True, False])
 def test_layers_without_rotation_and_with_head_norms(rotate: bool, norm: bool) -> None:

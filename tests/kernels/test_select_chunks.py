@@ -37,6 +37,7 @@ def _check_selection(scores: torch.Tensor, limits: list[int], budget: int, run: 
             assert selected[b, head].tolist() == _chosen(scores[b, head].tolist(), limit, budget)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", SELECTORS)
 @pytest.mark.parametrize(
     ("chunks", "budget"), [(1, 3), (40, 1), (40, 7), (40, 40), (40, 64), (1030, 100), (20000, 700)]

@@ -27,7 +27,6 @@ NUMBER = " 48213"
 REST = ". Remember it: 48213 is the pass number."
 NEEDLE = f" The pass number of Mr. Knightley is{NUMBER}{REST}"
 QUESTION = "\n\nWhat is the pass number of Mr. Knightley? The pass number of Mr. Knightley is"
-# Agreement is counted greedily and with the noise of these seeds.
 _SEEDS = range(1, 9)
 # The needle is put behind the next full stop, which a novel has at least so often.
 _LONGEST_SENTENCE_TOKENS = 200
@@ -87,12 +86,14 @@ class NeedleTest:
         session: The target's cache.
         rig: Makes the levels.
         text: The novel.
+        seeds: Of the noise that agreement is counted with, beside greedily.
     """
 
-    def __init__(self, session: Session, rig: Rig, text: Sequence[int]) -> None:
+    def __init__(self, session: Session, rig: Rig, text: Sequence[int], *, seeds: Sequence[int] = _SEEDS) -> None:
         self._session = session
         self._rig = rig
         self._text = text
+        self._seeds = seeds
 
     def measure(self, setting: Setting) -> dict[str, Any]:
         """One depth, all policies.
@@ -102,7 +103,7 @@ class NeedleTest:
         """
         session, tokenizer = self._session, self._session.runtime.tokenizer
         hay = make_haystack(tokenizer, self._text, setting.context_tokens, setting.depth)
-        samplings = [SamplingParams(), *(SamplingParams(setting.temperature or 1.0, seed=seed) for seed in _SEEDS)]
+        samplings = [SamplingParams(), *(SamplingParams(setting.temperature or 1.0, seed=seed) for seed in self._seeds)]
         logits = self._answer_logits(hay)  # [T, V]
         said = [_samples(logits, params, len(hay.prompt)) for params in samplings]
         log_p = logits.float().log_softmax(-1).gather(1, torch.tensor(hay.answer, device=logits.device)[:, None])

@@ -101,6 +101,11 @@ class PeerOptions:
     prefill_chunk_asked: int | None = None
     others_bytes: int = 0
 
+    @property
+    def offloads_cache(self) -> bool:
+        """Whether keys and values cross the link: transformers' offloaded cache needs CUDA."""
+        return self.kv_cache == "offloaded" and self.device.type == "cuda"
+
     def __post_init__(self) -> None:
         require_positive("repeats", self.repeats)
         if self.new_tokens < 2:

@@ -197,11 +197,6 @@ def chunk_prompts(prepared: Prepared, draft: PreTrainedModel | None, options: Pe
             read_in_chunks(model, options.prefill_chunk)
 
 
-def offloads_cache(options: PeerOptions) -> bool:
-    """Whether keys and values cross the link: transformers' offloaded cache needs CUDA."""
-    return options.kv_cache == "offloaded" and options.device.type == "cuda"
-
-
 def generate_once(
     prepared: Prepared, options: PeerOptions, asked: Asked, draft: PreTrainedModel | None, clock: RoundClock
 ) -> Run:
@@ -209,7 +204,7 @@ def generate_once(
     ids = torch.tensor([asked.tokens], device=options.device)  # [1, T] int64
     # Our own cache object: by name the configuration would put the draft's keys on the host, too.
     config = prepared.model.config
-    cache = MendedCache(config) if offloads_cache(options) else DynamicCache(config=config)
+    cache = MendedCache(config) if options.offloads_cache else DynamicCache(config=config)
     behind_prompt = BehindPrompt(len(asked.tokens))
     torch.manual_seed(options.seed)
     if options.device.type == "cuda":
@@ -240,7 +235,7 @@ def generate_once(
 
 def kv_traffic(options: PeerOptions, clock: RoundClock, prompt_tokens: int) -> KVTraffic | None:
     """What keys and values cost the link in the generation that a clock has watched."""
-    if not offloads_cache(options):
+    if not options.offloads_cache:
         return KVTraffic()
     return offloaded_traffic(
         options.source.config(), options.dtype.itemsize, prompt_tokens=prompt_tokens, counts=clock.counts
@@ -280,7 +275,7 @@ def result_json(
     """The reported dictionary of the fastest setting that was tried; `peak_gbps` is a plain memcpy's (GB/s)."""
     best = max(tried, key=lambda measured: measured.tok_per_s)
     notes = list(prepared.notes)
-    if offloads_cache(options):
+    if options.offloads_cache:
         notes.append(NOTE)
     if options.kv_cache == "offloaded" and options.device.type != "cuda":
         notes.append("no GPU: keys and values are in host memory anyway, transformers' offloaded cache needs CUDA")
@@ -317,7 +312,7 @@ def result_json(
 
 def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOptions) -> dict[str, Any]:
     """Build, time and report one peer. Raises `BudgetError` when it does not fit the VRAM it was given."""
-    if offloads_cache(options):
+    if options.offloads_cache:
         require_host_memory(options)
     options, context_bytes = open_device(options)
     peak_gbps = measure_link_gbps(options.device)
@@ -326,7 +321,7 @@ def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOption
         prepared = prepare(options)
         draft = load_draft(options)
         chunk_prompts(prepared, draft, options)
-        note = return_outgrown_blocks(prepared.model, options) if offloads_cache(options) else None
+        note = return_outgrown_blocks(prepared.model, options) if options.offloads_cache else None
         prepared = replace(prepared, notes=(*prepared.notes, *([] if note is None else [note])))
         setup_s = time.perf_counter() - start_s
         if options.device.type == "cuda":

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -71,20 +70,6 @@ class Point:
     label: str
     window_tokens: int | None
     resident_layers: int
-
-
-class ReadOnce(CheckpointSource):
-    """A `CheckpointSource` whose tokenizer is read once: out of a `.gguf` that takes 5 s, for every row again.
-
-    Args:
-        source: What is read.
-    """
-
-    def __init__(self, source: CheckpointSource) -> None:
-        super().__init__(
-            source.config(), source.native_dtype, source.reference, source.hf_config, source.fills,
-            cache(source.tokenizer), source.generation,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,10 +200,10 @@ def open_models(arguments: argparse.Namespace) -> Models:
     Raises:
         CheckpointError, OptionError: A model is not there, or the options do not go together.
     """
-    small = None if arguments.source is None else ReadOnce(open_checkpoint(arguments.source))
+    small = None if arguments.source is None else open_checkpoint(arguments.source)
     draft = small if arguments.draft == "model" else None
     if arguments.target is not None:
-        return Models(ReadOnce(open_checkpoint(arguments.target)), draft)
+        return Models(open_checkpoint(arguments.target), draft)
     if small is None:
         shape = shape_named(arguments.shape, arguments.layers)
         return Models(repeated_llama(shape, context_tokens=_LONGEST_CONTEXT_TOKENS), draft)
@@ -236,7 +221,11 @@ def sweep_points(sweep: str, arguments: argparse.Namespace) -> list[Point]:
     Raises:
         OptionError: A value makes no sense; CheckpointError: there is no such model.
     """
-    num_layers = open_models(arguments).config.num_layers
+    return points_among(sweep, arguments, open_models(arguments).config.num_layers)
+
+
+def points_among(sweep: str, arguments: argparse.Namespace, num_layers: int) -> list[Point]:
+    """The same of a model of `num_layers`."""
     if sweep == "resident":
         return resident_points(arguments.values, num_layers=num_layers)
     return window_points(arguments.values, resident_layers=arguments.resident_layers, num_layers=num_layers)

@@ -66,9 +66,9 @@ class MadeCheckpoint(CheckpointSource):
         fills: Mapping[str, Fill], *, tokenizer: Callable[[], Any] | None = None,
     ) -> None:  # fmt: skip
         dtype = torch.bfloat16 if words is None else words.native_dtype
-        settings = {} if words is None else words.generation
+        generation = {} if words is None else words.generation
         tokenizer = tokenizer or (words.tokenizer if words else Wordless)
-        super().__init__(config, dtype, reference, hf_config, fills, tokenizer, settings)
+        super().__init__(config, dtype, reference, hf_config.to_dict(), fills, tokenizer, generation)
 
 
 class UntrainedLlama(MadeCheckpoint):

@@ -1,0 +1,225 @@
+"""Tokenizers: transformers' of a checkpoint directory, or built from the metadata of a GGUF file.
+
+A GGUF file has a vocabulary and the *name* of how text is cut before merging, `tokenizer.ggml.pre`. What the names mean
+is known to llama.cpp (`llama-vocab.cpp`), whose token ids these are. transformers takes 4 to 10 s for such a file, and
+cuts as GPT-2 where it does not know the name; this takes 0.3 s for 49,000 tokens and refuses the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from offload_runtime.errors import CheckpointError
+from offload_runtime.weights.fields import MOST, Fields, shown
+
+# --- how text is cut: each expression in turn cuts what the ones before have left
+
+_APOSTROPHES = "'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# llama.cpp's letters: those outside ASCII count as capital and as small, and marks as neither.
+_CAPITAL, _SMALL = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_FULL_WIDTH = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+"
+# Cased letters, as of Unicode 11.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ"
+    "-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"  # noqa: RUF001
+)
+
+
+def _words(word: str, digits: str, symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*") -> str:
+    """The expression of most vocabularies since 2023: words, digits, symbols, blanks."""
+    return f"{word}|{digits}|{symbols}|{_BLANKS}"
+
+
+def _cased_words(ending: str = "") -> str:
+    """Words that also end where a capital begins another."""
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return f"{first}{_CAPITAL}*{_SMALL}+{ending}|{first}{_CAPITAL}+{_SMALL}*{ending}"
+
+
+_WORD = _APOSTROPHES + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS_OF_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    "llama-bpe": (_words(_WORD, r"\p{N}{1,3}"),),
+    "qwen2": (_words(_WORD, r"\p{N}"),),
+    "seed-coder": (_words(_WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+"),),
+    "tekken": (_words(_cased_words(), r"\p{N}", _SYMBOLS_OF_PATHS),),
+    "gpt-4o": (_words(_cased_words(f"(?:{_APOSTROPHES})?"), r"\p{N}{1,3}", _SYMBOLS_OF_PATHS),),
+    "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _FULL_WIDTH, r"\s+$", _CJK, r"\p{N}+"),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _BLANKS,
+    ),
+}  # fmt: skip
+# What begins with `bos` unless it says otherwise, and takes a word that is in the vocabulary as it is.
+_WHOLE_WORDS = "tekken llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"
+_OTHER_NAMES = {
+    "gpt-2": "phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion exaone4 granite-docling",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    "llama-bpe": f"{_WHOLE_WORDS} smaug-bpe dbrx chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
+}
+_KNOWN = {other: _SPLITS[name] for name, others in _OTHER_NAMES.items() for other in others.split()} | _SPLITS
+
+# --- special tokens, by llama.cpp's names: of whatever type a file gives them, these end an answer, or control
+
+_END_WORDS = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <\uff5cend▁of▁sentence\uff5c> [e~[ "
+    # of filling in the middle: padding, the next repository, the next file
+    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
+    "<|file_sep|>"
+)
+_MIDDLE_WORDS = (
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID> <|code_middle|> <|middle|>"
+)
+_END_NAMES, _CONTROL_NAMES = set(_END_WORDS.split()), set(_END_WORDS.split() + _MIDDLE_WORDS.split())
+_ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
+_TRANSFORMERS_WORDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# How bytes are spelled that UTF-8 never has: DeepSeek's files have some of these letters as tokens, which mean letters.
+_NO_BYTES = tuple("ÀÁõö÷øùúûüýþÿ")
+_MOST_CHARACTERS = 1 << 10  # of a token: far more than any has
+
+
+def token_id(fields: Fields, name: str) -> int | None:
+    """The id of a special token, such as `bos`; None where the file names none, or one outside its vocabulary."""
+    default = _SENTENCEPIECE_IDS.get(name, -1) if fields.values.get("tokenizer.ggml.model") == "llama" else -1
+    index = fields.integer(f"tokenizer.ggml.{name}_token_id", default, at_least=-MOST, at_most=1 << 64)
+    return index if 0 <= index < len(fields.values.get("tokenizer.ggml.tokens") or ()) else None
+
+
+def end_token_ids(fields: Fields) -> list[int]:
+    """What ends an answer: the tokens that the file says, the end of a sequence first, and those of known names."""
+    said = [index for name in _ENDING_IDS if (index := token_id(fields, name)) is not None]
+    tokens = fields.items("tokenizer.ggml.tokens", str)
+    return list(dict.fromkeys(said + [index for index, token in enumerate(tokens) if token in _END_NAMES]))
+
+
+# --- tokenizers
+
+
+@contextmanager
+def _readable(where: object, way_out: str) -> Iterator[None]:
+    """Whatever a library makes of a tokenizer that it cannot read becomes a `CheckpointError`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, CheckpointError):
+        raise
+    except BaseException as error:  # errors of several libraries, and panics, which are no `Exception`
+        raise CheckpointError(f"{where} has no usable tokenizer ({shown(error)}): {way_out}") from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """transformers' tokenizer of a checkpoint directory.
+
+    Raises:
+        CheckpointError: There is none or it cannot be read.
+    """
+    with _readable(directory, "add its tokenizer.json and tokenizer_config.json"):
+        from transformers import AutoTokenizer
+
+        # Old files ask for it: it drops spaces before punctuation, and of byte-level vocabularies only warns.
+        options = {"clean_up_tokenization_spaces": False, "trust_remote_code": False}
+        return _tried(AutoTokenizer.from_pretrained(directory, **options))
+
+
+def gguf_tokenizer(fields: Fields) -> Any:
+    """The tokenizer that a GGUF file's metadata describes, as transformers' `PreTrainedTokenizerFast`.
+
+    Raises:
+        CheckpointError: It is damaged, of another kind than byte-level BPE and SentencePiece, or cuts text in a way
+            that is not known.
+    """
+    kind, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
+    if kind not in ("gpt2", "llama"):
+        fields.refuse("tokenizer.ggml.model", kind, "gpt2 or llama")
+    if kind == "gpt2" and pre not in _KNOWN:
+        fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_SPLITS)} or an alias")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.items("tokenizer.ggml.tokens", str))]
+    types = fields.items("tokenizer.ggml.token_type", int) or [0] * len(tokens)
+    if len(set(tokens)) < len(tokens) or len(types) != len(tokens) or max(map(len, tokens)) > _MOST_CHARACTERS:
+        fields.refuse(
+            "tokenizer.ggml.tokens", tokens, f"each once, of up to {_MOST_CHARACTERS} characters, with a type"
+        )
+    with _readable(fields.where, "download or convert it again"):
+        from tokenizers import AddedToken
+        from transformers import PreTrainedTokenizerFast
+
+        typed = list(zip(tokens, types, strict=True))
+        control = [token for token, of in typed if of in (_UNKNOWN, _CONTROL) or token in _CONTROL_NAMES]
+        others = [token for token, of in typed if of == _USER_DEFINED and token not in _CONTROL_NAMES]
+        tokenizer = _sentencepiece(fields, tokens) if kind == "llama" else _byte_level(fields, tokens, pre, others)
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in others])
+        ids = {word: token_id(fields, name) for word, name in _TRANSFORMERS_WORDS.items()}
+        named = {f"{word}_token": tokens[index] for word, index in ids.items() if index is not None}
+        bos = kind == "llama" or pre in _WHOLE_WORDS.split()
+        return _tried(PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, chat_template=fields.text("tokenizer.chat_template", "") or None,
+            add_bos_token=fields.flag("tokenizer.ggml.add_bos_token", bos),
+            add_eos_token=fields.flag("tokenizer.ggml.add_eos_token"), clean_up_tokenization_spaces=False, **named,
+        ))  # fmt: skip
+
+
+def _tried(tokenizer: Any) -> Any:
+    """The tokenizer, once it has shown that it works: some fail, or panic, at the first text."""
+    tokenizer.decode(tokenizer.encode("a 1\n", add_special_tokens=True), skip_special_tokens=True)
+    return tokenizer
+
+
+def _byte_level(fields: Fields, tokens: list[str], pre: str, others: list[str]) -> Any:
+    """Byte-level BPE: text is cut, and what is in a piece merged in the order of the merges; `others` are tokens as
+    they are written, not by their bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = (pair.partition(" ") for pair in fields.items("tokenizer.ggml.merges", str))
+    merges = [(left, right) for left, _, right in pairs]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    whole = pre in _WHOLE_WORDS.split()
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _KNOWN[pre]]
+    by_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, by_bytes])
+    letters = [decoders.Replace(word, by_bytes.pre_tokenize_str(word)[0][0]) for word in others if word in _NO_BYTES]
+    tokenizer.decoder = decoders.Sequence([*letters, decoders.ByteLevel()])
+    return tokenizer
+
+
+def _sentencepiece(fields: Fields, tokens: list[str]) -> Any:
+    """SentencePiece: the whole text is merged, the pieces of the best scores first; what has no piece is bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = fields.items("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        fields.refuse("tokenizer.ggml.scores", scores, f"one for each of {len(tokens)} tokens")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    best_first = sorted(tokens, key=lambda token: -scores[vocabulary[token]])
+    merges = [
+        (token[:place], token[place:]) for token in best_first for place in range(1, len(token))
+        if token[:place] in vocabulary and token[place:] in vocabulary
+    ]  # fmt: skip
+    unknown = tokens[token_id(fields, "unknown") or 0]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return tokenizer

@@ -1,0 +1,79 @@
+"""`docs/cli.md`: it names every option and chat command, and each of its commands runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from offload_runtime import engine
+from offload_runtime.cli import app
+from offload_runtime.cli.chat import COMMANDS
+from offload_runtime.weights import fetch_demo_model
+from tests.test_cli_fakes import FakeRuntime
+
+REFERENCE = (Path(__file__).resolve().parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+LINES = re.findall(r"^    offload-runtime (.+)$", REFERENCE.replace(" \\\n", " "), flags=re.MULTILINE)
+# What is said behind a command so that it takes seconds; the last of two options counts.
+SHORTER = {
+    "generate": "--max-new-tokens 3 --context 2048", "chat": "--max-new-tokens 3 --context 512",
+    "verify": "--tokens 8 --seeds 32 --context 512", "demo": "--max-new-tokens 3", "plan": "", "profile": "",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the files are that the reference names, and nothing of the user's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
+    for name in ("prompt.txt", "a.txt", "b.txt", "turns.txt"):
+        (tmp_path / name).write_text("Name a river.\nAnd a sea.\n")
+    (tmp_path / "book.txt").write_text("The sea was calm, and the ship went on. " * 100)
+    return tmp_path
+
+
+def run(line: str, *more: str) -> Result:
+    """Run a command as a shell would, which gives it a file as stdin at most."""
+    words, _, stdin = line.partition(" < ")
+    given = Path(stdin).read_text() if stdin else "Name a river.\n"
+    return CliRunner().invoke(app, [*shlex.split(words), *more], input=given)
+
+
+def test_every_command_is_there() -> None:
+    parser: Any = typer.main.get_command(app)
+    assert {line.split()[0] for line in LINES} == set(parser.commands) == set(SHORTER)
+    for name, command in parser.commands.items():
+        assert f"\n## {name}\n" in REFERENCE
+        for option in command.params:
+            assert re.search(rf"`{option.opts[0]}\b", REFERENCE), f"{name} {option.opts[0]}"
+    for name, one in COMMANDS.items():
+        assert f"| `{name} {one.argument.strip('[]')}".rstrip() + "` |" in REFERENCE
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.split()[0] in ("generate", "chat")])
+def test_what_is_asked_of_a_runtime_can_be(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    fake = FakeRuntime()
+    monkeypatch.setattr(engine, "Runtime", fake)
+    result = run(line)
+    assert result.exit_code == 0, result.stderr
+    assert fake.loads and fake.requests
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_command_runs(folder: Path, target: Path, draft: Path) -> None:
+    """With the demo model, which stands for draft and target; `verify`, which says hundreds of answers, with small
+    ones. All in one process."""
+    for name in ("model.gguf", "draft.gguf"):
+        (folder / name).symlink_to(fetch_demo_model())
+    for line in LINES:
+        if line.startswith("verify"):
+            line = line.replace("./model.gguf", str(target)).replace("./draft.gguf", str(draft))
+        result = run(line, *shlex.split(SHORTER[line.split()[0]]))
+        assert result.exit_code == 0 and result.stdout.strip(), (line, result.stderr, result.exception)
+    assert (folder / "plan.png").exists() and (folder / "config" / "profiles" / "mine.toml").exists()

@@ -1,0 +1,48 @@
+"""The programs of examples/ run, on a small random model."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine import write_checkpoint
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), context=8192)
+
+
+def printed(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What an example prints when it is called with some words."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+SAYS = {
+    "generate.py": "the same tokens: True",
+    "stream.py": "> And in the evening?",
+    "long_context.py": "tokens read in",
+    "batch.py": "== Dear Sir or Madam,",
+    "plan.py": "2048 tokens: 0 of 5 layers over the link",
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs(
+    target: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("the quick brown fox jumps over the lazy dog and " * 100)
+    words = [str(target), *([str(book)] if name == "long_context.py" else [])]
+    assert SAYS[name] in printed(name, words, monkeypatch, capsys)
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()

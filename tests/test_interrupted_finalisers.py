@@ -1,0 +1,119 @@
+"""What finalisers raise Python prints and forgets: a Ctrl-C that lands in one interrupts the command all the same."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_runtime.cli import main
+from offload_runtime.engine import Runtime
+from offload_runtime.memory import PAGE_BYTES, HostArena
+from tests.helpers.page_locking import LimitedRegistrar
+
+
+class InterruptedRegistrar(LimitedRegistrar):
+    """Somebody presses Ctrl-C when the block with this number is unlocked."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(most_bytes=1 << 40)
+        self._left = number
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        self._left -= 1
+        if self._left < 0:
+            self._left = 1 << 30
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`offload-runtime --version` has run in this process, and Ctrl-C is what Python takes it for by itself."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back behind the test
+    monkeypatch.setattr(sys, "argv", ["offload-runtime", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def rest_of_the_program() -> None:
+    """What the main flow does for the next seconds unless it is interrupted."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_in_that_of_an_arena(number: int) -> None:
+    registrar = InterruptedRegistrar(number)
+    arena = HostArena(3 * PAGE_BYTES, name="layer 0")
+    arena.lock(registrar, PAGE_BYTES)
+    with pytest.raises(KeyboardInterrupt):
+        del arena
+        gc.collect()
+        rest_of_the_program()
+    assert not registrar.locked, "what was left to be unlocked is unlocked nevertheless"
+
+
+def test_in_that_of_a_runtime(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfreeze, before = gc.unfreeze, threading.active_count()
+
+    def interrupted() -> None:
+        unfreeze()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(gc, "unfreeze", interrupted)
+    runtime = Runtime.load(target, device="cpu", resident_layers=1)
+    runtime.generate("the fox", max_new_tokens=3)
+    assert threading.active_count() > before
+    with pytest.raises(KeyboardInterrupt):
+        del runtime
+        gc.collect()
+        rest_of_the_program()
+    assert threading.active_count() == before, "a copy engine was left behind"
+
+
+class Interrupted:
+    """Somebody presses Ctrl-C when it goes."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Failing:
+    """It cannot go."""
+
+    def __del__(self) -> None:
+        raise ValueError("no way out")
+
+
+@pytest.mark.parametrize("place", ["a __del__", "a generator"])
+def test_in_anybodys(place: str) -> None:
+    def suspended() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    dropped = suspended() if place == "a generator" else Interrupted()
+    if isinstance(dropped, Iterator):
+        next(dropped)
+    with pytest.raises(KeyboardInterrupt):
+        del dropped
+        gc.collect()
+        rest_of_the_program()
+
+
+def test_other_failures_are_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    Failing()
+    gc.collect()
+    assert "ValueError: no way out" in capsys.readouterr().err

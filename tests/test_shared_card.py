@@ -1,0 +1,168 @@
+"""A card that several runtimes share: torch's allocator is held to what those allow that are open, and to nothing
+behind the last of them, loads that were refused included. And a card whose kernels cannot read what is page-locked."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
+from offload_runtime.memory import DeviceBudget, require_readable_arenas
+from tests.helpers.engine import refuse_weights
+
+CARD = torch.device("cuda", 0)
+CONTEXT_GB = 0.8  # of our own: what is in use, and modules that will be loaded
+
+
+class Card:
+    """A GPU of 24 GB where there is none, on which this process has made a context of 0.6 GB."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.held_gb = 0.0  # by torch's allocator
+        self.share, self.num_caps = 1.0, 0  # that it may hold at most, and how often that was said
+        answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0}
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        for name in ("empty_cache", "synchronize"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        patch.setattr(torch.cuda, "device", nullcontext)
+        facts = type("Facts", (), {"uuid": "1", "name": "Card", "total_memory": 24 * GB, "major": 8, "minor": 9})
+        for name, answer in (("get_device_properties", facts), ("get_device_name", "Card")):
+            patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        patch.setattr(torch, "zeros", lambda *_, device: None)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (round((23.4 - self.held_gb) * GB), 24 * GB))
+        patch.setattr(torch.cuda, "memory_reserved", lambda *_: round(self.held_gb * GB))
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", self.cap)
+
+    def cap(self, share: float, device: torch.device) -> None:
+        assert device == CARD
+        self.share, self.num_caps = share, self.num_caps + 1
+
+    @property
+    def capped_gb(self) -> float:
+        return round(24 * self.share, 6)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    gc.collect()  # budgets that nobody has any more
+    return Card(monkeypatch)
+
+
+@pytest.mark.parametrize("first_closed", [0, 1])
+def test_the_cap_is_that_of_the_runtimes_still_open(card: Card, first_closed: int) -> None:
+    card.held_gb = 0.5  # a tensor of somebody else
+    budgets = [DeviceBudget(CARD, 10 * GB)]
+    assert card.capped_gb == pytest.approx(10 - CONTEXT_GB + 0.5)
+    card.held_gb += 4
+    budgets.append(DeviceBudget(CARD, 6 * GB))
+    assert card.capped_gb == pytest.approx(16 - 2 * CONTEXT_GB + 0.5), "what the first one has not taken yet is its own"
+    budgets.pop(first_closed).release()
+    assert card.capped_gb == pytest.approx((6, 10)[first_closed] - CONTEXT_GB + 0.5)
+    budgets.pop().release()
+    assert card.share == 1.0
+    card.held_gb = 2  # nothing is remembered of those before
+    again = DeviceBudget(CARD, 3 * GB)
+    assert card.capped_gb == pytest.approx(3 - CONTEXT_GB + 2)
+    again.release()
+    again.release()
+    assert card.share == 1.0
+
+
+def test_a_limit_beyond_the_card_leaves_the_cap_as_it_was(card: Card) -> None:
+    first = DeviceBudget(CARD, 10 * GB)
+    before = card.share
+    with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the"):
+        DeviceBudget(CARD, 30 * GB)
+    assert card.share == before < 1
+    first.release()
+
+
+def test_a_budget_that_is_dropped_allows_nothing_any_more(card: Card) -> None:
+    kept, dropped = DeviceBudget(CARD, 10 * GB), DeviceBudget(CARD, 6 * GB)
+    del dropped
+    gc.collect()
+    kept.release()
+    assert card.share == 1.0
+
+
+def refuse(_: object) -> None:
+    """As a callback of loading."""
+    raise OptionError("not this one")
+
+
+REFUSALS = {
+    "by the plan": ({"context": 10**9}, (ContextLengthError, BudgetError)),
+    "by who asked": ({"on_plan": refuse}, OptionError),
+}
+
+
+@pytest.mark.parametrize("refusal", list(REFUSALS))
+def test_a_refused_load_leaves_no_cap(card: Card, target: Path, refusal: str) -> None:
+    options, error = REFUSALS[refusal]
+    with pytest.raises(error):
+        Runtime.load(target, device="cuda", vram=8 * GB, **options)
+    assert card.share == 1.0 and card.num_caps == 2
+
+
+class Driver:
+    """CUDA's driver, which says of the card that kernels can use host pointers, that they cannot, or nothing."""
+
+    def __init__(self, answer: int, code: int = 0) -> None:
+        self._answer, self._code = answer, code
+
+    def cuDeviceGetAttribute(self, answer: Any, attribute: int, device: int) -> int:
+        assert (attribute, device) == (91, 0)
+        ctypes.cast(answer, ctypes.POINTER(ctypes.c_int))[0] = self._answer
+        return self._code
+
+
+@pytest.mark.parametrize(("driver", "fine"), [(Driver(1), True), (Driver(0), False), (Driver(1, code=101), False)])
+def test_a_card_whose_kernels_cannot_read_arenas(monkeypatch: pytest.MonkeyPatch, driver: Driver, fine: bool) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    if fine:
+        require_readable_arenas(CARD)
+        return
+    with pytest.raises(DeviceError, match=r"cuda:0 cannot read .* --speculation chain or --kv gpu") as refused:
+        require_readable_arenas(CARD)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_retrieval_verifier_needs_a_card_that_reads_arenas(
+    target: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    options: dict[str, Any] = {"device": "cuda", "kv": "host", "draft": "none", "context": 512}
+    options["speculation"] = SpeculationOptions("triforce", budget_tokens=256)
+    if not readable:
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0))
+        with pytest.raises(DeviceError, match="cannot read page-locked host memory"):
+            Runtime.load(target, on_progress=refuse_weights, **options)
+        return
+    with Runtime.load(target, **options) as runtime:
+        assert runtime.generate([5] * 400, max_new_tokens=4, ignore_eos=True).stats.new_tokens == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_closing_one_runtime_leaves_the_cap_of_the_other(target: Path) -> None:
+    options: dict[str, Any] = {"device": "cuda", "vram": 3 * GB, "resident_layers": "auto"}
+    device = torch.device("cuda", 0)
+    with Runtime.load(target, **options):
+        Runtime.load(target, **options).close()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(4 * GB, dtype=torch.uint8, device=device)
+        with pytest.raises(BudgetError):
+            Runtime.load(target, **{**options, "vram": 1 << 50})
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(4 * GB, dtype=torch.uint8, device=device)
+    assert torch.empty(4 * GB, dtype=torch.uint8, device=device).nbytes == 4 * GB

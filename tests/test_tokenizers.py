@@ -1,0 +1,128 @@
+"""Tokenizers of GGUF files: llama.cpp's token ids, what ends an answer, and refusals.
+
+`data/tokenizers/expected.json.xz` has 540 strings (by hand: unicode, runs of blanks, digits, code, control tokens; the
+rest drawn with seed 540 from alphabets and words) and six vocabularies with the ids that llama.cpp itself gives them:
+its `llama_vocab::tokenize(text, add_special=true, parse_special=true)` as vendored by llama-cpp-python 0.3.36, on whole
+files. These are llama.cpp's own `ggml-vocab-*.gguf` (llama-bpe, qwen2, deepseek-llm; llama: of SentencePiece), the
+demonstration model's file (smollm), and mistral-common 1.13.1's `tekken_240718.json` written as a GGUF file, with the
+merges that follow from its ranks (tekken).
+
+The vocabularies are reduced to what can occur in these strings, so that the ids stay the same: tokens keep their ids in
+`ids`, merges their order; merges are left out whose result is in no string, and tokens that no id and no merge needs.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_runtime.errors import CheckpointError
+from offload_runtime.weights import open_checkpoint
+from tests.test_weights_gguf import build, write
+
+EXPECTED = json.loads(lzma.decompress((Path(__file__).parent / "data/tokenizers/expected.json.xz").read_bytes()))
+STRINGS: list[str] = EXPECTED["strings"]
+
+
+def metadata_of(name: str, **changes: Any) -> dict[str, Any]:
+    """What stands under `tokenizer.ggml` in the file of a reduced vocabulary."""
+    file = EXPECTED["files"][name]
+    place = {old: new for new, old in enumerate(file["ids"])}
+    values = {key: place[value] if key.endswith("_id") else value for key, value in file["metadata"].items()}
+    lists = {key: file[key] for key in ("tokens", "token_type", "merges", "scores") if key in file}
+    return {key: value for key, value in {**values, **lists, **changes}.items() if value is not None}
+
+
+def written(directory: Path, vocabulary: dict[str, Any]) -> Path:
+    """A small model with this vocabulary."""
+    model = build("llama", num_hidden_layers=1, vocab_size=len(vocabulary.get("tokens", "")) or 64)
+    return write(directory / "m.gguf", "llama", model, kind="F16", vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("name", EXPECTED["files"])
+def test_ids_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    expected = EXPECTED["files"][name]
+    source = open_checkpoint(written(tmp_path, metadata_of(name)))
+    tokenizer, ids = source.tokenizer(), expected["ids"]
+    assert len(STRINGS) == len(set(STRINGS)) == 540
+    found = {text: [ids[token] for token in tokenizer.encode(text)] for text in STRINGS}
+    wanted = dict(zip(STRINGS, expected["expected"], strict=True))
+    assert {text: found[text] for text in STRINGS if found[text] != wanted[text]} == {}
+    ends = source.generation_eos()
+    assert sorted(ids[token] for token in ends) == expected["end_ids"]
+    assert ends[0] == tokenizer.eos_token_id
+    for text in STRINGS[18:60]:  # what it says is what was said, but for the first blank of SentencePiece
+        said = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+        assert said == text
+
+
+def test_a_tokenizer_is_read_once(tmp_path: Path) -> None:
+    path = written(tmp_path, metadata_of("smollm"))
+    source = open_checkpoint(path)
+    first = source.tokenizer()
+    path.unlink()
+    assert source.tokenizer() is first
+
+
+def test_the_flags_of_a_file_are_kept(tmp_path: Path) -> None:
+    hello = "Hello world"
+    plain = open_checkpoint(written(tmp_path, metadata_of("llama-bpe"))).tokenizer()
+    assert plain.encode(hello)[0] == plain.bos_token_id and plain.chat_template is None
+    changes = {"add_bos_token": False, "add_eos_token": True}
+    other = open_checkpoint(written(tmp_path, metadata_of("llama-bpe", **changes))).tokenizer()
+    assert other.encode(hello) == [*plain.encode(hello, add_special_tokens=False), other.eos_token_id]
+
+
+@pytest.mark.parametrize("text", ["ö ü ø", "Größe, façade"])
+def test_letters_that_are_tokens_are_written_as_letters(text: str, tmp_path: Path) -> None:
+    """DeepSeek's files have tokens of letters that stand for bytes in other tokens."""
+    tokenizer = open_checkpoint(written(tmp_path, metadata_of("deepseek-llm"))).tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_tokens_of_known_names_control_whatever_their_type(tmp_path: Path) -> None:
+    """The answer of a model whose file names no end of turn went on past `<|endoftext|>`."""
+    vocabulary = metadata_of("smollm")
+    ends = [vocabulary["tokens"].index(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    vocabulary["token_type"] = [1] * len(vocabulary["tokens"])
+    source = open_checkpoint(written(tmp_path, vocabulary))
+    assert {*ends} <= {*source.generation_eos()}
+    assert source.tokenizer().encode("<|im_end|><|endoftext|>") == ends
+    assert source.tokenizer().decode(ends, skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre": "mystery"}, r"pre 'mystery', where one of default, gpt-2, smollm, .*\n.*tokenizer\.json"),
+        ({"model": "bert"}, "model 'bert', where gpt2 or llama"),
+        ({"model": None}, r"no usable tokenizer\.ggml\.model"),
+        ({"tokens": ["a"] * 300}, "each once"),
+        ({"tokens": ["a" * 5000]}, "each once"),
+        ({"tokens": [1, 2, 3]}, "tokens 1, where a text"),
+        ({"token_type": [1]}, "with a type"),
+        ({"token_type": "x" * 5000}, "where a list"),
+        ({"merges": ["x"]}, "no usable tokenizer"),
+        ({"merges": ["never heard"]}, "no usable tokenizer"),
+        ({"model": "llama"}, "scores"),
+        ({"add_bos_token": "yes"}, "true or false"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, metadata_of("smollm", **changes))
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        open_checkpoint(path).tokenizer()
+    lines = str(refusal.value).splitlines()
+    assert len(lines) <= 2 and max(map(len, lines)) <= 300
+
+
+def test_a_tokenizer_beside_the_file_is_the_way_out(tmp_path: Path) -> None:
+    known = open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer()
+    known.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    found = open_checkpoint(written(tmp_path, metadata_of("smollm", pre="mystery"))).tokenizer()
+    assert [found.encode(text) for text in STRINGS] == [known.encode(text) for text in STRINGS]
