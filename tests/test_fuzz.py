@@ -5,6 +5,7 @@ Half of them are the same in every run, the others new: FUZZ_SEED, which a failu
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -379,6 +380,7 @@ def chats(scratch: Path, stack: ExitStack) -> Part:
             errors = _error_lines(stderr)
             assert len(errors) <= len(lines), "more errors than lines"
             judge.judge_lines(repr(lines), errors)
+            judge.refused += len(errors)
 
         judge.run(f"{' '.join(options)} {', '.join(names)} {lines!r}", talk)
         judge.count += LINES_OF_A_CHAT - 1
@@ -475,6 +477,8 @@ def test_nothing_but_typed_errors(part: Callable[[Path, ExitStack], Part], chunk
     judge = Judge()
     with ExitStack() as stack:
         one = part(scratch, stack)
+        gc.collect()
+        gc.freeze()  # what was imported by now: closing a runtime would look through all of it
         with limited_memory():
             while judge.count < INPUTS:
                 one(Random(f"{SEEDS[chunk]}/{part.__name__}/{judge.count}"), judge)
