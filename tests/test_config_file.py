@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
+from offload_runtime.model import RopeTable
 from offload_runtime.weights import describe_model, open_checkpoint
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, model_config_from_transformers
 
@@ -93,6 +95,47 @@ def test_a_checkpoint_with_weights_is_described_as_it_is_opened(tmp_path: Path) 
 def test_what_cannot_be_planned(changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         describe_model(written(tmp_path, "llama-2-7b", **changes))
+
+
+HUGE = [0, -1, 10**6, 2**63, 10**400, 1.5, True, "x" * 5000, ["\n"] * 5000, {"a": {"b": "c" * 5000}}]
+DAMAGED = [
+    *({name: value} for name in ("num_hidden_layers", "num_key_value_heads", "head_dim") for value in HUGE),
+    *({"hidden_size": 2**63, name: value} for name in ("vocab_size", "intermediate_size") for value in HUGE[:3]),
+    *({"rope_scaling": value} for value in ("yarn" * 2000, ["yarn"], 7, {"rope_type": ["x" * 5000]})),
+    *({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, name: value}}
+      for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings", "mscale")
+      for value in (0, -1, "4" * 5000, float("inf"), 1e300)),
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": "x"}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2, "high_freq_factor": 2}},
+    *({"sliding_window": value, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+      for value in (0, -4096, "wide", [1], 2**63)),
+    *({name: value} for name in ("rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "eos_token_id",
+                                 "architectures", "model_type", "max_position_embeddings") for value in HUGE[-3:]),
+    {"eos_token_id": [2, "x" * 5000]}, {"eos_token_id": True}, {"quantization_config": "x" * 5000},
+    {"layer_types": ["x" * 5000] * 5000, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    {"no_rope_layers": [1, "x"], "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]},
+    {"no_rope_layer_interval": 0, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", DAMAGED, ids=lambda changes: reprlib.repr(changes))
+def test_damaged_configurations_are_refused_briefly(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Before anything of a size that they name is made, and without echoing kilobytes."""
+    with pytest.raises(CheckpointError) as refusal:
+        describe_model(written(tmp_path, "llama-2-7b", **changes))
+    lines = str(refusal.value).splitlines()
+    assert len(lines) <= 2 and max(map(len, lines)) <= 300
+
+
+def test_rotations_of_what_is_accepted_are_finite(tmp_path: Path) -> None:
+    for changes in ({}, {"attention_factor": 1e6}, {"beta_fast": 1e-6, "beta_slow": 1e6}, {"rope_theta": 1.001}):
+        rope = {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 2, **changes}
+        config = describe_model(written(tmp_path, "llama-2-7b", rope_scaling=rope)).config()
+        table = RopeTable(config, torch.device("cpu"))
+        cos, sin = table.angles(torch.tensor([0, 1, 4095], dtype=torch.int32), table.frequencies(4096))
+        assert torch.isfinite(cos).all() and torch.isfinite(sin).all()
 
 
 def test_neither_a_file_nor_a_model_of_the_hub(tmp_path: Path) -> None:

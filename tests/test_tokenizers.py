@@ -22,7 +22,8 @@ import pytest
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import open_checkpoint
-from tests.test_weights_gguf import build, write
+from tests.helpers.engine import byte_level_tokenizer
+from tests.test_weights_gguf import NO_VOCABULARY, build, write
 
 EXPECTED = json.loads(lzma.decompress((Path(__file__).parent / "data/tokenizers/expected.json.xz").read_bytes()))
 STRINGS: list[str] = EXPECTED["strings"]
@@ -126,3 +127,26 @@ def test_a_tokenizer_beside_the_file_is_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink(missing_ok=True)
     found = open_checkpoint(written(tmp_path, metadata_of("smollm", pre="mystery"))).tokenizer()
     assert [found.encode(text) for text in STRINGS] == [known.encode(text) for text in STRINGS]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"decoder": {"type": "Strip", "content": "a", "start": 5, "stop": 5}},
+        {"model": {"type": "Unigram", "vocab": [], "unk_id": None}},
+        {"model": {"type": "x" * 5000}},
+        {"model": None, "version": "\n\n\n"},
+    ],
+    ids=["panics reading text", "panics when loaded", "panics writing text", "reads nothing", "long", "lines"],
+)
+def test_a_damaged_tokenizer_of_transformers(part: dict[str, Any], tmp_path: Path) -> None:
+    """Panics of the `tokenizers` library are no `Exception`s."""
+    path = written(tmp_path, NO_VOCABULARY)
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    with pytest.raises(CheckpointError, match=r"has no usable tokenizer .*: add its tokenizer\.json") as refusal:
+        open_checkpoint(path).tokenizer()
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) <= 300

@@ -33,8 +33,7 @@ class RopeTable:
         from transformers import LlamaConfig
 
         self._hf_config = LlamaConfig(
-            hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+            hidden_size=config.head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
         )  # fmt: skip
         self._head_dim = config.head_dim

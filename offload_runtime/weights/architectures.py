@@ -23,13 +23,13 @@ ARCHITECTURES = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _MOST_LAYERS, _MOST_HEAD_DIM = 1 << 10, 1 << 12  # the deepest models have 130 layers
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
-# What each type of RoPE scaling must have, and what it may have.
-_ROPE_NEEDS = {
-    "linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}  # fmt: skip
-_ROPE_FACTORS = (
-    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
-)  # fmt: skip
+# What each type of RoPE scaling must have, and what it may have, from which number on.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
+_ROPE_NEEDS["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
+_ROPE_FACTORS = {"factor": 1.0} | dict.fromkeys(
+    ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    _SMALLEST,
+)
 # transformers' values for what a file leaves out, where they are not None or False.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "sliding_window": 4096,
@@ -82,11 +82,9 @@ def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:
     """Refuse scalings that would rotate by infinities, or fail deep in the decoder."""
     rope.number("rope_theta", at_least=1 + _SMALLEST, at_most=1e15)
     needed = _ROPE_NEEDS.get(rope_type, ())
-    if "factor" in needed or (rope_type != "default" and "factor" in rope):  # else it follows from the lengths
-        rope.number("factor", at_least=1, at_most=_LARGEST)
-    for name in _ROPE_FACTORS:
-        if name in needed or name in rope:
-            rope.number(name, at_least=_SMALLEST, at_most=_LARGEST)
+    for name, at_least in _ROPE_FACTORS.items():
+        if name in needed or (name in rope and rope_type != "default"):
+            rope.number(name, at_least=at_least, at_most=_LARGEST)
     if rope_type == "llama3" and rope.number("low_freq_factor") == rope.number("high_freq_factor"):
         rope.refuse("high_freq_factor", rope.values["high_freq_factor"], "more than low_freq_factor")
     if "original_max_position_embeddings" in rope:
@@ -105,7 +103,8 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
     """The rotary embedding in the form that transformers 5 writes, once it is something the decoder rotates by; old
     files have the keys `rope_scaling`, `rope_theta` and `type`."""
     values = fields.values
-    rope = dict(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+    said = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    rope = {name: value for name, value in said.items() if value is not None}
     rope.setdefault("rope_theta", values["rope_theta"])
     rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:

@@ -32,7 +32,7 @@ from offload_runtime.weights.checkpoint import (
 )
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shown
-from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, load_tokenizer, token_id
+from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, load_tokenizer, special_ids
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
@@ -256,12 +256,12 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
             experts.
     """
     _check_supported(header)
-    family, eos = header.arch, end_token_ids(header.fields)
+    family, ids, eos = header.arch, special_ids(header.fields), end_token_ids(header.fields)
     settings = _shape_settings(header) | {
         "rope_parameters": _rope_parameters(header),
-        "bos_token_id": token_id(header.fields, "bos"),
+        "bos_token_id": ids.get("bos"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": token_id(header.fields, "padding"),
+        "pad_token_id": ids.get("padding"),
         "dtype": "bfloat16",
         # Of some families only; the others have no such tensors, or have them whatever their configuration says.
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,

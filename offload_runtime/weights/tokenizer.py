@@ -91,22 +91,27 @@ _END_NAMES, _CONTROL_NAMES = set(_END_WORDS.split()), set(_END_WORDS.split() + _
 _ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
-_TRANSFORMERS_WORDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_TRANSFORMERS_WORDS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # How bytes are spelled that UTF-8 never has: DeepSeek's files have some of these letters as tokens, which mean letters.
 _NO_BYTES = tuple("ÀÁõö÷øùúûüýþÿ")
 _MOST_CHARACTERS = 1 << 10  # of a token: far more than any has
 
 
-def token_id(fields: Fields, name: str) -> int | None:
-    """The id of a special token, such as `bos`; None where the file names none, or one outside its vocabulary."""
-    default = _SENTENCEPIECE_IDS.get(name, -1) if fields.values.get("tokenizer.ggml.model") == "llama" else -1
-    index = fields.integer(f"tokenizer.ggml.{name}_token_id", default, at_least=-MOST, at_most=1 << 64)
-    return index if 0 <= index < len(fields.values.get("tokenizer.ggml.tokens") or ()) else None
+def special_ids(fields: Fields) -> dict[str, int]:
+    """The ids of special tokens, such as `bos`, that a GGUF file names and its vocabulary has."""
+    defaults = _SENTENCEPIECE_IDS if fields.text("tokenizer.ggml.model", "") == "llama" else {}
+    num_tokens, ids = len(fields.items("tokenizer.ggml.tokens", str)), dict[str, int]()
+    for name in (*_ENDING_IDS, *_TRANSFORMERS_WORDS):
+        index = fields.integer(
+            f"tokenizer.ggml.{name}_token_id", defaults.get(name, -1), at_least=-MOST, at_most=1 << 64
+        )
+        ids |= {name: index} if 0 <= index < num_tokens else {}
+    return ids
 
 
 def end_token_ids(fields: Fields) -> list[int]:
     """What ends an answer: the tokens that the file says, the end of a sequence first, and those of known names."""
-    said = [index for name in _ENDING_IDS if (index := token_id(fields, name)) is not None]
+    said = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
     tokens = fields.items("tokenizer.ggml.tokens", str)
     return list(dict.fromkeys(said + [index for index, token in enumerate(tokens) if token in _END_NAMES]))
 
@@ -167,8 +172,8 @@ def gguf_tokenizer(fields: Fields) -> Any:
         tokenizer = _sentencepiece(fields, tokens) if kind == "llama" else _byte_level(fields, tokens, pre, others)
         tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in others])
-        ids = {word: token_id(fields, name) for word, name in _TRANSFORMERS_WORDS.items()}
-        named = {f"{word}_token": tokens[index] for word, index in ids.items() if index is not None}
+        ids = special_ids(fields)
+        named = {f"{word}_token": tokens[ids[name]] for name, word in _TRANSFORMERS_WORDS.items() if name in ids}
         bos = kind == "llama" or pre in _WHOLE_WORDS.split()
         return _tried(PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, chat_template=fields.text("tokenizer.chat_template", "") or None,
@@ -179,7 +184,7 @@ def gguf_tokenizer(fields: Fields) -> Any:
 
 def _tried(tokenizer: Any) -> Any:
     """The tokenizer, once it has shown that it works: some fail, or panic, at the first text."""
-    tokenizer.decode(tokenizer.encode("a 1\n", add_special_tokens=True), skip_special_tokens=True)
+    tokenizer.decode(tokenizer.encode("a b\u00e9\u65e5 12\n", add_special_tokens=True), skip_special_tokens=True)
     return tokenizer
 
 
@@ -214,7 +219,7 @@ def _sentencepiece(fields: Fields, tokens: list[str]) -> Any:
         (token[:place], token[place:]) for token in best_first for place in range(1, len(token))
         if token[:place] in vocabulary and token[place:] in vocabulary
     ]  # fmt: skip
-    unknown = tokens[token_id(fields, "unknown") or 0]
+    unknown = tokens[special_ids(fields).get("unknown", 0)]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
     tokenizer.normalizer = normalizers.Sequence(
