@@ -107,8 +107,7 @@ class RunOptions:
     )
     context: int | None = _count(_model, "Tokens of context to reserve.", least=1, metavar="TOKENS|auto")
     kv: Literal["auto", "gpu", "host"] = _model(
-        "auto",
-        help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
+        "auto", help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted faster."
     )
     speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
@@ -262,9 +261,7 @@ class VerifyOptions(LoadOptions):
 class ProfileOptions:
     """What `profile` takes."""
 
-    save: str | None = typer.Option(
-        None, metavar="NAME", help="Keep the profile under this name, over one that has it."
-    )
+    save: str | None = typer.Option(None, metavar="NAME", help="Keep the profile by this name, over one that has it.")
     device: Device = typer.Option("auto", help="What to measure: cpu leaves the GPU out, auto does if there is none.")
     quick: bool = _switch("--quick", help="About ten seconds, rougher and without the disk.")
     full: bool = _switch("--full", help="Find how much memory can be pinned by pinning nearly all that is free.")

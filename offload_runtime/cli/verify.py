@@ -99,9 +99,8 @@ def fit_table(fits: Sequence[Fit], level: float) -> Table:
     title = f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)"
     table = Table("test", *figures, title=title, title_justify="left")
     for fit in fits:
-        verdict = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
-        if fit.impossible:
-            verdict = f"defect: {fit.impossible} impossible"
+        usual = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
+        verdict = f"defect: {fit.impossible} impossible" if fit.impossible else usual
         table.add_row(fit.name, str(fit.draws), f"{fit.statistic:.1f}", str(fit.freedom), f"{fit.p_value:.2g}", verdict)
     return table
 

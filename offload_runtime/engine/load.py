@@ -25,13 +25,7 @@ from offload_runtime.engine.steps import RuntimeParts, WindowLimits
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
-from offload_runtime.memory import (
-    DeviceBudget,
-    HostArena,
-    Registrar,
-    device_memory_used_by_others,
-    resolve_device,
-)
+from offload_runtime.memory import DeviceBudget, HostArena, Registrar, device_memory_used_by_others, resolve_device
 from offload_runtime.plan import MachineFigures, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Choice, Controller
@@ -74,10 +68,8 @@ def require_link(emulation: Emulation, device: torch.device) -> None:
 
 def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) -> tuple[float, float]:
     """Peak of the link in GB/s to the device and back, as fast as it goes, with copies of `nbytes` bytes."""
-    with (
-        closing(HostArena(nbytes, name="a measurement of the link")) as host,
-        closing(make_copy_engine(device)) as engine,
-    ):
+    arena = HostArena(nbytes, name="a measurement of the link")
+    with closing(arena) as host, closing(make_copy_engine(device)) as engine:
         host.buffer.fill_(1)  # pages that were never touched are all one page of zeros
         gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":
