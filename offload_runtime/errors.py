@@ -7,9 +7,24 @@ line and ends with exit code 2. Our own invariants are `assert`s instead.
 from collections.abc import Sequence
 from typing import Any
 
+_LONGEST_LINE = 300
+
 
 class OffloadError(Exception):
-    """Base of every error that `offload_runtime` raises on purpose."""
+    """Base of every error that `offload_runtime` raises on purpose.
+
+    Its message is one line, or two where it takes more than 300 characters; of one that takes more than two, which
+    quotes a damaged file or another library at length, beginning and end are kept.
+    """
+
+    def __init__(self, message: str) -> None:
+        text = " ".join(message.splitlines()).strip()
+        if len(text) > _LONGEST_LINE:
+            cut = text.rfind(" ", 1, _LONGEST_LINE + 1)
+            first = text[: cut if cut > 0 else _LONGEST_LINE]
+            rest = text[len(first) :].lstrip()
+            text = f"{first}\n" + (rest if len(rest) <= _LONGEST_LINE else f"… {rest[2 - _LONGEST_LINE :]}")
+        super().__init__(text)
 
 
 class OptionError(OffloadError, ValueError):

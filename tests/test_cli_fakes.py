@@ -229,6 +229,6 @@ class FakeConversation:
         return {"messages": self.messages}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if "messages" not in saved:
+        if not isinstance(saved, dict) or "messages" not in saved:
             raise OptionError("this is not a saved conversation")
         self.messages = saved["messages"]

@@ -24,7 +24,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.model import Window
 from offload_runtime.verify import Fit
-from offload_runtime.verify.replay import ScriptedProposer, transcribe
+from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of

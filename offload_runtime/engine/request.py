@@ -43,7 +43,7 @@ class IncrementalDecoder:
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is still incomplete."""
         self._tokens.append(token)
-        piece = self._pending_text()
+        piece = self.flush()
         if not piece or piece.endswith("\ufffd"):
             return ""
         del self._tokens[: self._num_shown]
@@ -52,11 +52,6 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """What is left at the end, incomplete characters included."""
-        piece = self._pending_text()
-        self._num_shown = len(self._tokens)
-        return piece
-
-    def _pending_text(self) -> str:
         before = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
         return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(before) :]
 
