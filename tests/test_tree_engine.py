@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.generate import speed_figures
+from offload_runtime.cli.generate import tell_more
 from offload_runtime.engine import Runtime
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.speculation import (
@@ -218,15 +218,14 @@ def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
     assert level == Acceptance("retrieval", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
 
 
-def test_the_printed_summary() -> None:
-    stats = make_stats(accepted_by_depth=(9, 8, 2), accepted_by_source={"draft": 12, "ngram": 7})
-    assert speed_figures(stats)[2:5] == [
-        "accepted 0.90 of the retrieval verifier's, 0.65 of the draft's", "by depth 9, 8, 2",
-        "by source 12 draft's, 7 n-grams'",
-    ]  # fmt: skip
-    assert speed_figures(make_stats(accepted_by_depth=tuple(range(20, 0, -1))))[3].endswith("14, 13, ...")
-    one = "; ".join(speed_figures(make_stats(accepted_by_source={"ngram": 7})))
-    assert "by source" not in one and "by depth" not in one
+def test_the_printed_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_more(make_stats(accepted_by_depth=(9, 8, 2), accepted_by_source={"draft": 12, "ngram": 7}), "cpu")
+    said = capsys.readouterr().err
+    assert "accepted, as shares of what was proposed: 0.65 of draft, 0.90 of TriForce\n" in said
+    assert "accepted, by depth: 9, 8, 2\n" in said and "accepted, by who proposed: 12 of draft, 7 of n-grams\n" in said
+    tell_more(make_stats(accepted_by_depth=tuple(range(20, 0, -1))), "cpu")
+    said = capsys.readouterr().err
+    assert "14, 13, ...\n" in said and "by who proposed" not in said
 
 
 @pytest.mark.slow
