@@ -103,8 +103,8 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
     """The rotary embedding in the form that transformers 5 writes, once it is something the decoder rotates by; old
     files have the keys `rope_scaling`, `rope_theta` and `type`."""
     values = fields.values
-    given = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    rope = {name: value for name, value in given.items() if value is not None}
+    found = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    rope = {name: value for name, value in found.items() if value is not None}
     rope.setdefault("rope_theta", values["rope_theta"])
     rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
