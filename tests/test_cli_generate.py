@@ -104,6 +104,8 @@ def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
             "  peak of 3.0 GB of memory, 4.0 GB of page-locked memory",
         ][-9:]
     )
+    runtime.stats = make_stats(accepted_by_depth=tuple(range(20, 0, -1)))
+    assert "by depth: 20, 19, 18, 17, 16, 15, 14, 13, ...\n" in generate(runtime, "--prompt", "Hi", "--explain").stderr
     runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
     assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate(runtime, "--prompt", "Hi").stderr
 

@@ -71,7 +71,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
 def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> None:
     with load(target, emulate=TOY, vram=vram) as runtime:
         assert runtime.plan.limits.device_bytes == limit
-        assert f"of {limit // MB}.0 MB of device memory" in runtime.placement
+        assert f"of {limit // MB}.0 MB of memory" in runtime.placement
 
 
 def test_what_does_not_fit_the_emulated_card_is_refused(target: Path) -> None:

@@ -44,7 +44,7 @@ _switch = partial(typer.Option, False, metavar="")
 # error, while what a `parser` raises would be told in typer's words.
 
 
-def _count(option: Callable[..., Any], help: str, *names: str, least: int = 0, metavar: str = "N|auto") -> Any:
+def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
     """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
@@ -197,8 +197,7 @@ class AnswerOptions(LoadOptions):
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
     profile: str | None = _machine_profile(
-        help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
-        "your own or a shipped one."
+        help="Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one."
     )
     allow_special_tokens: bool = _switch(
         "--allow-special-tokens", rich_help_panel="Model", help="Messages may spell control tokens."
