@@ -20,7 +20,7 @@ class OffloadError(Exception):
     def __init__(self, message: str) -> None:
         text = " ".join(message.splitlines()).strip()
         if len(text) > _LONGEST_LINE:
-            cut = text.rfind(" ", 1, _LONGEST_LINE + 1)
+            cut = text.rfind(" ", _LONGEST_LINE // 2, _LONGEST_LINE + 1)
             first = text[: cut if cut > 0 else _LONGEST_LINE]
             rest = text[len(first) :].lstrip()
             text = f"{first}\n" + (rest if len(rest) <= _LONGEST_LINE else f"… {rest[2 - _LONGEST_LINE :]}")

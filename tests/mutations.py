@@ -191,10 +191,10 @@ MUTATIONS = (
     Mutation(
         "verify: the first proposal is said where it is rejected",
         _STEP,
-        "    first_row = 0\n",
+        "    of_windows = logits.split(",
         "    if len(results) == 1 and proposals[0] and not results[0].path:\n"
         "        results = [replace(results[0], tokens=[proposals[0].tokens[0]])]\n"
-        "    first_row = 0\n",
+        "    of_windows = logits.split(",
         (_GREEDY, _FOREIGN, _ANSWERS),
         (_SAMPLES,),
     ),

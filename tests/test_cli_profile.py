@@ -16,8 +16,8 @@ from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import MachineProfile, load_profile, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
+from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions
 from offload_runtime.hardware.profile import CpuFigures
-from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions
 from tests.test_cli_fakes import app_of
 
 ROOT = Path(__file__).resolve().parent.parent

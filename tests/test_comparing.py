@@ -309,7 +309,10 @@ def test_a_peer_refuses_what_makes_no_sense(arguments: list[str], error: type[Of
         (["--synthetic", "tiny", "--gamma", "0"], "gamma must be at least 1, not 0"),
         (["--synthetic", "tiny", "--tree-nodes", "-1"], "tree_nodes must be at least 0"),
         (["--synthetic", "tiny", "--tree-nodes", "4", "--speculation", "none"], "does nothing with --speculation none"),
-        (["--synthetic", "tiny", "--speculation", "triforce"], "not n-grams: name a model with --draft"),
+        (
+            ["--synthetic", "tiny", "--speculation", "triforce"],
+            "does not draft with n-grams: name a model with --draft",
+        ),
         (["--synthetic", "tiny", "--timeout", "nan"], "at least 1 second and finite, not nan"),
         (["--synthetic", "tiny", "--prompt-tokens", "0"], "--prompt-tokens must be at least 1, not 0"),
         (["--synthetic", "tiny", "--new-tokens", "1"], "new_tokens must be at least 2"),

@@ -120,7 +120,7 @@ def test_imports_go_downward_only() -> None:
         ("weights/loader.py", "from . import layout\nfrom .checkpoint import CheckpointSource", set()),
         ("weights/loader.py", "from offload_runtime.memory import HostArena", set()),
         ("errors.py", "from offload_runtime.config import GB", {"config"}),
-        ("hardware/report.py", "from offload_runtime_kernels.swiglu import swiglu", {KERNELS}),
+        ("hardware/measure.py", "from offload_runtime_kernels.swiglu import swiglu", {KERNELS}),
         ("../kernels/offload_runtime_kernels/swiglu.py", "from offload_runtime.errors import X", {"errors"}),
         ("../kernels/offload_runtime_kernels/swiglu.py", "from offload_runtime_kernels._jit import jit", set()),
     ],

@@ -18,9 +18,8 @@ from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, host_bench, load_profile, save_profile
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink, read_nvml
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, read_host_info
-from offload_runtime.hardware.measure import Findings, measure_machine
+from offload_runtime.hardware.measure import Findings, GpuReport, MachineReport, MeasureOptions, advise, measure_machine
 from offload_runtime.hardware.profile import DTYPES, CpuFigures
-from offload_runtime.hardware.report import GpuReport, MachineReport, MeasureOptions, advise
 
 GIB = 1 << 30
 

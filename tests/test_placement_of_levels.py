@@ -145,13 +145,13 @@ def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: P
     with load(target, context=CONTEXT, max_batch=2, **options) as runtime:
         vram = runtime.parts.budget.reserved_bytes + 10_000
     message = refused(BudgetError, target, max_batch=40, vram=vram, **options)
-    named = re.search(r"; ([0-9]+) prompts at once would fit, 40 do not$", message)
+    named = re.search(r"; ([0-9]+) prompts at once would fit, 40 do not$", " ".join(message.split()))
     assert named is not None
     fitting = int(named[1])
     assert fitting >= 2
     Runtime.load(target, device="cpu", context=CONTEXT, max_batch=fitting, vram=vram, **options).close()
     message = refused(OffloadError, target, max_batch=fitting + 1, vram=vram, **options)
-    assert message.endswith(f"; {fitting} prompts at once would fit, {fitting + 1} do not")
+    assert " ".join(message.split()).endswith(f"; {fitting} prompts at once would fit, {fitting + 1} do not")
 
 
 def test_a_streaming_cache_keeps_no_more_than_the_context_has(target: Path, draft: Path) -> None:

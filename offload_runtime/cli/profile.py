@@ -15,7 +15,7 @@ from offload_runtime.hardware import check_name, profile_to_mapping, profile_tom
 
 if TYPE_CHECKING:
     from offload_runtime.hardware import MachineProfile
-    from offload_runtime.hardware.report import GpuReport, MachineReport
+    from offload_runtime.hardware.measure import GpuReport, MachineReport
 
 _NOT_MEASURED = "not measured"
 
@@ -24,8 +24,7 @@ def profile(options: ProfileOptions, *, measure: Any = None) -> None:
     """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
     if options.save is not None:
         check_name(options.save)  # before a minute of measuring, not after it
-    from offload_runtime.hardware.measure import measure_machine
-    from offload_runtime.hardware.report import MeasureOptions, advise
+    from offload_runtime.hardware.measure import MeasureOptions, advise, measure_machine
 
     asked = MeasureOptions(options.device, options.quick, options.full, options.disk_file)
     with only_json(options.as_json), ProgressBars(enabled=not options.no_progress) as bars:

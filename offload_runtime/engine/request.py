@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from tokenizers.normalizers import Replace
-from tokenizers.normalizers import Sequence as NormalizerSequence
+from tokenizers import normalizers
 
 from offload_runtime.config import GenerationParams, ModelConfig, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -106,7 +105,8 @@ class SpelledTokens:
 
     The first character of every such spelling is a private one while the template works on it, and while control tokens
     are looked for. The normaliser of a second tokenizer puts it back behind that search, so text is normalised, split
-    and merged as a whole, as it would be if nothing in the messages were a control token.
+    and merged as a whole, as it would be if nothing in the messages were a control token. What only becomes such a
+    spelling where a template joins texts is the template's.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -144,8 +144,8 @@ class SpelledTokens:
     def _second(self) -> Any:
         second = deepcopy(self._tokenizer)  # takes a second where the vocabulary is large
         own = second.backend_tokenizer.normalizer
-        steps = [*map(Replace, self._first, self._first.values()), *([] if own is None else [own])]
-        second.backend_tokenizer.normalizer = NormalizerSequence(steps)
+        steps = [*map(normalizers.Replace, self._first, self._first.values()), *([] if own is None else [own])]
+        second.backend_tokenizer.normalizer = normalizers.Sequence(steps)
         return second
 
 

@@ -80,7 +80,7 @@ def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
 
 def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:
     """Refuse scalings that would rotate by infinities, or fail deep in the decoder."""
-    rope.number("rope_theta", at_least=1 + _SMALLEST, at_most=1e15)
+    rope.number("rope_theta", at_least=1 + _SMALLEST, at_most=1e30)
     needed = _ROPE_NEEDS.get(rope_type, ())
     for name, at_least in _ROPE_FACTORS.items():
         if name in needed or (name in rope and rope_type != "default"):

@@ -19,13 +19,7 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import (
-    CheckpointSource,
-    StoredTensor,
-    match_tensors,
-    open_header,
-    shortened,
-)
+from offload_runtime.weights.checkpoint import CheckpointSource, StoredTensor, match_tensors, open_header, shortened
 from offload_runtime.weights.fields import MOST, Fields, shown
 from offload_runtime.weights.tokenizer import load_tokenizer
 

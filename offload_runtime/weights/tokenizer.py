@@ -7,6 +7,7 @@ cuts as GPT-2 where it does not know the name; this takes 0.3 s for 49,000 token
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,62 +16,17 @@ from typing import Any
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.fields import MOST, Fields, shown
 
-# --- how text is cut: each expression in turn cuts what the ones before have left
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-_APOSTROPHES = "'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"
-_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_FULL_WIDTH = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+"
-# Cased letters, as of Unicode 11.
-_CASED = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ"
-    "-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"  # noqa: RUF001
-)
-
-
-# llama.cpp's letters: those outside ASCII count as capital and as small, and marks as neither.
-_FIRST, _CAPITAL, _SMALL = r"[^\r\n\p{L}\p{N}]?", r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
-_WORD = rf"{_APOSTROPHES}|{_FIRST}\p{{L}}+"
-_CASED_WORD = f"{_FIRST}{_CAPITAL}*{_SMALL}+|{_FIRST}{_CAPITAL}+{_SMALL}*"
-_SYMBOLS = r" ?[^\s\p{L}\p{N}]+"
-_SPLITS: dict[str, tuple[str, ...]] = {
-    "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "llama-bpe": (rf"{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}[\r\n]*|{_BLANKS}",),
-    "qwen2": (rf"{_WORD}|\p{{N}}|{_SYMBOLS}[\r\n]*|{_BLANKS}",),
-    "tekken": (rf"{_CASED_WORD}|\p{{N}}|{_SYMBOLS}[\r\n/]*|{_BLANKS}",),
-    "seed-coder": (rf"{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",),
-    "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _FULL_WIDTH, r"\s+$", _CJK, r"\p{N}+"),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
-    "deepseek-v3": (
-        r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _BLANKS,
-    ),
-}  # fmt: skip
-# What begins with `bos` unless it says otherwise, and takes a word that is in the vocabulary as it is.
-_WHOLE_WORDS = "tekken llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split()  # noqa: SIM905
-_ALIASES = {
-    "gpt-2": "phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion exaone4 granite-docling",
-    "smollm": "starcoder refact command-r codeshell exaone minerva-7b mellum2",
-    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe dbrx chatglm-bpe",
-    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
-}
-_SPLITS_BY_NAME = {alias: _SPLITS[name] for name, all_of in _ALIASES.items() for alias in all_of.split()} | _SPLITS
-
-
-# --- special tokens, by llama.cpp's names: these end an answer, and are control tokens, whatever type a file gives them
-
-_END_WORDS = (
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
-    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <\uff5cend▁of▁sentence\uff5c> [e~[ "
-    # of filling in the middle: padding, the next repository, the next file
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
-    "<|file_sep|>"
-)
-_END_NAMES = set(_END_WORDS.split())
+_VOCABULARIES = tomllib.loads(Path(__file__).with_name("vocabularies.toml").read_text(encoding="utf-8"))
+_END_NAMES = set(_VOCABULARIES["end_tokens"])
+# How text is cut, by the names that files have for it.
+_CUTS: dict[str, dict[str, list[str]]] = _VOCABULARIES["pre"]
+_BY_NAME = {name: table for first, table in _CUTS.items() for name in (first, *table.get("aliases", ()))}
+_WHOLE_WORDS = {name for table in _CUTS.values() for name in table.get("whole_words", ())}
 _ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
@@ -121,8 +77,7 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     # Old files ask for cleaning up: it drops spaces before punctuation, and of byte-level vocabularies only warns.
-    options = {"clean_up_tokenization_spaces": False, "trust_remote_code": False}
-    make = partial(AutoTokenizer.from_pretrained, directory, **options)
+    make = partial(AutoTokenizer.from_pretrained, directory, clean_up_tokenization_spaces=False)
     return _working(make, directory, "add its tokenizer.json and tokenizer_config.json")
 
 
@@ -136,8 +91,8 @@ def gguf_tokenizer(fields: Fields) -> Any:
     model, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
     if model not in ("gpt2", "llama"):
         fields.refuse("tokenizer.ggml.model", model, "gpt2 or llama")
-    if model == "gpt2" and pre not in _SPLITS_BY_NAME:
-        fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_SPLITS)} or an alias")
+    if model == "gpt2" and pre not in _BY_NAME:
+        fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_CUTS)} or an alias")
     return _working(partial(_make, fields, model, pre), fields.where, "download or convert it again")
 
 
@@ -177,7 +132,7 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int], pre: str, others: li
     merges: list[Any] = [tuple(pair.split(" ", 1)) for pair in fields.items("tokenizer.ggml.merges", str)]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
     by_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _SPLITS_BY_NAME[pre]]
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _BY_NAME[pre]["cuts"]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, by_bytes])
     letters = [decoders.Replace(word, by_bytes.pre_tokenize_str(word)[0][0]) for word in others if word in _NO_BYTES]
     tokenizer.decoder = decoders.Sequence([*letters, decoders.ByteLevel()])
