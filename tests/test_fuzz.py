@@ -227,13 +227,14 @@ TOKENIZER_KEYS = (
 def tokenizers(scratch: Path, stack: ExitStack) -> Part:
     """Of files beside safetensors, and in the metadata of GGUF."""
     directory, file = _copy(scratch / "model", scratch / "damaged"), scratch / "damaged.gguf"
-    source, valid = open_checkpoint(directory), small_gguf("llama")
+    source, valid = open_checkpoint(directory), [small_gguf("llama"), small_gguf("llama", sentencepiece=True)]
     contents = {name: (directory / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
     parsed = {name: json.loads(content) for name, content in contents.items()}
     template = (directory / "chat_template.jinja").read_text()
     _use_tokenizer(source)
-    file.write_bytes(valid.encode())
-    _use_tokenizer(open_checkpoint(file))
+    for whole in valid:
+        file.write_bytes(whole.encode())
+        _use_tokenizer(open_checkpoint(file))
 
     def of_directory(random: Random, judge: Judge) -> None:
         for name, content in contents.items():
@@ -252,7 +253,7 @@ def tokenizers(scratch: Path, stack: ExitStack) -> Part:
         if random.random() < 0.5:
             of_directory(random, judge)
             return
-        changed, names = mutate_gguf(random, valid, "tokenizer.")
+        changed, names = mutate_gguf(random, random.choice(valid), "tokenizer.")
         file.write_bytes(changed.encode())
         judge.run(", ".join(names), lambda: _use_tokenizer(open_checkpoint(file)))
 

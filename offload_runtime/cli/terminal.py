@@ -31,7 +31,6 @@ INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
 # A bar that comes and goes within a blink is only flicker.
 _BAR_DELAY_S = 0.4
-_LONGEST_ERROR = 600
 
 
 class OutputError(Exception):
@@ -102,11 +101,8 @@ def status_line(text: str) -> None:
 
 
 def error_line(error: OffloadError) -> None:
-    """Print `error: …` as one line on stderr, of a word that is as long as a book the ends only."""
-    text = one_line(str(error))
-    if len(text) > _LONGEST_ERROR:
-        text = f"{text[: _LONGEST_ERROR // 2]} … {text[-_LONGEST_ERROR // 4 :]}"
-    console(sys.stderr).print(Text("error: ", style="bold red"), Text(text), sep="")
+    """Print `error: …` as one line on stderr."""
+    console(sys.stderr).print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
 
 
 def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:

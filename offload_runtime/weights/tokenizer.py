@@ -158,7 +158,8 @@ def gguf_tokenizer(fields: Fields) -> Any:
         fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_SPLITS)} or an alias")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.items("tokenizer.ggml.tokens", str))]
     types = fields.items("tokenizer.ggml.token_type", int) or [0] * len(tokens)
-    if len(set(tokens)) < len(tokens) or len(types) != len(tokens) or max(map(len, tokens)) > _MOST_CHARACTERS:
+    longest = max(map(len, tokens), default=1 + _MOST_CHARACTERS)  # of no tokens it is too many, too
+    if len(set(tokens)) < len(tokens) or len(types) != len(tokens) or longest > _MOST_CHARACTERS:
         fields.refuse(
             "tokenizer.ggml.tokens", tokens, f"each once, of up to {_MOST_CHARACTERS} characters, with a type"
         )

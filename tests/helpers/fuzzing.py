@@ -143,13 +143,13 @@ ODD_TEXTS = (
 )  # fmt: skip
 ODD_VALUES = (
     None, True, False, [], {}, [None], [[]], {"": None}, {"a": {"b": [1]}}, [1, "a", None, 2.5], list(range(100_000)),
-    {str(n): n for n in range(1000)}, nested(50), nested(900), [float("nan")] * 8, [0] * 8, ["a"] * 8,
+    {str(n): n for n in range(1000)}, nested(50), nested(200), [float("nan")] * 8, [0] * 8, ["a"] * 8,
 )  # fmt: skip
 
 
 def odd_value(random: Random) -> Any:
     """A value of any type, most of them wrong."""
-    return random.choice(random.choice((ODD_NUMBERS, ODD_TEXTS, ODD_VALUES)))
+    return copy.deepcopy(random.choice(random.choice((ODD_NUMBERS, ODD_TEXTS, ODD_VALUES))))
 
 
 def odd_text(random: Random, text: str) -> str:
@@ -192,7 +192,8 @@ def mutate_json(random: Random, document: Any, keys: Sequence[str] = (), *, time
         if what == "drop":
             del holder[key]
         elif what == "nudge" and isinstance(old, (int, float)) and not isinstance(old, bool):
-            holder[key] = random.choice((old + 1, old - 1, -old, old * 2, old * 1000, old / 3, float(old), str(old)))
+            near = (old + 1, old - 1, -old, old * 2, old * 1000, str(old))
+            holder[key] = random.choice((*near, old / 3, float(old)) if abs(old) < 1e300 else near)
         elif what == "nudge" and isinstance(old, str):
             holder[key] = odd_text(random, old)
         elif what == "again" and isinstance(holder, dict):
@@ -228,6 +229,7 @@ def mutate_bytes(random: Random, data: bytes) -> tuple[bytes, list[str]]:
         "twice": lambda: data * 2,
         "gap": lambda: data[:place] + data[place + random.randint(1, 64) :],
         "UTF-16": lambda: data.decode(errors="replace").encode("utf-16"),
+        "deep": lambda: data[:place] + b"[" * 50_000 + data[place:],
         "nothing": lambda: b"",
     }
     name = random.choice(list(changes))
@@ -424,14 +426,43 @@ def mutate_gguf_tensors(random: Random, file: GgufFile) -> tuple[GgufFile, list[
     return GgufFile(list(file.metadata), tensors, file.data_bytes), names
 
 
-def small_gguf(arch: str) -> GgufFile:
-    """A model of one layer, with the tokenizer of the other tests."""
+def _byte_level() -> list[tuple[str, GgufValue]]:
+    """The tokenizer of the other tests."""
     vocabulary = json.loads(byte_level_tokenizer().backend_tokenizer.to_str())["model"]
     tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
-    sizes = {"context_length": 128, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
-             "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": len(tokens)}  # fmt: skip
     merges = [" ".join(merge) for merge in vocabulary["merges"]]
     types = [3 if token.startswith("<|") else 1 for token in tokens]
+    return [
+        ("tokenizer.ggml.model", (STRING, "gpt2")), ("tokenizer.ggml.pre", (STRING, "gpt-2")),
+        ("tokenizer.ggml.tokens", (ARRAY, (STRING, tokens))), ("tokenizer.ggml.token_type", (ARRAY, (5, types))),
+        ("tokenizer.ggml.merges", (ARRAY, (STRING, merges))), ("tokenizer.ggml.add_bos_token", (7, False)),
+        ("tokenizer.ggml.bos_token_id", (4, 0)), ("tokenizer.ggml.eos_token_id", (4, 1)),
+        ("tokenizer.ggml.eot_token_id", (4, 1)), ("tokenizer.chat_template", (STRING, TEMPLATE)),
+    ]  # fmt: skip
+
+
+def _sentencepiece() -> list[tuple[str, GgufValue]]:
+    """Bytes, a few pieces and control tokens."""
+    controls, pieces = ["<unk>", "<s>", "</s>"], ["\u2581", "\u2581the", "th", "e", "t", "h", "\u2581t", "o"]
+    tokens = [*controls, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+    scores = [0.0] * 259 + [-float(place) for place in range(len(pieces))]
+    return [
+        ("tokenizer.ggml.model", (STRING, "llama")), ("tokenizer.ggml.pre", (STRING, "default")),
+        ("tokenizer.ggml.tokens", (ARRAY, (STRING, tokens))), ("tokenizer.ggml.token_type", (ARRAY, (5, types))),
+        ("tokenizer.ggml.scores", (ARRAY, (6, scores))), ("tokenizer.ggml.add_bos_token", (7, True)),
+        ("tokenizer.ggml.add_space_prefix", (7, True)), ("tokenizer.ggml.bos_token_id", (4, 1)),
+        ("tokenizer.ggml.eos_token_id", (4, 2)), ("tokenizer.ggml.unknown_token_id", (4, 0)),
+        ("tokenizer.ggml.padding_token_id", (4, 0)), ("tokenizer.chat_template", (STRING, TEMPLATE)),
+    ]  # fmt: skip
+
+
+def small_gguf(arch: str, *, sentencepiece: bool = False) -> GgufFile:
+    """A model of one layer, with a tokenizer of one of the two kinds."""
+    tokenizer = _sentencepiece() if sentencepiece else _byte_level()
+    tokens = dict(tokenizer)["tokenizer.ggml.tokens"][1][1]
+    sizes = {"context_length": 128, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
+             "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": len(tokens)}  # fmt: skip
     file = GgufFile([("general.architecture", (STRING, arch)), ("general.alignment", (4, 32))], [], 0)
     file.metadata += [(f"{arch}.{name}", (4, size)) for name, size in sizes.items()]
     file.metadata += [
@@ -439,13 +470,8 @@ def small_gguf(arch: str) -> GgufFile:
         (f"{arch}.rope.scaling.type", (STRING, "yarn")), (f"{arch}.rope.scaling.factor", (6, 2.0)),
         (f"{arch}.rope.scaling.original_context_length", (4, 64)), (f"{arch}.rope.dimension_count", (4, 8)),
         (f"{arch}.attention.sliding_window", (4, 0)), (f"{arch}.expert_count", (4, 0)), ("split.count", (2, 0)),
-        ("tokenizer.ggml.model", (STRING, "gpt2")), ("tokenizer.ggml.pre", (STRING, "gpt-2")),
-        ("tokenizer.ggml.tokens", (ARRAY, (STRING, tokens))), ("tokenizer.ggml.token_type", (ARRAY, (5, types))),
-        ("tokenizer.ggml.merges", (ARRAY, (STRING, merges))), ("tokenizer.ggml.add_bos_token", (7, False)),
-        ("tokenizer.ggml.scores", (ARRAY, (6, [0.0] * len(tokens)))), ("tokenizer.chat_template", (STRING, TEMPLATE)),
+        *tokenizer,
     ]  # fmt: skip
-    ends = {"bos": 0, "eos": 1, "eot": 1, "padding": 0}
-    file.metadata += [(f"tokenizer.ggml.{name}_token_id", (4, token)) for name, token in ends.items()]
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd": (len(tokens), 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
         "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32),
