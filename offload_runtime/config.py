@@ -94,9 +94,7 @@ def user_directory(kind: str, *, holds: str) -> Path:
         base = os.environ.get(f"XDG_{kind.upper()}_HOME")
         return (Path(base) if base else Path.home() / _IN_HOME[kind]) / "offload-runtime"
     except RuntimeError as error:  # pathlib's way to say so
-        raise StorageError(
-            f"there is no directory for {holds} ({error}): set {variable} to an absolute path"
-        ) from error
+        raise StorageError(f"no directory for {holds} ({error}): set {variable} to an absolute path") from error
 
 
 @contextmanager
@@ -163,16 +161,10 @@ def require_unicode(name: str, text: str) -> None:
         raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
 
 
-def require_positive(name: str, value: int | None) -> None:
-    """Raise `OptionError` unless `value` is at least one and no more than a machine counts to, or left open."""
-    require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+def require_positive(name: str, value: int | None, *, least: int = 1) -> None:
+    """Raise `OptionError` unless `value` is at least `least` and no more than a machine counts to, or left open."""
+    require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
     require(value is None or value < 1 << 63, f"{name} must be less than 2**63")
-
-
-def require_nodes(tree_nodes: int | None) -> None:
-    """Raise `OptionError` unless this is a number of proposals, 0 for no trees, or left open."""
-    fine = tree_nodes is None or tree_nodes >= 0
-    require(fine, f"tree_nodes must be at least 0, which asks for chains, not {tree_nodes}")
 
 
 @dataclass(frozen=True)
@@ -302,7 +294,7 @@ class GenerationParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require_positive("max_new_tokens", self.max_new_tokens)
         require_positive("gamma", self.gamma)
-        require_nodes(self.tree_nodes)
+        require_positive("tree_nodes", self.tree_nodes, least=0)
         require(all(self.stop), "an empty stop string would end every answer at once")
 
 
@@ -347,10 +339,8 @@ def params_of_each(
     require(given == count, f"{given} noise_ids for {count} prompts: give one for each, or none at all")
     same = len({(one.gamma, one.tree_nodes) for one in params}) == 1
     require(same, "gamma and tree_nodes are of the passes, which the answers share: give all params the same")
-    return [
-        replace(one, sampling=replace(one.sampling, noise_id=noise_id))
-        for one, noise_id in zip(params, noise_ids, strict=True)
-    ]
+    samplings = [replace(one.sampling, noise_id=noise_id) for one, noise_id in zip(params, noise_ids, strict=True)]
+    return [replace(one, sampling=sampling) for one, sampling in zip(params, samplings, strict=True)]
 
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
@@ -426,11 +416,9 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
     """
     fine = chunk_size in (2, 4, 8, 16, 32, 64)
     require(fine, f"a chunk of {chunk_size} tokens is not supported: use a power of two from 2 to 64")
-    if budget_tokens <= 0 or budget_tokens % chunk_size:
-        raise OptionError(
-            f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: "
-            f"use {max(1, budget_tokens // chunk_size) * chunk_size}"
-        )
+    whole = max(1, budget_tokens // chunk_size) * chunk_size
+    uneven = f"a retrieval budget of {budget_tokens} tokens is not made of whole chunks of {chunk_size}: use {whole}"
+    require(budget_tokens == whole, uneven)
     return budget_tokens // chunk_size
 
 
@@ -475,31 +463,25 @@ class RuntimeConfig:
         except (TypeError, ValueError, OverflowError):
             raise OptionError(f"context must be auto or a number of tokens, not {self.context!r}") from None
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
-        require_positive("max_batch", self.max_batch)
-        require_positive("max_gamma", self.max_gamma)
-        require_nodes(self.tree_nodes)
-        require_positive("gamma", self.gamma)
+        for name in ("max_batch", "max_gamma", "gamma"):
+            require_positive(name, getattr(self, name))
+        require_positive("tree_nodes", self.tree_nodes, least=0)
         self._check_proposals()
 
     def _check_proposals(self) -> None:
         """Refuse a draft that the mode leaves out, or a mode without what it needs; then proposals that there is no
         room for, or that nobody would make."""
         draft, mode, gamma, nodes = self.proposed_by, self.speculation.mode, self.gamma, self.tree_nodes
-        if mode == "triforce" and draft == "ngram":
-            raise OptionError(
-                "TriForce's first level is a draft model or nothing, not n-grams: name a model with --draft, or take "
-                "--draft none, which lets the retrieval verifier decode by itself"
-            )
+        ngrams = mode == "triforce" and draft == "ngram"
+        require(not ngrams, "TriForce does not draft with n-grams: name a model with --draft, or take --draft none")
         idle = mode == "none" and draft == "the draft"
         require(not idle, "--speculation none would leave the draft model idle: drop one of the two")
         if mode == "chain" and draft == "none":
             raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
         if nodes and (draft == "none" or mode in ("none", "triforce")):
-            who = f"with --speculation {mode}" if mode in ("none", "triforce") else "with --draft none"
-            raise OptionError(
-                f"--tree-nodes {nodes} does nothing {who}: drop it, or take --speculation chain with --draft ngram or "
-                "a model"
-            )
+            why = f"--speculation {mode}" if mode in ("none", "triforce") else "--draft none"
+            way_out = "drop it, or take --speculation chain with --draft ngram or a model"
+            raise OptionError(f"--tree-nodes {nodes} does nothing with {why}: {way_out}")
         if gamma is None:
             return
         fits = gamma <= self.max_gamma

@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.card import one_card
 from tests.helpers.covering import few
@@ -21,8 +21,8 @@ from tests.helpers.covering import few
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Every run draws other examples, so that many runs see as many as long ones would.
-settings.register_profile("short", max_examples=30)
+# Every run draws other examples, so that many runs see as many as long ones would. Time is not what is tested.
+settings.register_profile("short", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("short")
 # Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1))

@@ -163,7 +163,7 @@ def test_memory_that_runs_out_costs_no_answer(target: Path, draft: Path, error: 
 
 def test_batches_that_make_no_sense(target: Path) -> None:
     with load(target, max_batch=2) as runtime:
-        with pytest.raises(OptionError, match="3 prompts for a runtime that was loaded for 1 to 2"):
+        with pytest.raises(OptionError, match="3 prompts for a runtime loaded for 1 to 2"):
             runtime.generate_batch(["a", "b", "c"])
         with pytest.raises(OptionError):
             runtime.generate_batch([])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.generate import speed_figures
 from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.steps import WindowLimits, WindowSize
@@ -29,7 +28,6 @@ from offload_runtime.speculation import (
 from offload_runtime.trace import PASSES, Span
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.trees import Foreknown
-from tests.test_cli_fakes import make_stats
 
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -491,9 +489,3 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     assert streamed.settle(GenerationParams(gamma=3), chains) == WindowSize(3)
     of_trees = streamed.settle(GenerationParams(), trees)
     assert isinstance(of_trees, WindowLimits) and of_trees.window(Choice("tree", 64)) == WindowSize(64, 64)
-
-
-def test_the_printed_windows() -> None:
-    assert speed_figures(make_stats()) == speed_figures(make_stats(windows={"plain": 9}))
-    said = speed_figures(make_stats(windows={"tree 256": 30, "chain 8": 5, "plain": 2, "ngram 16": 1, "ngram 8": 1}))
-    assert "windows 30 x tree 256, 5 x chain 8, 2 x plain, 1 x ngram 16, ..." in said

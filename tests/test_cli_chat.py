@@ -13,11 +13,9 @@ import pytest
 from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli.chat import COMMANDS, read_json_object
-from offload_runtime.cli.chat import chat as command
+from offload_runtime.cli.chat import COMMANDS
 from offload_runtime.cli.terminal import open_history
 from offload_runtime.config import GenerationParams, SamplingParams
-from offload_runtime.errors import OptionError
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
@@ -28,7 +26,7 @@ def runtime() -> FakeRuntime:
 
 
 def chat(runtime: FakeRuntime, *arguments: str, turns: str | bytes) -> Result:
-    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
 
 
@@ -141,7 +139,7 @@ def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8")) == {"messages": saved}
     lines = error_lines(result)
     assert len(lines) == 3
-    assert "it holds a list, not an object" in lines[0]
+    assert "this is not a saved conversation" in lines[0]
     assert "No such file" in lines[1]
     assert "/load FILE" in lines[2]
     assert f"loaded 2 messages from {path}" in result.stderr
@@ -151,11 +149,13 @@ def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}'], ids=lambda raw: repr(raw[:9])
 )
-def test_files_that_are_no_conversation(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_no_conversation(runtime: FakeRuntime, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(OptionError, match="file"):
-        read_json_object(path)
+    result = chat(runtime, turns=f"/load {path}\none\n")
+    (line,) = error_lines(result)
+    assert "saved conversation" in line or "not UTF-8" in line
+    assert said(runtime) == ["one"]
 
 
 def test_saving_to_a_full_disk_keeps_the_old_file(

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from offload_runtime import engine
 from offload_runtime.cli import app
 from offload_runtime.cli.chat import ChatSession
 from offload_runtime.cli.options import ChatOptions
 from offload_runtime.engine import Runtime
-from tests.test_cli_fakes import FakeRuntime
+from tests.test_cli_fakes import FakeRuntime, app_of
 
 CONFIG = str(Path(__file__).parent / "data" / "configs" / "llama-3.1-8b")
 PLAN = ("plan", "--target", CONFIG, "--profile", "rtx4090", "--context", "4096")
@@ -38,12 +38,13 @@ COMMANDS = {
     "chat": ["chat", *ANSWER],
     "chat in JSON": ["chat", *ANSWER, "--json"],
 }
+ENGINE = SimpleNamespace(Runtime=None)  # what runtimes are loaded by, anew in every test
+PROGRAM = app_of(engine=ENGINE)
 
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRuntime:
-    fake = FakeRuntime()
-    monkeypatch.setattr(engine, "Runtime", fake)
+    fake = ENGINE.Runtime = FakeRuntime()
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
     return fake
 
@@ -82,7 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch, words: list[str], *, out: object, err: 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as leaving:
         for name, stream in streams.items():
             patch.setattr(sys, name, stream)
-        app(words)
+        PROGRAM(words)
     assert isinstance(leaving.value.code, int)
     return leaving.value.code
 
@@ -182,7 +183,7 @@ def test_help_of_the_program_says_no_types(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def invoke(*words: str, turns: str | bytes = "") -> Result:
-    return CliRunner().invoke(app, words, input=turns)
+    return CliRunner().invoke(PROGRAM, words, input=turns)
 
 
 def assert_refused(result: Result, words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import typer
 
-from offload_runtime.cli.app import OrderlyGroup
+from offload_runtime.cli import app
 from offload_runtime.cli.options import with_options
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats
@@ -20,17 +22,23 @@ from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance
 
 
-def app_of(command: Callable[..., None], **others: Any) -> typer.Typer:
-    """The program with this one command, which is given other arguments than its options as well."""
+def app_of(**others: Any) -> typer.Typer:
+    """The program, whose commands are given those of these arguments that they take, beside their options."""
 
-    @wraps(command)
-    def run(options: Any) -> None:
-        command(options, **others)
+    def given(info: Any) -> Any:
+        command, own = info.callback.__wrapped__, copy.copy(info)
+        takes = inspect.signature(command).parameters.keys() & others.keys()
 
-    app = typer.Typer(cls=OrderlyGroup, pretty_exceptions_enable=False)
-    app.command()(with_options(run))
-    app.callback()(lambda: None)
-    return app
+        @wraps(command)
+        def run(options: Any) -> None:
+            command(options, **{name: others[name] for name in takes})
+
+        own.callback = with_options(run)
+        return own
+
+    made = copy.copy(app)
+    made.registered_commands = [given(info) for info in app.registered_commands]
+    return made
 
 
 def make_stats(**changes: Any) -> GenerationStats:
@@ -221,6 +229,6 @@ class FakeConversation:
         return {"messages": self.messages}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if "messages" not in saved:
+        if not isinstance(saved, dict) or "messages" not in saved:
             raise OptionError("this is not a saved conversation")
         self.messages = saved["messages"]

@@ -13,8 +13,6 @@ from typer.testing import CliRunner, Result
 
 import offload_runtime
 from offload_runtime.cli import app
-from offload_runtime.cli.demo import demo as demo_command
-from offload_runtime.cli.generate import generate as command
 from offload_runtime.cli.generate import link_figure
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.errors import BudgetError
@@ -29,13 +27,13 @@ def runtime() -> FakeRuntime:
 
 
 def generate(runtime: FakeRuntime, *arguments: str, stdin: str | bytes | None = None) -> Result:
-    app = app_of(command, engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(engine=SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["generate", "--target", "some/model", *arguments], input=stdin)
 
 
 def demo(runtime: FakeRuntime, model: Path, *arguments: str) -> Result:
     engine = SimpleNamespace(Runtime=runtime, fetch_demo_model=lambda **options: model)
-    return CliRunner().invoke(app_of(demo_command, engine=engine), ["demo", *arguments], env={"COLUMNS": "100"})
+    return CliRunner().invoke(app_of(engine=engine), ["demo", *arguments], env={"COLUMNS": "100"})
 
 
 def error_lines(result: Result) -> list[str]:
@@ -106,6 +104,8 @@ def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
             "  peak of 3.0 GB of memory, 4.0 GB of page-locked memory",
         ][-9:]
     )
+    runtime.stats = make_stats(accepted_by_depth=tuple(range(20, 0, -1)))
+    assert "by depth: 20, 19, 18, 17, 16, 15, 14, 13, ...\n" in generate(runtime, "--prompt", "Hi", "--explain").stderr
     runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
     assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate(runtime, "--prompt", "Hi").stderr
 

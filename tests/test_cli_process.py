@@ -244,20 +244,6 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
-def test_a_full_disk_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, form: tuple[str, ...]) -> None:
-    arguments = command("generate", "--prompt", "the", "--max-new-tokens", "4", "--target", str(model), *form)
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*arguments, "--device", "cpu"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
-            env=environment(tmp_path), check=False,
-        )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: stdout cannot be written: No space left on device")
-
-
-@pytest.mark.slow
 def test_sigint_stops_generate_with_its_text_and_a_whole_trace(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with start_endless_answer(model, tmp_path, "--resident-layers", "1", "--trace", str(path)) as process:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli.profile import profile as command
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import MachineProfile, load_profile, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
@@ -60,7 +59,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasuring:
 
 
 def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
-    app = app_of(command, measure=measuring)
+    app = app_of(measure=measuring)
     return CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "140"})
 
 

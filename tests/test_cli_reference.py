@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from offload_runtime import engine
 from offload_runtime.cli import app
 from offload_runtime.cli.chat import COMMANDS
 from offload_runtime.weights import fetch_demo_model
-from tests.test_cli_fakes import FakeRuntime
+from tests.test_cli_fakes import FakeRuntime, app_of
 
 REFERENCE = (Path(__file__).resolve().parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^    offload-runtime (.+)$", REFERENCE.replace(" \\\n", " "), flags=re.MULTILINE)
@@ -37,11 +37,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(line: str, *more: str) -> Result:
+def run(line: str, *more: str, program: typer.Typer = app) -> Result:
     """Run a command as a shell would, which gives it a file as stdin at most."""
     words, _, stdin = line.partition(" < ")
     given = Path(stdin).read_text() if stdin else "Name a river.\n"
-    return CliRunner().invoke(app, [*shlex.split(words), *more], input=given)
+    return CliRunner().invoke(program, [*shlex.split(words), *more], input=given)
 
 
 def test_every_command_is_there() -> None:
@@ -56,10 +56,9 @@ def test_every_command_is_there() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.split()[0] in ("generate", "chat")])
-def test_what_is_asked_of_a_runtime_can_be(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_what_is_asked_of_a_runtime_can_be(folder: Path, line: str) -> None:
     fake = FakeRuntime()
-    monkeypatch.setattr(engine, "Runtime", fake)
-    result = run(line)
+    result = run(line, program=app_of(engine=SimpleNamespace(Runtime=fake)))
     assert result.exit_code == 0, result.stderr
     assert fake.loads and fake.requests
 

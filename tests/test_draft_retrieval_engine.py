@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_runtime.cli.options import DraftCache
+from offload_runtime.cli.options import GenerateOptions
 from offload_runtime.config import DRAFT_CACHES, ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
@@ -238,4 +238,4 @@ def test_the_runtime_says_what_auto_took(target: Path) -> None:
 
 
 def test_the_command_line_knows_every_cache() -> None:
-    assert get_args(DraftCache) == DRAFT_CACHES
+    assert get_args(get_type_hints(GenerateOptions)["draft_cache"]) == DRAFT_CACHES

@@ -16,20 +16,18 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import typer
 
-from offload_runtime import engine, plan
-from offload_runtime.cli import app
+from offload_runtime import plan
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom
 from offload_runtime.errors import CheckpointError
 from offload_runtime.hardware import load_profile
@@ -49,7 +47,7 @@ from tests.helpers.fuzzing import (
     small_gguf,
 )
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, load_plain
-from tests.test_cli_fakes import FakeRuntime
+from tests.test_cli_fakes import FakeRuntime, app_of
 
 pytestmark = pytest.mark.slow
 INPUTS = 840  # of each of the four chunks of a part: 20,160 in all
@@ -275,13 +273,13 @@ def _use_tokenizer(source: CheckpointSource) -> None:
 # --- the command line
 
 
-def run_program(words: list[str], stdin: bytes = b"") -> tuple[int, str, str]:
+def run_program(program: Any, words: list[str], stdin: bytes = b"") -> tuple[int, str, str]:
     """Run a command line in this process; returns the exit code and what it printed."""
     streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (stdin, b"", b"")]
     before, sys.stdin = sys.stdin, streams[0]
     try:
         with redirect_stdout(streams[1]), redirect_stderr(streams[2]):
-            program().main(words, prog_name="offload-runtime")
+            program.main(words, prog_name="offload-runtime")
     except SystemExit as end:
         code = end.code
     finally:
@@ -294,10 +292,10 @@ def run_program(words: list[str], stdin: bytes = b"") -> tuple[int, str, str]:
     return code, texts[0], texts[1]
 
 
-@cache
-def program() -> Any:
-    """What typer makes of the application, which takes it longer than most command lines."""
-    return typer.main.get_command(app)
+def program_of(runtime: Any) -> Any:
+    """The program with a runtime in place of its own. Typer takes longer to make it than to run most command lines."""
+    given = SimpleNamespace(Runtime=runtime, fetch_demo_model=fetch_demo_model)
+    return typer.main.get_command(app_of(engine=given))
 
 
 def _error_lines(stderr: str) -> list[str]:
@@ -353,7 +351,7 @@ def _stays_here(word: str) -> bool:
 def chats(scratch: Path, stack: ExitStack) -> Part:
     _fill(scratch)
     runtime = stack.enter_context(load(scratch / "model", draft="none", context=128))
-    stack.enter_context(patch.object(engine, "Runtime", KeptRuntime(runtime)))
+    program = program_of(KeptRuntime(runtime))
 
     def line(random: Random) -> str:
         kind = random.random()
@@ -376,7 +374,7 @@ def chats(scratch: Path, stack: ExitStack) -> Part:
         words = ["chat", "--target", "model", "--max-new-tokens", "2", *options]
 
         def talk() -> None:
-            code, _, stderr = run_program(words, stdin)
+            code, _, stderr = run_program(program, words, stdin)
             assert code == 0, f"exit code {code}: {stderr[-300:]}"
             errors = _error_lines(stderr)
             assert len(errors) <= len(lines), "more errors than lines"
@@ -418,7 +416,7 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
     machine = (Path(__file__).parents[1] / "profiles" / "rtx4090.toml").read_bytes()
     (scratch / "machine.toml").write_bytes(machine)
     fake = FakeRuntime()
-    stack.enter_context(patch.object(engine, "Runtime", fake))
+    program = program_of(fake)
 
     def change(random: Random, words: list[str]) -> None:
         place = random.randrange(len(words) + 1)
@@ -457,7 +455,7 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
         fake.load_error = None if answers else CheckpointError("there are no weights: give another model")
 
         def invoke() -> None:
-            code, _, stderr = run_program(words, b"one line\nanother")
+            code, _, stderr = run_program(program, words, b"one line\nanother")
             errors = _error_lines(stderr)
             assert code in (0, 2), f"exit code {code}"
             assert code == 0 or len(errors) == 1, f"exit code {code} with {len(errors)} errors"

@@ -170,6 +170,7 @@ def test_a_row_says_where_it_is_not_plain_decoding(runtime: Runtime) -> None:
     assert not row["identical_to_plain"] and row["first_difference"] == (0, 5)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_plain_decoding_fails_the_command(sweep: Callable[..., int], tmp_path: Path) -> None:
     """Whenever it was measured."""
     out = tmp_path / "g.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -162,3 +163,14 @@ def test_text_that_is_not_unicode_is_refused(chat: bool) -> None:
     prompt = [{"role": "user", "content": "a\udcff"}] if chat else "a\udcff"
     with pytest.raises(OptionError, match=r"character 1 is the lone surrogate U\+DCFF"):
         room.encode(prompt)
+
+
+def test_tokens_of_a_tokenizer_that_the_model_does_not_have() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|more|>"]})
+    config = replace(describe_model(CONFIGS / "llama-2-7b").config(), vocab_size=len(tokenizer) - 1)
+    room = PromptRoom(tokenizer, config, 100, allow_special_tokens=True)
+    messages = [{"role": "user", "content": "a<|more|>"}]
+    for encode in (room.encode, room.encode_chat):
+        with pytest.raises(OptionError, match=f"token id {len(tokenizer) - 1} is outside the vocabulary"):
+            encode(messages)

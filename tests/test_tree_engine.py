@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.cli.generate import speed_figures
 from offload_runtime.engine import Runtime
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.speculation import (
@@ -25,7 +24,6 @@ from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import load, one_thread  # noqa: F401
 from tests.helpers.trees import TreeScript, Watched, pruned
 from tests.test_chosen_windows import with_controller
-from tests.test_cli_fakes import make_stats
 
 PROMPTS = [[5 + (3 * i * i + i // 7) % 60 for i in range(length)] for length in (230, 30, 470)]
 COUNT = 40
@@ -216,17 +214,6 @@ def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
     tally.add(["ngram"] * 3, [])
     *_, level = tally.levels("retrieval", (Acceptance("draft", "retrieval", 3, 9, 5),))
     assert level == Acceptance("retrieval", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
-
-
-def test_the_printed_summary() -> None:
-    stats = make_stats(accepted_by_depth=(9, 8, 2), accepted_by_source={"draft": 12, "ngram": 7})
-    assert speed_figures(stats)[2:5] == [
-        "accepted 0.90 of the retrieval verifier's, 0.65 of the draft's", "by depth 9, 8, 2",
-        "by source 12 draft's, 7 n-grams'",
-    ]  # fmt: skip
-    assert speed_figures(make_stats(accepted_by_depth=tuple(range(20, 0, -1))))[3].endswith("14, 13, ...")
-    one = "; ".join(speed_figures(make_stats(accepted_by_source={"ngram": 7})))
-    assert "by source" not in one and "by depth" not in one
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import NoProposer, WithNgrams, drafting
-from offload_runtime.verify.replay import loaded_proposers
+from offload_runtime.verify.equality import loaded_proposers
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths

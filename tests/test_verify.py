@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli import app
 from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
-from offload_runtime.cli.verify import verify as command
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.model import Window
 from offload_runtime.verify import Fit
-from offload_runtime.verify.replay import ScriptedProposer, transcribe
+from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of
@@ -213,8 +212,9 @@ class Misreading(Runtime):
         return runtime
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
-    result = run(target, "--json", program=app_of(command, engine=SimpleNamespace(Runtime=Misreading)))
+    result = run(target, "--json", program=app_of(engine=SimpleNamespace(Runtime=Misreading)))
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     assert record["verdict"] == "defect"

@@ -20,8 +20,7 @@ from offload_runtime import sampling
 from offload_runtime.cli.verify import describe_finding, identity_table, verdict_line
 from offload_runtime.config import SamplingParams
 from offload_runtime.verify.distribution import Fit, fit, fit_row, target_probabilities, total
-from offload_runtime.verify.equality import Finding, IdentityRun, compare
-from offload_runtime.verify.replay import Transcript, resample
+from offload_runtime.verify.equality import Finding, IdentityRun, Transcript, compare, resample
 from offload_runtime.verify.report import VerificationReport
 
 T1 = SamplingParams(temperature=1.0)

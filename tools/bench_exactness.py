@@ -30,7 +30,7 @@ from offload_runtime.memory import resolve_device
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposer, first_token, run_step
-from offload_runtime.verify.replay import ScriptedProposer, differing_rows
+from offload_runtime.verify.equality import ScriptedProposer, differing_rows
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 _RANDOM_TOKENS = 64

@@ -108,13 +108,10 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_about = "Print the version and leave."
+_VERSION = typer.Option("--version", callback=_print_version, is_eager=True, metavar="", help=_about)
+
+
 @app.callback()
-def _common(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version and leave."
-        ),
-    ] = False,
-) -> None:
+def _common(version: Annotated[bool, _VERSION] = False) -> None:
     """Options that belong to no command."""

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
@@ -106,9 +105,8 @@ class ChatSession:
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
             if is_message and self.options.as_json:
-                self._write_json(
-                    getattr(error, "answers", ()), {"error": str(error), "error_type": type(error).__name__}
-                )
+                about = {"error": str(error), "error_type": type(error).__name__}
+                self._write_json(getattr(error, "answers", ()), about)
             terminal.error_line(error)
         return True
 
@@ -122,17 +120,13 @@ class ChatSession:
         self.last_stats = result.stats
         if self.options.as_json:
             self._write_json([result], {})
-        terminal.status_line(answer_line(result, *self._context_figures(result)))
-        return result.finish_reason != "interrupted"
-
-    def _context_figures(self, result: GenerationResult) -> list[str]:
-        """Return how much of the context is used, and what to do about an answer that was cut."""
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
         figures = [f"context {used} of {reserved}"]
-        if result.finish_reason == "length":
+        if result.finish_reason == "length":  # what to do about an answer that was cut
             cut = f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"
             figures.append("the context is full: /reset starts over" if used >= reserved else cut)
-        return figures
+        terminal.status_line(answer_line(result, *figures))
+        return result.finish_reason != "interrupted"
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
         for result in answers:  # there is one, or none where an error came before it
@@ -149,19 +143,6 @@ class Command(NamedTuple):
     argument: str
     help: str
     run: Callable[[ChatSession, str], None]
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; raises `OptionError` for anything else."""
-    text = terminal.read_text(path)
-    try:
-        # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
-        raise OptionError(f"{path} is not a saved conversation: {error}") from error
-    kind = type(record).__name__
-    require(isinstance(record, dict), f"{path} is not a saved conversation: it holds a {kind}, not an object")
-    return record
 
 
 def _help(session: ChatSession, argument: str) -> None:
@@ -204,7 +185,13 @@ def _save(session: ChatSession, argument: str) -> None:
 
 def _load(session: ChatSession, argument: str) -> None:
     path = terminal.user_path(argument)
-    session.conversation.restore(read_json_object(path))
+    text = terminal.read_text(path)
+    try:
+        # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
+        raise OptionError(f"{path} is not a saved conversation: {error}") from error
+    session.conversation.restore(record)
     terminal.status_line(f"loaded {_count(session)} from {path}")
 
 

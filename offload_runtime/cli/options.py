@@ -44,7 +44,7 @@ _switch = partial(typer.Option, False, metavar="")
 # error, while what a `parser` raises would be told in typer's words.
 
 
-def _count(option: Callable[..., Any], help: str, *names: str, least: int = 0, metavar: str = "N|auto") -> Any:
+def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
     """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
@@ -78,9 +78,9 @@ _machine_profile = partial(_machine, None, metavar="NAME|FILE")
 _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(user_path))
 
 
-def _tuning(usual: int, help: str) -> Any:
-    """A field of `SpeculationOptions` by the same name, whose own default is `usual`."""
-    return _count(_proposing, f"{help} auto: {usual}.", least=1)
+def _tuning(name: str, help: str) -> Any:
+    """The field of `SpeculationOptions` by this name."""
+    return _count(_proposing, f"{help} auto: {getattr(SpeculationOptions, name)}.", least=1)
 
 
 # What several commands take; a call names the command's own default.
@@ -107,8 +107,7 @@ class RunOptions:
     )
     context: int | None = _count(_model, "Tokens of context to reserve.", least=1, metavar="TOKENS|auto")
     kv: Literal["auto", "gpu", "host"] = _model(
-        "auto",
-        help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted to be faster.",
+        "auto", help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted faster."
     )
     speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
@@ -122,14 +121,12 @@ class RunOptions:
         help="full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
         "tokens only. auto: what is predicted to be faster, of the last and one that suits the context.",
     )
-    sink_tokens: int | None = _tuning(SpeculationOptions.sink_tokens, "First tokens a streaming cache keeps.")
-    recent_tokens: int | None = _tuning(SpeculationOptions.recent_tokens, "Newest tokens a streaming cache keeps.")
-    chunk_size: int | None = _tuning(SpeculationOptions.chunk_size, "Tokens that are retrieved together.")
-    budget_tokens: int | None = _tuning(SpeculationOptions.budget_tokens, "Tokens retrieved per KV head.")
-    refresh_steps: int | None = _tuning(
-        SpeculationOptions.refresh_steps, "Steps of TriForce from retrieval to retrieval."
-    )
-    gamma_draft: int | None = _tuning(SpeculationOptions.gamma_draft, "Tokens the draft proposes to TriForce.")
+    sink_tokens: int | None = _tuning("sink_tokens", "First tokens a streaming cache keeps.")
+    recent_tokens: int | None = _tuning("recent_tokens", "Newest tokens a streaming cache keeps.")
+    chunk_size: int | None = _tuning("chunk_size", "Tokens that are retrieved together.")
+    budget_tokens: int | None = _tuning("budget_tokens", "Tokens retrieved per KV head.")
+    refresh_steps: int | None = _tuning("refresh_steps", "Steps of TriForce from retrieval to retrieval.")
+    gamma_draft: int | None = _tuning("gamma_draft", "Tokens the draft proposes to TriForce.")
     tree_nodes: int | None = _count(
         _proposing,
         "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains only. "
@@ -142,9 +139,7 @@ class RunOptions:
         "--pinned",
         help="Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
     )
-    resident_layers: int | None = _count(
-        _machine, "Layers that stay on the device; the others are streamed in every pass."
-    )
+    resident_layers: int | None = _count(_machine, "Layers that stay on the device; others are streamed every pass.")
 
     @cached_property
     def config(self) -> RuntimeConfig:
@@ -185,9 +180,7 @@ class LoadOptions(RunOptions):
     """What a command that loads a model takes."""
 
     device: Device = _DEVICE
-    emulate: str | None = _machine_profile(
-        help="Play a smaller card, such as rtx4090: its memory and its link are limits."
-    )
+    emulate: str | None = _machine_profile(help="Play a smaller card, such as rtx4090: its memory and link are limits.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +197,10 @@ class AnswerOptions(LoadOptions):
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
     profile: str | None = _machine_profile(
-        help="Choose what is left to be chosen, and predict, by these figures; left out, by a profile of this GPU, "
-        "your own or a shipped one."
+        help="Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one."
     )
-    allow_special_tokens: bool = _model(
-        False, "--allow-special-tokens", help="Control tokens spelled in chat messages are control tokens, not text."
+    allow_special_tokens: bool = _switch(
+        "--allow-special-tokens", rich_help_panel="Model", help="Messages may spell control tokens."
     )
     explain: bool = _print("--explain", help="Say what lives where before loading, and all figures after the answer.")
     trace: Path | None = _file(
@@ -268,12 +260,8 @@ class VerifyOptions(LoadOptions):
 class ProfileOptions:
     """What `profile` takes."""
 
-    save: str | None = typer.Option(
-        None, metavar="NAME", help="Keep the profile under this name, over one that has it."
-    )
-    device: Device = typer.Option(
-        "auto", help="What to measure: cpu leaves the GPU out, auto measures it if there is one."
-    )
+    save: str | None = typer.Option(None, metavar="NAME", help="Keep the profile by this name, over one that has it.")
+    device: Device = typer.Option("auto", help="What to measure: cpu leaves the GPU out, auto does if there is none.")
     quick: bool = _switch("--quick", help="About ten seconds, rougher and without the disk.")
     full: bool = _switch("--full", help="Find how much memory can be pinned by pinning nearly all that is free.")
     disk_file: Path | None = _file(help="Read this to measure the disk, instead of a temporary file.")

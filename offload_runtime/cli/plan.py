@@ -82,11 +82,10 @@ def plan_tables(
         tables.append(_steps_table(predicted))
     if plan.is_staged:
         time = predicted.plain
-        staging, link, whole, locked = map(
-            _duration, (time.staging_s, time.link_s, time.seconds, max(time.link_s, time.busy_s))
-        )
-        cost = f"{whole} instead of {locked} if all could be page-locked"
-        tables.append(f"staging takes {staging} of a pass beside the link's {link}: {cost}")
+        locked = _duration(max(time.link_s, time.busy_s))
+        cost = f"{_duration(time.seconds)} instead of {locked} if all could be page-locked"
+        staging = f"staging takes {_duration(time.staging_s)} of a pass beside the link's {_duration(time.link_s)}"
+        tables.append(f"{staging}: {cost}")
     for gain in gains:
         speeds = f"{gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance"
         tables.append(f"{gain.what}: {speeds}" + (f" ({gain.note})" if gain.note else ""))
@@ -153,10 +152,8 @@ def _layers(resident: Sequence[int], num_layers: int) -> str:
     if not resident:
         return f"all {num_layers} layers streamed"
     streamed = [layer for layer in range(num_layers) if layer not in resident]
-    return (
-        f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)}), {len(streamed)} streamed "
-        f"({_ranges(streamed)})"
-    )
+    kept = f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)})"
+    return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -217,12 +214,10 @@ def refusal_lines(refusal: Refusal) -> list[str]:
     """What is short and the nearest settings that fit."""
     lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
     lines.append("what fits instead:" if refusal.suggestions else "no change of these settings fits")
-    for nearest in refusal.suggestions:
-        plan = nearest.plan
-        device, host, pinned = map(format_bytes, (plan.device_bytes, plan.host_bytes, plan.pinned_bytes))
-        lines.append(
-            f"  {nearest.change}  (then {device} of device memory, {host} of host memory, {pinned} page-locked)"
-        )
+    for one in refusal.suggestions:
+        sizes = one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes
+        device, host, pinned = map(format_bytes, sizes)
+        lines.append(f"  {one.change}  (then {device} of device memory, {host} of host memory, {pinned} page-locked)")
     return lines
 
 

@@ -64,10 +64,8 @@ def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
     link, peak, pcie = gpu.nvml.link, "", _NOT_MEASURED
     if link is not None:
         peak = f" of {link.peak_gbps:.1f}"
-        pcie = (
-            f"generation {link.generation} x{link.width} while busy "
-            f"(at most generation {link.generation_max} x{link.width_max})"
-        )
+        most = f"at most generation {link.generation_max} x{link.width_max}"
+        pcie = f"generation {link.generation} x{link.width} while busy ({most})"
     by_size = {f"{key * 1024:g} KiB" if key < 1 else f"{key:g} MiB": v for key, v in profile.link_by_copy_mib.items()}
     launch = f"{_rate(profile.launch_us, ' us')} from Python, {_rate(profile.graph_launch_us, ' us')} in a CUDA graph"
     return [

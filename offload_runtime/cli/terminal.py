@@ -215,10 +215,8 @@ def decode_utf8(raw: bytes, source: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        byte = raw[error.start]
-        raise OptionError(
-            f"{source} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}; convert it, for example with iconv"
-        ) from error
+        where = f"byte 0x{raw[error.start]:02x} at offset {error.start}"
+        raise OptionError(f"{source} is not UTF-8 text: {where}; convert it, for example with iconv") from error
 
 
 @contextmanager

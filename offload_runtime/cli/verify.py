@@ -99,9 +99,8 @@ def fit_table(fits: Sequence[Fit], level: float) -> Table:
     title = f"sampled tokens beside the target's probabilities (p below {level:.1e} is a defect)"
     table = Table("test", *figures, title=title, title_justify="left")
     for fit in fits:
-        verdict = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
-        if fit.impossible:
-            verdict = f"defect: {fit.impossible} impossible"
+        usual = "defect" if fit.p_value < level else "fits" if fit.freedom else "one cell"
+        verdict = f"defect: {fit.impossible} impossible" if fit.impossible else usual
         table.add_row(fit.name, str(fit.draws), f"{fit.statistic:.1f}", str(fit.freedom), f"{fit.p_value:.2g}", verdict)
     return table
 
@@ -114,12 +113,9 @@ def describe_finding(run: IdentityRun) -> str:
     parts = []
     if finding.first_difference is not None:
         parts.append(f"token {finding.first_difference} of {run.tokens} is the first that differs")
-    if finding.mismatch is not None:
-        found = finding.mismatch
-        parts.append(
-            f"{found.token} instead of {found.plain_token} by a margin of {found.margin:.2g}, the logits are "
-            f"{found.moved:.2g} apart and rounding explains {found.rounding:.2g}"
-        )
+    if (found := finding.mismatch) is not None:
+        apart = f"the logits are {found.moved:.2g} apart and rounding explains {found.rounding:.2g}"
+        parts.append(f"{found.token} instead of {found.plain_token} by a margin of {found.margin:.2g}, {apart}")
     if finding.differing_logit_rows:
         parts.append(f"{finding.differing_logit_rows} rows of logits differ")
     if finding.foreign_tokens:
@@ -131,17 +127,13 @@ def verdict_line(report: VerificationReport) -> str:
     """Return the verdict in one line."""
     runs, fits = len(report.runs), len(report.fits)
     if report.verdict == "defect":
-        return (
-            f"defect: {len(report.bad_runs)} of {runs} speculative generations differ from plain decoding, "
-            f"{len(report.bad_fits)} of {fits} tests of the sampled tokens fail"
-        )
+        bad = f"{len(report.bad_runs)} of {runs} speculative generations differ from plain decoding"
+        return f"defect: {bad}, {len(report.bad_fits)} of {fits} tests of the sampled tokens fail"
     tokens = sum(run.tokens for run in report.runs)
     same = "the same tokens as plain decoding" + (" from bitwise the same logits" if report.bitwise else "")
     if report.verdict == "near-ties":
         count = sum(run.finding.verdict == "near-tie" for run in report.runs)
         same = f"plain decoding's tokens but for {count} near-ties that rounding explains"
     least = min(fit.p_value for fit in report.fits)
-    return (
-        f"{report.verdict}: {runs} speculative generations, {tokens} tokens: {same}; sampled tokens follow the "
-        f"target's probabilities ({fits} tests, least p {least:.2g})"
-    )
+    sampled = f"sampled tokens follow the target's probabilities ({fits} tests, least p {least:.2g})"
+    return f"{report.verdict}: {runs} speculative generations, {tokens} tokens: {same}; {sampled}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModel
@@ -104,9 +104,7 @@ def _make_triforce(
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
-        with ExitStack() as eager:
-            for level in levels:
-                eager.enter_context(level.graphs.eager())
+        with verifier.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
             warm_up_verifier(proposer, runner, gamma=gamma, batch=batch)
         retrieved.warm_up()
         if first is not None:
@@ -136,9 +134,8 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: 
         take_step([params], 1)
     for num_sequences in warm_up_batches(batch):
         take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
-    longest = min(
-        target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2
-    )  # a step puts so many behind
+    # A step puts gamma tokens and two more behind a text.
+    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2)
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         take_step(DIFFERENT_WAYS[:1], length)

@@ -47,10 +47,8 @@ class Conversation:
         prompt_text, tokens = self._room.encode_chat(messages, self._seen)
         room = self._room.context_tokens - len(tokens)
         if room < 1:
-            raise ContextLengthError(
-                f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}: "
-                "start over with /reset, shorten the message or raise --context"
-            )
+            full = f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}"
+            raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
         asked = params_once(by_name, params, max_new_tokens=1024)

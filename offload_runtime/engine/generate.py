@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_runtime.config import require
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
@@ -175,10 +176,8 @@ class Generation:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Around work on the target: an error instead of another generation's keys."""
-        if not self.is_current:
-            raise OptionError(
-                "another generation has begun on this runtime since, or it was closed: this one cannot go on"
-            )
+        current = self.is_current
+        require(current, "another generation has begun on this runtime since, or it was closed: this one cannot go on")
         with device_errors(self._parts.budget.device):
             yield
 
@@ -236,9 +235,7 @@ def device_errors(device: torch.device) -> Iterator[None]:
         with current_device(device):
             yield
     except torch.OutOfMemoryError as error:
-        raise BudgetError(
-            f"the device memory allowed did not suffice for this pass ({error}): raise --vram, lower --context or "
-            "keep fewer layers resident"
-        ) from error
+        ways = "raise --vram, lower --context or keep fewer layers resident"
+        raise BudgetError(f"the device memory allowed did not suffice ({error}): {ways}") from error
     except torch.AcceleratorError as error:
-        raise DeviceError(f"the device failed during a pass ({error}): load the runtime again") from error
+        raise DeviceError(f"the device failed ({error}): load the runtime again") from error

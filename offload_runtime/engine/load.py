@@ -13,42 +13,20 @@ from dataclasses import replace
 import psutil
 import torch
 
+from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig, format_bytes
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
+from offload_runtime.engine.generate import device_errors
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
-from offload_runtime.memory import (
-    DeviceBudget,
-    HostArena,
-    Registrar,
-    current_device,
-    device_memory_used_by_others,
-    resolve_device,
-)
-from offload_runtime.plan import (
-    MachineFigures,
-    ModelPlan,
-    RunPlan,
-    check_host_memory,
-    common_figures,
-    describe_draft_cache,
-    describe_speculation,
-    describe_staging,
-    find_plan,
-    known_figures,
-    limits_here,
-    link_slack,
-    memory_name,
-    predicted_step_s,
-    require_dtype,
-    resolve_dtype,
-)
+from offload_runtime.memory import DeviceBudget, HostArena, Registrar, device_memory_used_by_others, resolve_device
+from offload_runtime.plan import MachineFigures, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Choice, Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
@@ -64,15 +42,12 @@ def require_memory(emulation: Emulation, device: torch.device) -> None:
     Raises:
         DeviceError: It has.
     """
-    if device.type == "cuda":
-        there_bytes = torch.cuda.get_device_properties(device).total_memory
-    else:
-        there_bytes = psutil.virtual_memory().total
+    on_gpu = device.type == "cuda"
+    there_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     if emulation.whole_vram_bytes > there_bytes:
-        raise DeviceError(
-            f"{emulation.name} cannot be emulated here: it has {format_bytes(emulation.whole_vram_bytes)} of device "
-            f"memory and {device} has {format_bytes(there_bytes)}: emulate a smaller card"
-        )
+        sizes = format_bytes(emulation.whole_vram_bytes), format_bytes(there_bytes)
+        why = f"it has {sizes[0]} of device memory and {device} has {sizes[1]}"
+        raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a smaller card")
 
 
 def require_link(emulation: Emulation, device: torch.device) -> None:
@@ -87,18 +62,14 @@ def require_link(emulation: Emulation, device: torch.device) -> None:
     ways = zip(wanted, measure_link_both_ways(device), ("to the device", "back to the host"), strict=True)
     for wanted_gbps, there_gbps, direction in ways:
         if wanted_gbps > there_gbps * (1 + _LINK_TOLERANCE):
-            raise DeviceError(
-                f"{emulation.name} cannot be emulated here: its link carries {wanted_gbps:.3g} GB/s {direction} and "
-                f"that of {device} was measured at {there_gbps:.3g} GB/s: emulate a card with a slower link"
-            )
+            why = f"its link carries {wanted_gbps:.3g} GB/s {direction} and that of {device} {there_gbps:.3g}"
+            raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a card with a slower link")
 
 
 def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) -> tuple[float, float]:
     """Peak of the link in GB/s to the device and back, as fast as it goes, with copies of `nbytes` bytes."""
-    with (
-        closing(HostArena(nbytes, name="a measurement of the link")) as host,
-        closing(make_copy_engine(device)) as engine,
-    ):
+    arena = HostArena(nbytes, name="a measurement of the link")
+    with closing(arena) as host, closing(make_copy_engine(device)) as engine:
         host.buffer.fill_(1)  # pages that were never touched are all one page of zeros
         gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":
@@ -121,7 +92,7 @@ def planned_figures(plan: RunPlan) -> MachineFigures | None:
     """
     asked = plan.request
     given = None if asked.profile is None else load_profile(asked.profile)
-    machine = known_figures(given, resolve_device(asked.device), plan.target.dtype)
+    machine = planning.known_figures(given, resolve_device(asked.device), plan.target.dtype)
     if machine is None or asked.emulate is None:
         return machine
     return replace(machine, link_gbps=load_profile(asked.emulate).emulation().link_gbps)
@@ -136,17 +107,15 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, 
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
     parts = [where]
     if placement.staged_layers or placement.staged_kv_layers:
-        parts.append(describe_staging(placement))
-    memory = memory_name(budget.device.type)
+        parts.append(planning.describe_staging(placement))
+    memory = planning.memory_name(budget.device.type)
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
     parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of {memory} reserved"]
-    parts += [describe_draft_cache(plan), describe_speculation(plan)]
+    parts += [planning.describe_draft_cache(plan), planning.describe_speculation(plan)]
     if emulation is not None:
-        unpaced = plan.has_verifier and plan.target.on_host
-        parts.append(
-            f"emulating {emulation.name}: link paced to {emulation.link_gbps:g} GB/s, "
-            f"{emulation.link_back_gbps:g} back" + (" (but not the gathers of retrieved chunks)" if unpaced else "")
-        )
+        unpaced = " (but not the gathers of retrieved chunks)" if plan.has_verifier and plan.target.on_host else ""
+        pace = f"{emulation.link_gbps:g} GB/s, {emulation.link_back_gbps:g} back"
+        parts.append(f"emulating {emulation.name}: link paced to {pace}{unpaced}")
     return "; ".join(part for part in parts if part)
 
 
@@ -162,7 +131,7 @@ def _describe_kv(plan: ModelPlan) -> str:
 def load_runtime(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-    registrar: Registrar | None = None, find: Callable[..., RunPlan] = find_plan,
+    registrar: Registrar | None = None, find: Callable[..., RunPlan] = planning.find_plan,
 ) -> RuntimeParts:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
@@ -178,21 +147,22 @@ def load_runtime(
     assembly.require_kernels(device)
     # A CPU reads any memory as fast.
     registrar = registrar or (Registrar() if device.type == "cuda" else None)
-    limits = limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=registrar is not None)
+    locks = registrar is not None
+    limits = planning.limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=locks)
     limit_bytes = config.vram_bytes
     if emulation is not None:
         require_memory(emulation, device)
         limit_bytes = min(emulation.vram_bytes, emulation.vram_bytes if limit_bytes is None else limit_bytes)
-    with current_device(device), ExitStack() as undo:
+    with device_errors(device), ExitStack() as undo:
         draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
         eos_token_ids = frozenset(target_source.generation_eos())
         budget = DeviceBudget(device, limit_bytes, other_bytes=others)
         undo.callback(budget.release)
-        dtype = resolve_dtype(config.dtype, target_source, device.type)
-        require_dtype(dtype, device)
-        own_figures = known_figures(profile, device, dtype)
-        figures = common_figures() if own_figures is None else own_figures  # what plans are compared by
+        dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
+        planning.require_dtype(dtype, device)
+        own_figures = planning.known_figures(profile, device, dtype)
+        figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
         if emulation is not None:
             figures = replace(figures, link_gbps=emulation.link_gbps)
         draft = config.draft if draft_source is None else draft_source
@@ -204,7 +174,7 @@ def load_runtime(
         if check is not None:
             model = plan.target
             check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
-        check_host_memory(plan)
+        planning.check_host_memory(plan)
         budget.reserve("workspace", plan.workspace_bytes)
         if plan.graph_bytes:
             budget.reserve("CUDA graphs", plan.graph_bytes)
@@ -219,9 +189,8 @@ def load_runtime(
         recorder = TraceRecorder(device) if config.trace is not None else None
         queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-        branches = plan.proposer == "ngram" or (
-            (plan.proposer != "none" or plan.has_verifier) and config.tree_nodes != 0
-        )  # fmt: skip
+        proposes = plan.proposer != "none" or plan.has_verifier
+        branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
         target, drafter = assembly.load_models(
             target_source, draft_source, plan, budget, queues, registrar=registrar, on_progress=on_progress,
             trees=branches, undo=undo,
@@ -229,14 +198,14 @@ def load_runtime(
         free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
             figures = replace(figures, link_gbps=target.link_peak_gbps)
-            free_s, free_rows = link_slack(plan, figures, widest=config.max_gamma + 1)
+            free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
         proposer = make_proposer(plan, target, drafter, budget, recorder=recorder, free_s=free_s, free_rows=free_rows)
         free = max(0, min(config.max_gamma, free_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         placed = plan.with_placement(target.placement)
 
         def cost(choice: Choice, num_sequences: int, length_tokens: int) -> float:
-            return predicted_step_s(
+            return planning.predicted_step_s(
                 placed, figures, proposals=choice.size, drafted=choice.drafts, in_tree=choice.mode == "tree",
                 num_sequences=num_sequences, length_tokens=length_tokens,
             )  # fmt: skip

@@ -43,7 +43,7 @@ class IncrementalDecoder:
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is still incomplete."""
         self._tokens.append(token)
-        piece = self._pending_text()
+        piece = self.flush()
         if not piece or piece.endswith("\ufffd"):
             return ""
         del self._tokens[: self._num_shown]
@@ -52,11 +52,6 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """What is left at the end, incomplete characters included."""
-        piece = self._pending_text()
-        self._num_shown = len(self._tokens)
-        return piece
-
-    def _pending_text(self) -> str:
         before = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
         return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(before) :]
 
@@ -179,7 +174,6 @@ class PromptRoom:
         Raises:
             OptionError: It is empty, not a prompt, not Unicode text, or has ids outside the vocabulary.
         """
-        vocab_size = self.config.vocab_size
         if isinstance(prompt, str):
             require_unicode("the prompt", prompt)
             tokens = list(self.tokenizer.encode(prompt))
@@ -190,6 +184,11 @@ class PromptRoom:
             fine = len(tokens) == len(prompt)
             require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
         require(bool(tokens), "the prompt is empty: give it at least one token")
+        return self._in_vocabulary(tokens)
+
+    def _in_vocabulary(self, tokens: list[int]) -> list[int]:
+        """The same, once the model has all of them: its tokenizer may have more."""
+        vocab_size = self.config.vocab_size
         outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
             raise OptionError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
@@ -218,7 +217,8 @@ class PromptRoom:
         rest = text[len(before) :]
         require_unicode("the prompt", rest)
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        return shown, [*tokens, *(encode if shown.endswith(rest) else self._spelled.encode)(rest)]
+        new_tokens = (encode if shown.endswith(rest) else self._spelled.encode)(rest)
+        return shown, [*tokens, *self._in_vocabulary(new_tokens)]
 
     def fit(
         self, prompt: Prompt, max_new_tokens: int, *, name: str = "the prompt", option: str = "--max-new-tokens"

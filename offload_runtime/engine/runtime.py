@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
@@ -40,7 +40,7 @@ from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
 
-class Runtime:
+class Runtime(AbstractContextManager["Runtime"]):
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
 
     Any thread may call it. Calls wait for one another, `close` too: `generate` and `generate_batch` until all their
@@ -50,18 +50,14 @@ class Runtime:
     """
 
     def __init__(self, parts: RuntimeParts) -> None:
-        target = parts.target
+        target, weights = parts.target, parts.target.weights
         self.config: ModelConfig = target.config
         self.tokenizer: Any = parts.tokenizer
         self.device = parts.budget.device
-        self.dtype = target.weights.layout.dtype
-        self.placement = parts.placement
-        self.plan = parts.plan
-        self.emulated = parts.emulated
-        self.load_report = (
-            f"loaded {format_bytes(target.weights.layout.total_bytes)} in {target.weights.load_seconds:.1f} s "
-            f"({target.weights.load_gbps:.1f} GB/s)"
-        )
+        self.dtype = weights.layout.dtype
+        self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
+        speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
+        self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens
@@ -155,13 +151,7 @@ class Runtime:
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
     ) -> Runtime:  # fmt: skip
         """Load what a configuration asks for. Callbacks and errors as of `load`."""
-        try:
-            parts = load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check)
-        except torch.OutOfMemoryError as error:
-            raise BudgetError(
-                f"the device memory allowed did not suffice ({error}): raise --vram or lower --context"
-            ) from error
-        return cls(parts)
+        return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check))
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -253,10 +243,8 @@ class Runtime:
             BudgetError: Memory ran out; once all prompts had been worked on, with what there is of every answer.
         """
         most = self.plan.target.batch
-        if not 1 <= len(prompts) <= most:
-            raise OptionError(
-                f"{len(prompts)} prompts for a runtime that was loaded for 1 to {most}: raise max_batch when loading it"
-            )
+        fine = 1 <= len(prompts) <= most
+        require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
         asked = params_of_each(params_once(by_name, params), noise_ids, len(prompts))
@@ -386,9 +374,6 @@ class Runtime:
                     about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
                              "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                     write_trace(path, recorder.finish(), about)
-
-    def __enter__(self) -> Runtime:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

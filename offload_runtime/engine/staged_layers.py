@@ -130,10 +130,8 @@ def _move_locks(weights: HostWeights, memory: StagedMemory, registrar: Registrar
         least_bytes = FEWEST_PIECES * shape.piece_bytes
         while arena.lock(registrar, shape.piece_bytes) and arena.pinned_bytes < least_bytes:
             if not kept:
-                raise BudgetError(
-                    f"the system refuses to page-lock even {format_bytes(least_bytes)} for {arena.name}: "
-                    f"raise the locked-memory limit (ulimit -l), or {ways}"
-                )
+                refused = f"the system refuses to page-lock even {format_bytes(least_bytes)} for {arena.name}"
+                raise BudgetError(f"{refused}: raise the locked-memory limit (ulimit -l), or {ways}")
             weights.layers[kept.pop()].unpin()
     for index in set(placement.streamed_layers) - set(placement.staged_layers):
         if weights.layers[index].lock(registrar):

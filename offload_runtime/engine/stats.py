@@ -120,15 +120,11 @@ class PassMeter:
     def hidden_draft_share(self) -> float | None:
         """As in `GenerationStats`, so far."""
         recorder = self._parts.recorder
-        if recorder is None:
-            return None
-        times: dict[str, list[tuple[float, float]]] = {DRAFT: [], PASSES: [], LINK: []}
-        for span in recorder.spans[self._spans_before :]:
-            if span.row in times:
-                times[span.row].append((span.start_s, span.end_s))
-        drafting_s = union_seconds(times[DRAFT])
-        target = times[PASSES] + times[LINK]
-        return covered_seconds(times[DRAFT], target) / drafting_s if drafting_s else None
+        spans = [] if recorder is None else recorder.spans[self._spans_before :]
+        drafts = [(span.start_s, span.end_s) for span in spans if span.row == DRAFT]
+        target = [(span.start_s, span.end_s) for span in spans if span.row in (PASSES, LINK)]
+        drafting_s = union_seconds(drafts)
+        return covered_seconds(drafts, target) / drafting_s if drafting_s else None
 
     def results(self, requests: Sequence[Request], predicted_s: float | None) -> list[GenerationResult]:
         """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted for all

@@ -12,7 +12,6 @@ from typing import Any
 from offload_runtime.config import GenerationParams, require
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
-from offload_runtime.errors import OptionError
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import RunPlan
 from offload_runtime.sampling import SlotSampling
@@ -90,16 +89,12 @@ class WindowLimits:
         require((gamma or 0) <= most, f"gamma {gamma} exceeds the {most} this runtime was loaded for (max_gamma)")
         fine = params.gamma is None or not plain
         require(fine, "gamma does nothing without a draft: drop it or choose --draft ngram")
-        if nodes is not None and nodes > self.most_nodes:
-            raise OptionError(
-                f"tree_nodes {nodes} exceeds the {self.most_nodes} that a window of this runtime has room for: load it "
-                f"with tree_nodes={nodes} (--tree-nodes {nodes})"
-            )
-        if params.tree_nodes and not makes_trees(proposer):
-            raise OptionError(
-                f"tree_nodes {nodes} does nothing where nobody proposes branches: drop it, choose --draft ngram, or "
-                f"load a draft model with tree_nodes={nodes} (--tree-nodes {nodes}), which makes room for them"
-            )
+        room, loaded = self.most_nodes, f"with tree_nodes={nodes} (--tree-nodes {nodes})"
+        fine = (nodes or 0) <= room
+        require(fine, f"tree_nodes {nodes} exceeds the {room} that a window here has room for: load it {loaded}")
+        ways = f"drop it, choose --draft ngram, or load a draft model {loaded}"
+        fine = not params.tree_nodes or makes_trees(proposer)
+        require(fine, f"tree_nodes {nodes} does nothing where nobody proposes branches: {ways}")
         if plain:
             return WindowSize(0)
         if nodes:
@@ -204,11 +199,8 @@ class StepRunner:
         results = self._step(requests, window, choice)
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
         # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
-        able = [
-            (request, result)
-            for request, result in zip(requests, results, strict=True)
-            if self._is_able(request, choice.mode)
-        ]
+        pairs = zip(requests, results, strict=True)
+        able = [(request, result) for request, result in pairs if self._is_able(request, choice.mode)]
         whole = [result for request, result in able if self._was_whole(request, result, window)]
         seen, size = whole, choice.size
         if not whole and choice.mode == "chain":  # what was cut tells about smaller windows

@@ -50,14 +50,14 @@ class HostInfo:
 
 def read_host_info(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostInfo:
     """Ask the system; `proc` and `cgroup` are where Linux tells it."""
-    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl(proc))
+    # Under Windows, whose driver locks only a part of the memory, Linux says so in its version.
+    is_wsl = "microsoft" in _text_of(proc / "version").lower()
+    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl)
 
 
 def read_cpu(proc: Path) -> CpuFigures:
     """Name, usable logical cores and features; Linux alone tells name and features properly."""
-    text = ""
-    with suppress(OSError):
-        text = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace")
+    text = _text_of(proc / "cpuinfo")
     entries = dict(reversed(re.findall(r"^([^:\n]*\w)\s*:[ \t]*(.*)$", text, re.MULTILINE)))  # the first core's stay
     flags = set((entries.get("flags") or entries.get("Features") or "").split())
     name = entries.get("model name") or platform.processor() or platform.machine() or "unknown processor"
@@ -71,12 +71,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def is_wsl(proc: Path) -> bool:
-    """Whether this is Linux under Windows, whose driver locks only a part of the memory."""
-    try:
-        return "microsoft" in (proc / "version").read_text(errors="replace").lower()
-    except OSError:
-        return False
+def _text_of(file: Path) -> str:
+    """What one of Linux's own files says; nothing where there is none."""
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def printable(text: str) -> str:
@@ -100,15 +99,15 @@ class CannotMeasureError(Exception):
     """A figure cannot be had on this machine; the text is the reason. Becomes part of the report, never an end."""
 
 
-def best_time_s(action: Callable[[], object], *, budget_s: float, least: int = 3) -> float:
+def best_time_s(action: Callable[[], object], *, budget_s: float) -> float:
     """Shortest time of one `action`, in seconds: others on the machine only ever make it longer.
 
-    One untimed call comes first; then calls follow until `budget_s` is spent, at least `least` of them.
+    One untimed call comes first; then calls follow until `budget_s` is spent, at least three of them.
     """
     action()
     times_s: list[float] = []
     started_s = time.perf_counter()
-    while len(times_s) < least or time.perf_counter() - started_s < budget_s:
+    while len(times_s) < 3 or time.perf_counter() - started_s < budget_s:
         before_s = time.perf_counter()
         action()
         times_s.append(time.perf_counter() - before_s)
@@ -172,29 +171,25 @@ def measure_disk_gbps(file: Path, *, most_bytes: int) -> float:
     if total_bytes == 0:
         raise CannotMeasureError(f"{file} has less than {_DISK_BLOCK_BYTES >> 20} MiB to read")
     # Anonymous pages are aligned, as direct reads want.
-    with _opened_past_cache(file) as descriptor, mmap.mmap(-1, _DISK_BLOCK_BYTES) as block:
+    with open(file, "rb", buffering=0, opener=_open_past_cache) as source, mmap.mmap(-1, _DISK_BLOCK_BYTES) as block:
         block.write(bytes(_DISK_BLOCK_BYTES))  # page faults are not the disk's time
         started_s = time.perf_counter()
-        for offset in range(0, total_bytes, _DISK_BLOCK_BYTES):
-            if os.preadv(descriptor, [block], offset) != _DISK_BLOCK_BYTES:
+        for _ in range(0, total_bytes, _DISK_BLOCK_BYTES):
+            if source.readinto(block) != _DISK_BLOCK_BYTES:
                 raise CannotMeasureError(f"{file} became shorter while it was read")
         return total_bytes / (time.perf_counter() - started_s) / GB
 
 
-@contextmanager
-def _opened_past_cache(file: Path) -> Iterator[int]:
+def _open_past_cache(path: str, flags: int) -> int:
     """A descriptor whose reads come from the disk: direct, or else with the file's cached pages dropped first."""
-    if not (hasattr(os, "preadv") and hasattr(os, "posix_fadvise")):
+    if not hasattr(os, "posix_fadvise"):
         raise CannotMeasureError("this system cannot read around its file cache")
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        return os.open(path, flags | os.O_DIRECT)
     except (OSError, AttributeError):  # the file system, or a system that is not Linux, has no direct reads
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = os.open(path, flags)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        return descriptor
 
 
 @contextmanager

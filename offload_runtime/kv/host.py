@@ -190,13 +190,9 @@ class HostKVCache(BlockCache):
         return finish_attention(q, rows, state)
 
     def _own_rows(self, rows: QueryRows, row: int, sequence: int) -> QueryRows:
-        part = slice(row, row + 1)
-        return replace(
-            rows, positions=rows.positions[part], sequences=rows.sequences[part],
-            committed=None if rows.committed is None else rows.committed[part],
-            ancestors=None if rows.ancestors is None else rows.ancestors[part],
-            min_committed=self._lengths[sequence],
-        )  # fmt: skip
+        tensors = {name: getattr(rows, name) for name in ("positions", "sequences", "committed", "ancestors")}
+        parts = {name: tensor[row : row + 1] for name, tensor in tensors.items() if tensor is not None}
+        return replace(rows, **parts, min_committed=self._lengths[sequence])
 
     # --- prefill
 

@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 from threading import Lock
 from weakref import WeakSet
 
@@ -208,12 +209,9 @@ def pack(parts: Iterable[Sequence[int]]) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
     """Views of the parts of a packed tensor, by their numbers of integers; each begins at a multiple of 16 bytes."""
-    views: list[torch.Tensor] = []
-    offset = 0
-    for size in sizes:
-        views.append(packed[offset : offset + size])
-        offset += packed_words([size])
-    return views
+    sizes = list(sizes)
+    starts = accumulate((packed_words([size]) for size in sizes), initial=0)
+    return [packed[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -36,7 +36,6 @@ class RopeTable:
             hidden_size=config.head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
         )  # fmt: skip
-        self._head_dim = config.head_dim
         self._inv_freq, self.scaling = self._initialise(None)  # [D/2] fp32, device
         self._short_length: int | None = None  # above this length the frequencies change
         if self._type == "dynamic":
@@ -88,7 +87,7 @@ class RopeTable:
 
     def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
         if self._type == "default":  # transformers keeps this one inside each model
-            exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
+            exponents = torch.arange(0, self._hf_config.head_dim, 2, dtype=torch.float) / self._hf_config.head_dim
             return upload(1.0 / (float(self._parameters["rope_theta"]) ** exponents), self.device), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

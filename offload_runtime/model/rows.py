@@ -29,9 +29,7 @@ class Window:
 
     def __post_init__(self) -> None:
         assert self.tokens, "a window needs at least one token"
-        if self.parents is not None:
-            assert len(self.parents) == len(self.tokens)
-            assert all(-1 <= parent < index for index, parent in enumerate(self.parents))
+        assert self.parents is None or len(self.parents) == len(self.tokens)
 
     @cached_property
     def depths(self) -> list[int]:
@@ -120,26 +118,21 @@ class RowBuilder:
             positions += [*(start + depth for depth in own_depths), *[-1] * padding]
             slots += [*range(start, start + count), *[0] * padding]
             present += range(b * width, b * width + count)
-        if len(present) == batch * width:
-            present = []
         parts: list[Sequence[int]] = [
             tokens, positions, slots, [s for s in sequences for _ in range(width)], list(sequences), list(committed),
-            _ancestors(windows, depths, committed) if tree else array("i"), present,
+            _ancestors(windows, depths, committed) if tree else array("i"),
+            present if len(present) < batch * width else [],
         ]  # fmt: skip
         uploaded = unpack(upload(pack(parts), self.rope.device), map(len, parts))
         flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
         rotated = flat_position + rope_shift if rope_shift else flat_position
         cos, sin = self.rope.angles(rotated, self.rope.row_frequencies(positions, prompt_length))
         query = QueryRows(
-            positions=flat_position.view(batch, width),
-            sequences=sequence,
-            max_length=max(positions) + 1,
-            committed=committed_gpu if tree else None,
-            ancestors=ancestor.view(batch, width, -1) if tree else None,
-            min_committed=min(committed),
-        )
+            flat_position.view(batch, width), sequence, max(positions) + 1, committed=committed_gpu if tree else None,
+            ancestors=ancestor.view(batch, width, -1) if tree else None, min_committed=min(committed),
+        )  # fmt: skip
         full = RopeRows(cos, sin, flat_position, flat_slot, flat_sequence)
-        return PassRows(flat_tokens, query, full, prefill=prompt_length > 0, present=own if present else None)
+        return PassRows(flat_tokens, query, full, prefill=prompt_length > 0, present=own if len(own) else None)
 
 
 def _ancestors(windows: Sequence[Window], depths: Sequence[Sequence[int]], committed: Sequence[int]) -> array[int]:

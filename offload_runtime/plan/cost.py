@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -51,9 +50,9 @@ _FETCHED_SHARE = 1 / 6
 # where it keeps the first and newest tokens only a tenth less, and behind long texts another tenth (0.65 on that novel;
 # a model agrees with itself 0.81 of the time at 8K, 0.69 at 32K, 0.77 at 120K). N-grams: 1.2 tokens a pass (prose and
 # code, T = 0 to 1.2).
-USUAL_ACCEPTANCE: Mapping[str, float] = MappingProxyType(
-    {"verifier": 0.95, "full": 0.8, "retrieval": 0.8, "streaming": 0.72, "streaming, far": 0.65, "n-grams": 0.15}
-)
+USUAL_ACCEPTANCE: Mapping[str, float] = {
+    "verifier": 0.95, "full": 0.8, "retrieval": 0.8, "streaming": 0.72, "streaming, far": 0.65, "n-grams": 0.15,
+}  # fmt: skip
 _FAR_TOKENS = 8192
 # Of what a draft's first child misses, the shares that its next ones hit: 0.11 to 0.12, 0.01 to 0.03 and 0.00 to 0.02
 # of all where the first hits 0.83 to 0.84 (prose and code, T = 0.6).
@@ -143,9 +142,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
     stages = [(1, target.layout.head_bytes / attained_hbm, _head_operations(target, height) / flops)]
     matrix_s = 2 * target.layer_elements * height / flops
-    for (reach, layer_bytes), count in Counter(
-        zip(target.config.layer_windows, target.layout.layer_bytes, strict=True)  # layers are of a few kinds
-    ).items():
+    kinds = Counter(zip(target.config.layer_windows, target.layout.layer_bytes, strict=True))  # layers are of a few
+    for (reach, layer_bytes), count in kinds.items():
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
         stages.append((count, height // tile * layer_bytes / attained_hbm, matrix_s))
@@ -319,7 +317,8 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
 
 def step_time(verify: PassTime, drafting_s: float) -> float:
     """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
-    return max(verify.copies_s + drafting_s - hidden_s(verify, drafting_s), verify.busy_s + drafting_s)
+    hidden_s = min(drafting_s, verify.lookahead_s)  # of drafting, what delays no copy
+    return max(verify.copies_s + drafting_s - hidden_s, verify.busy_s + drafting_s)
 
 
 def predicted_step_s(
@@ -342,11 +341,6 @@ def predicted_step_s(
     verify = pass_time(plan, machine, length_tokens=length_tokens, rows=rows)
     nodes = proposals if in_tree else 0
     return step_time(verify, drafting_s(plan, machine, gamma=proposals, tree_nodes=nodes) if drafted else 0.0)
-
-
-def hidden_s(verify: PassTime, drafting_s: float) -> float:
-    """Of `drafting_s`, what delays no copy."""
-    return min(drafting_s, verify.lookahead_s)
 
 
 @dataclass(frozen=True)
@@ -388,7 +382,7 @@ def predict_step(plan: RunPlan, machine: MachineFigures, acceptance: float | Non
     seconds = step_time(verify, proposing_s)
     bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
     return StepPrediction(
-        acceptance, tokens, proposing_s, hidden_s(verify, proposing_s), seconds,
+        acceptance, tokens, proposing_s, min(proposing_s, verify.lookahead_s), seconds,
         plan.target.batch * tokens / seconds, bound_by,
     )  # fmt: skip
 
@@ -473,8 +467,6 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    causes = {
-        "HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s,
-    }  # fmt: skip
+    causes = {"HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
     seconds = growth_s + max(compute_s, link_s, staging_s)
     return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)

@@ -485,11 +485,8 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tre
     config, options, context = request.draft.config(), request.speculation, target.context_tokens
     longest, cache = longest_context(config), options.draft_cache
     if cache == "auto":
-        if context <= min(longest, AUTO_CONTEXT_TOKENS):
-            cache = "full"
-        else:
-            retrieves = context <= longest and options.budget_tokens <= context and not tree_nodes
-            cache = "retrieval" if retrieves else "streaming"
+        retrieves = context <= longest and options.budget_tokens <= context and not tree_nodes
+        cache = "full" if context <= min(longest, AUTO_CONTEXT_TOKENS) else "retrieval" if retrieves else "streaming"
     if tree_nodes and cache == "retrieval":
         raise OptionError(
             f"trees of {tree_nodes} nodes need a draft whose KV cache holds whole branches, not retrieved chunks: use "

@@ -200,7 +200,7 @@ def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
 def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
     """Two predictions in tokens/s, and by whose figures."""
     # Three digits, or all before the point.
-    speeds = (tok_per_s(plan, machine) for plan in (one, other))
+    speeds = tok_per_s(one, machine), tok_per_s(other, machine)
     digits = [f"{speed:.3g}" if speed < 100 else f"{speed:.0f}" for speed in speeds]
     return f"{' against '.join(digits)} tokens/s by the figures of {machine.name}"
 
@@ -223,31 +223,31 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
         return chains, ""
     if mode == "auto" and draft is not None and draft.tree_slots:
         return chains, "the draft was asked for trees"
-    error: OffloadError | None
-    ways, error = _ways(replace(plan, has_verifier=True))
     found: list[RunPlan] = []
-    reason = f"its {format_bytes(plan.verifier_bytes)} do not fit the device"
-    for way in ways:
-        if (obstacle := _obstacle(way)) is None:
-            found.append(way)  # nothing has to be staged
-        else:
-            reason, error = obstacle
+    try:
+        for way in _ways(replace(plan, has_verifier=True)):
+            if (obstacle := _obstacle(way)) is None:
+                found.append(way)  # nothing has to be staged
+            else:
+                reason, error = obstacle
+    except BudgetError as short:
+        reason, error = f"its {format_bytes(plan.verifier_bytes)} do not fit the device", short
     if found:
         return [*chains, *found], ""
     if mode == "triforce":
-        assert error is not None
         raise error
     return chains, reason
 
 
-def _ways(plan: RunPlan) -> tuple[list[RunPlan], BudgetError | None]:
-    """Every way to place the layers beside each cache that the draft may get, and why the last of the others is none.
+def _ways(plan: RunPlan) -> list[RunPlan]:
+    """Every way to place the layers beside each cache that the draft may get; at least one.
 
     Where the draft's cache is left to us, that is a streaming one besides what was planned, which takes memory that
     layers or the KV cache of the target could have. Whatever fits a budget is among the ways of a larger one as well,
     or something with more of it on the device.
 
     Raises:
+        BudgetError: There is none; says why the last one is not.
         OptionError: More resident layers are asked for than there are.
     """
     draft, kv, plans = plan.draft, plan.request.kv, [plan]
@@ -262,14 +262,13 @@ def _ways(plan: RunPlan) -> tuple[list[RunPlan], BudgetError | None]:
                 found += [place_layers(one)] if place == "gpu" else _with_kv_on_host(one)
             except BudgetError as error:
                 refused = error
-    return found, refused
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def _chains(plan: RunPlan) -> list[RunPlan]:
-    placed, refused = _ways(plan)
-    if not placed:
-        assert refused is not None
-        raise refused
+    placed = _ways(plan)
     staged: list[RunPlan] = []
     for way in placed:
         with suppress(BudgetError):
@@ -427,22 +426,19 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 # --- one way: in host memory
 
 
-def with_staging_rings(target: ModelPlan, available_bytes: int | None = None) -> Placement:
+def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
-    memory or, at least, two pieces each; None for their full size."""
+    memory or, at least, two pieces each."""
     on_host = bool(target.kv_layers_on_host)
     largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
     d2h = NO_RING
     if on_host:
         # A prompt's blocks are written as they become full, piece by piece of the prompt.
         written_bytes = -(-target.shape.prefill_chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
-        d2h = RingShape(
-            min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES), _MOST_WRITEBACK_PIECES
-        )
-        if available_bytes is not None:
-            fitting = (available_bytes - ring_shape(largest, 0).nbytes) // d2h.piece_bytes
-            d2h = replace(d2h, num_pieces=max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
-            available_bytes -= d2h.nbytes
+        piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
+        fitting = (available_bytes - ring_shape(largest, 0).nbytes) // piece_bytes
+        d2h = RingShape(piece_bytes, max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
+        available_bytes -= d2h.nbytes
     return replace(target.placement, h2d_ring=ring_shape(largest, available_bytes), d2h_ring=d2h)
 
 

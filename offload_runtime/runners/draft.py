@@ -97,9 +97,8 @@ class DraftModel:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
         self.forget()
         inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
-        self.texts.catch_up(0, [0] * inputs)
-        for power in range(CATCH_UP_TOKENS.bit_length()):
-            inputs += 1 << power
+        for more in (0, *(1 << power for power in range(CATCH_UP_TOKENS.bit_length()))):
+            inputs += more
             if inputs <= self._capacity_tokens:
                 self.texts.catch_up(0, [0] * inputs)
 
@@ -124,8 +123,7 @@ class DraftModel:
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `texts`; fewer at the end of the context
         or where logits are NaN. As many steps as the longest answer has tokens."""
-        rooms = {sequence: min(counts[sequence], self.room(len(tokens))) for sequence, tokens in texts.items()}
-        asked = {sequence: count for sequence, count in rooms.items() if count > 0}
+        asked = {s: most for s, tokens in texts.items() if (most := min(counts[s], self.room(len(tokens)))) > 0}
         proposals: dict[int, list[int]] = {sequence: [] for sequence in texts}
         if not asked:
             return proposals
@@ -170,14 +168,17 @@ class DraftModel:
             reach = graph_reach(reach, self._max_tokens_with_draft)
         for sequence, length in lengths.items():
             self.frequencies.set(sequence, length)
-        self._set_places()
+        # Where a streaming cache stands; any other one stays where it has been all the time.
+        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
+        if places != self._place_host:
+            overwrite(self._place, torch.tensor(places, dtype=torch.int32))
+            self._place_host = places
         new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
         if self.choosing is not None:
             self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
-        recorder = self.recorder
-        with recorder.span("draft steps", steps=count, sequences=len(longest)) if recorder else nullcontext():
+        with self.recorder.span("draft steps", steps=count, sequences=len(longest)) if self.recorder else nullcontext():
             for step in range(count):
                 first = step == 0
                 choice = None if self.choosing is None else self.choosing.begin_step(first=first)
@@ -203,13 +204,6 @@ class DraftModel:
         newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
         token = sample(newest, self._sampling, step.ahead, sequences)
         window.put(cursor, token, self._cursor[:num_rows])
-
-    def _set_places(self) -> None:
-        """Tell the device where a streaming cache stands; any other one stays where it has been all the time."""
-        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
-        if places != self._place_host:
-            overwrite(self._place, torch.tensor(places, dtype=torch.int32))
-            self._place_host = places
 
 
 def _inputs(tokens: Sequence[int], count: int) -> WindowInput:

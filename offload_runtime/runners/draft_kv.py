@@ -92,7 +92,12 @@ class DraftKVState:
         # lets go of nothing, is rotated by its indices.
         too_far = start > 0 and (kept < start + sink_tokens or len(tokens) - kept > CATCH_UP_TOKENS)
         if too_far or start < self.starts[sequence]:
-            self._begin_anew(sequence, tokens[:target], start)
+            # It is prefilled with what it keeps, and nothing else.
+            assert self.streaming is not None
+            self.streaming.reset(sequence, start)
+            positions = kept_positions(target, start, sink_tokens)
+            if positions:
+                self._runner.prefill(sequence, self._clamped([tokens[position] for position in positions]))
         else:
             if start > self.starts[sequence]:
                 self._let_go(sequence, cached, start)
@@ -114,14 +119,6 @@ class DraftKVState:
             cache.truncate(sequence, length)
         else:
             cache.commit(sequence, length - cache.length(sequence))
-
-    def _begin_anew(self, sequence: int, tokens: Sequence[int], start: int) -> None:
-        """Prefill what a streaming cache keeps of `tokens`, and nothing else."""
-        assert self.streaming is not None
-        self.streaming.reset(sequence, start)
-        kept = kept_positions(len(tokens), start, self.streaming.sink_tokens)
-        if kept:
-            self._runner.prefill(sequence, self._clamped([tokens[position] for position in kept]))
 
     def _let_go(self, sequence: int, tokens: Sequence[int], start: int) -> None:
         """Move a streaming cache on, and compute its sinks where they now belong."""

@@ -243,14 +243,10 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, tr
     rows = 2 * batch  # the first step of a draft feeds two tokens
     nbytes = step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
     if trees:
-        nbytes += step_graph_bytes(config) + tree_buffer_bytes(config, element_bytes, batch=batch)
-        nbytes += step_activation_bytes(config, element_bytes, rows=max(STEP_ROWS, batch))
+        rows = max(STEP_ROWS, batch)
+        nbytes += step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
+        # What a `DraftTree` has besides the cache and what a step computes on its way.
+        outputs = (rows + (MOST_SPINE + 1) * batch) * 2 * CHILDREN
+        words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + outputs + rows * config.head_dim // 2
+        nbytes += 4 * words + rows * config.vocab_size * element_bytes
     return nbytes
-
-
-def tree_buffer_bytes(config: ModelConfig, element_bytes: int, *, batch: int) -> int:
-    """Device bytes of a `DraftTree` besides the cache and what a step computes on its way."""
-    rows = max(STEP_ROWS, batch)
-    outputs = (rows + (MOST_SPINE + 1) * batch) * 2 * CHILDREN
-    words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + outputs + rows * config.head_dim // 2
-    return 4 * words + rows * config.vocab_size * element_bytes

@@ -86,26 +86,25 @@ def workspace_bytes(
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Runs passes of one model.
 
-    Args:
+    Attributes:
         decoder: The maths.
         streamer: The weights, resident or streamed.
         cache: Keys and values; the runner owns what is committed to it.
         rows: Builder of the pass's rows.
         shape: Heights of the matrix products.
+        recorder: Whoever wants a trace of the passes sets it.
     """
 
-    def __init__(
-        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rows: RowBuilder, shape: PassShape
-    ) -> None:
-        self.decoder = decoder
-        self.streamer = streamer
-        self.cache = cache
-        self.shape = shape
-        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the passes sets it
-        self.rows = rows
+    decoder: Decoder
+    streamer: LayerStreamer
+    cache: KVCache
+    rows: RowBuilder
+    shape: PassShape
+    recorder: TraceRecorder | None = None
 
     @torch.inference_mode()
     def prefill(
@@ -127,15 +126,12 @@ class ModelRunner:
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
         self.cache.begin_prefill(sequence, len(tokens))
-        start = self.cache.length(sequence)
-        step = self.shape.prefill_chunk_tokens
+        start, step = self.cache.length(sequence), self.shape.prefill_chunk_tokens
+        end = start + len(tokens)
         pieces = [
-            self.rows.build(
-                [Window(tuple(tokens[offset : offset + step]))], [start + offset], [0],
-                prompt_length=start + len(tokens),
-            )
-            for offset in range(0, len(tokens), step)
-        ]  # fmt: skip
+            self.rows.build([Window(tuple(tokens[at : at + step]))], [start + at], [0], prompt_length=end)
+            for at in range(0, len(tokens), step)
+        ]
         residual, delta = _run_layers(
             self.decoder, self.streamer.layers(), self.cache, pieces, self.shape.prefill_rows, on_layer
         )
@@ -212,17 +208,16 @@ def _run_layers(
     streams do. Of the last layer only the last piece's is of use.
     """
     residuals = [decoder.embed(rows, tile_rows) for rows in pieces]
-    deltas: list[torch.Tensor | None] = [None] * len(pieces)
+    last: torch.Tensor | None = None
     num_layers = decoder.config.num_layers
     for index, weights in layers:
-        for number, rows in enumerate(pieces):
-            delta = decoder.layer(index, weights, residuals[number], deltas[number], rows, cache, tile_rows)
+        for residual, rows in zip(residuals, pieces, strict=True):
+            delta = decoder.layer(index, weights, residual, last, rows, cache, tile_rows)
             if rows.prefill and index + 1 < num_layers:
-                residuals[number].add_(delta)
-            elif number + 1 == len(pieces):
-                deltas[number] = delta
+                residual.add_(delta)
+            elif rows is pieces[-1]:
+                last = delta
         if on_layer is not None:
             on_layer(index + 1, num_layers)
-    last = deltas[-1]
     assert last is not None, "a model has at least one layer"
     return residuals[-1], last

@@ -7,14 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.window_steps import (
-    WINDOW_HEADER_WORDS,
-    StepRotation,
-    StepRows,
-    accept,
-    put_token,
-    step_rows,
-)
+from offload_runtime_kernels import window_steps
+from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepRotation, StepRows
 
 from offload_runtime.memory import overwrite
 
@@ -126,18 +120,20 @@ class DeviceWindow:
     ) -> StepRows:  # fmt: skip
         """The rows of `count` positions from `start` ([num_rows] int32, device) + `offset` on: see `step_rows`. One
         position before `base` may be asked for, and gives nonsense: the padding row of a sequence of one token."""
-        return step_rows(self._rows, start, count, rotation, offset=offset, last_token=last_token, place=place)
+        return window_steps.step_rows(
+            self._rows, start, count, rotation, offset=offset, last_token=last_token, place=place
+        )
 
     def put(self, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
         """Write each `token` ([num_rows] int64, device) at its absolute `position` ([num_rows] int32, device), and the
         position behind it into `cursor` ([num_rows] int32, device), which may be `position` itself."""
-        put_token(self._rows, position, token, cursor)
+        window_steps.put_token(self._rows, position, token, cursor)
 
     def accept(self, samples: torch.Tensor, counts: torch.Tensor) -> None:
         """Move every `end` behind the proposals that `samples` ([num_rows, n + 1] int64, device, of positions from
         `end` on) confirm and the first sample that was not proposed; `counts` [at least num_rows, 2] int64 gains a step
         and what it accepted."""
-        accept(self._rows, samples, counts)
+        window_steps.accept(self._rows, samples, counts)
 
 
 def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:

@@ -81,8 +81,7 @@ class Tally:
             proposed_by: Who proposed to the target.
             inner: The levels before, as `Proposer.counts` tells them.
         """
-        verifications, proposed, accepted = self._verifications, self._proposed.total(), self._by_source.total()
+        counts = self._verifications, self._proposed.total(), self._by_source.total()
         if proposed_by == "retrieval":
-            verifications, proposed = self._verified[proposed_by], self._proposed[proposed_by]
-            accepted = self._by_source[proposed_by]
-        return (*inner, Acceptance(proposed_by, "target", verifications, proposed, accepted))
+            counts = self._verified[proposed_by], self._proposed[proposed_by], self._by_source[proposed_by]
+        return (*inner, Acceptance(proposed_by, "target", *counts))

@@ -299,8 +299,7 @@ class Controller:
         latency = self._latency(num_sequences, context_tokens)
         if not latency.knows_plain:
             return PLAIN
-        doubted = latency.doubted
-        if doubted is not None and doubted.size <= limits.get(doubted.mode, 0):
+        if (doubted := latency.doubted) is not None and doubted.size <= limits.get(doubted.mode, 0):
             return doubted
         chain, tree = account.models.get("chain"), account.models.get("tree")
         if chain is not None and tree is not None:

@@ -82,7 +82,7 @@ class TreeDraftProposer(Proposer):
         chains: Of the same draft.
         model: Of the same draft.
         device: Where it computes.
-        ngrams: Whose guesses join the trees; None for nobody's.
+        ngrams: Whose guesses join the trees, started by whoever shares them (`WithNgrams`); None for nobody's.
         worth: Says when a step is not worth the wait any more; None for one that knows of no link.
 
     Attributes:
@@ -125,14 +125,10 @@ class TreeDraftProposer(Proposer):
         with self._at_work():
             self.model.start(slots)
             self._chains.start(slots)
-        if self.ngrams is not None:
-            self.ngrams.start(slots)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         with self._at_work():
             self._chains.prepare(slot, tokens)
-        if self.ngrams is not None:
-            self.ngrams.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         chains = [request for request in requests if request.tree_nodes is None]
@@ -241,9 +237,8 @@ class TreeDraftProposer(Proposer):
         guessed = True
         while True:
             started_s = time.perf_counter()
-            thresholds = {sequence: window[0] for sequence, window in best.items()}
-            if guessed:
-                thresholds = {key: max(least, self._expected.get(key, -inf)) for key, least in thresholds.items()}
+            expected = self._expected if guessed else {}
+            thresholds = {sequence: max(window[0], expected.get(sequence, -inf)) for sequence, window in best.items()}
             # Children are less probable than their parent.
             asked, spine = self._next_step(thresholds, lambda gamma: gamma - 1)
             # All its children together are at most as probable as a node, and each new one drives out another.
@@ -307,12 +302,8 @@ class TreeDraftProposer(Proposer):
         for sequence, (node, *_) in asked.items():
             tree = self.trees[sequence].tree
             margin = thresholds[sequence] - tree.log_probability(node)
-            length = min(
-                length,
-                depths[sequence] - tree.depth(node),
-                self.model.num_slots - tree.num_slots - 1,
-                math.floor(min(MOST_SPINE, margin / math.log(self._best_rate))),
-            )
+            length = min(length, depths[sequence] - tree.depth(node), self.model.num_slots - tree.num_slots - 1)
+            length = min(length, math.floor(min(MOST_SPINE, margin / math.log(self._best_rate))))
         if not asked or length <= 0:
             return 0
         spine_s, step_s = self._worth.seconds(1 + length), self._worth.seconds(1)

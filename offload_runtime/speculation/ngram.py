@@ -154,11 +154,15 @@ class NgramLookup:
         changed = list(tokens[first:length]) != self._tokens[first:]
         if changed or anew:
             self._guess = None  # what follows now is not what was guessed at
+        # All in this order: whatever interrupts it, no follower is known that the tokens do not have.
         if changed:
-            # In this order: whatever interrupts it, no follower is known that the tokens do not have.
             self._followers.clear()
             self._tokens.clear()
-        self._enter(tokens)
+        for index in range(len(self._tokens), len(tokens)):
+            self._tokens.append(tokens[index])
+            for size in _SIZES:
+                if index >= size:
+                    self._followers[tuple(self._tokens[index - size : index])].append(index)
         self._learn()
 
     def _learn(self) -> None:
@@ -172,14 +176,6 @@ class NgramLookup:
             self.rates.observe(matched + offset, hit)
             if not hit:
                 return
-
-    def _enter(self, tokens: Sequence[int]) -> None:
-        for index in range(len(self._tokens), len(tokens)):
-            # In this order: whatever interrupts it, no follower is known that the tokens do not have.
-            self._tokens.append(tokens[index])
-            for size in _SIZES:
-                if index >= size:
-                    self._followers[tuple(self._tokens[index - size : index])].append(index)
 
 
 class NgramProposer(Proposer):

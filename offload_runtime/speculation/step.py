@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,9 +202,7 @@ def run_step(
     for request in requests:
         committed = cache.length(request.slot)
         assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
-    proposals = _proposals(
-        proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder
-    )  # fmt: skip
+    proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder)
     windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
     slots = [request.slot for request in requests]
     logits = target.verify(windows, slots)  # [N, V]
@@ -254,9 +252,7 @@ def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
     return replace(request, tree_nodes=max(room, 0))
 
 
-def _proposals(
-    proposer: Proposer, requests: Sequence[DraftRequest], recorder: TraceRecorder | None
-) -> list[Proposal]:  # fmt: skip
+def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: TraceRecorder | None) -> list[Proposal]:
     """What is proposed to each request; who may not have any proposals is not asked about.
 
     A trace sees one span for all requests, with how many proposals each had room for and how many it was given.
@@ -264,10 +260,7 @@ def _proposals(
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
     if not asked:
         return [Proposal() for _ in requests]
-    span: AbstractContextManager[dict[str, Any]] = nullcontext({})
-    if recorder is not None:
-        span = recorder.span("propose", host=True)
-    with span as args:
+    with recorder.span("propose", host=True) if recorder else nullcontext(dict[str, Any]()) as args:
         answers = proposer.propose(asked)
         args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
     proposed: dict[int, Proposal] = {}

@@ -84,13 +84,11 @@ class Proposal:
 
 @dataclass(slots=True)
 class Offer:
-    """Children that are no nodes yet, the likeliest first, from place `next` on but for those that have become nodes
-    otherwise. `last`, the newest node among those before, is likelier than all that are left, and not expanded."""
+    """Children, of which those that are no nodes yet become nodes one by one, the likeliest first. `last`, the newest
+    node among them, is likelier than all that are left, and not expanded."""
 
-    tokens: Sequence[int]
-    log_probabilities: Sequence[float]  # given the parent
+    log_probabilities: dict[int, float]  # by token, given the parent; the likeliest first
     source: str
-    next: int
     last: int
 
 
@@ -124,15 +122,16 @@ class CandidateTree:
         """A root and nothing else."""
         self.root = self._made
         self._made += 1
-        self._nodes = {self.root: Node(token, -1, 0, 0.0, "")}
-        self._slots: set[int] = set()
-        self._first_free = 0
-        self._rank_frontier()
+        self._keep({self.root: Node(token, -1, 0, 0.0, "")})
 
-    def _rank_frontier(self) -> None:
-        """Order the nodes that wait to be expanded; what is deeper than anybody has looked is set aside."""
+    def _keep(self, nodes: dict[int, Node]) -> None:
+        """Only these are left, the root among them. Order those that wait to be expanded; what is deeper than anybody
+        has looked is set aside."""
+        self._nodes = nodes
+        self._slots = {node.slots[-1] for node in nodes.values() if node.slots}
+        self._first_free = 0
         # What a raised probability or an expansion leaves behind in here is recognised when it comes up.
-        self._frontier = [(-node.log_probability, key) for key, node in self._nodes.items() if not node.expanded]
+        self._frontier = [(-node.log_probability, key) for key, node in nodes.items() if not node.expanded]
         heapify(self._frontier)
         self._deeper: list[tuple[float, int]] = []
         self._reach = self._nodes[self.root].depth
@@ -214,27 +213,23 @@ class CandidateTree:
         """
         above = self._nodes[parent]
         assert above.offer is None, "a node is expanded once"
-        if above.children:
-            for token, log_probability in zip(tokens, log_probabilities, strict=True):
-                if token in above.children:
-                    self._raise(above.children[token], parent, log_probability)
-            new = [place for place, token in enumerate(tokens) if token not in above.children]
-            tokens, log_probabilities = [tokens[place] for place in new], [log_probabilities[place] for place in new]
-        if tokens:
-            first = self._make(parent, tokens[0], log_probabilities[0], source)
-            if len(tokens) > 1:
-                above.offer = Offer(tokens, log_probabilities, source, next=1, last=first)
+        new = dict(zip(tokens, log_probabilities, strict=True))
+        for token in [token for token in tokens if token in above.children]:
+            self._raise(above.children[token], parent, new.pop(token))
+        if new:
+            token = next(iter(new))
+            above.offer = Offer(new, source, last=self._make(parent, token, new[token], source))
         # To the last bit what `log_probability` will say of the nodes: a candidate is not more probable than itself.
         root = self._nodes[self.root].log_probability
-        return [above.log_probability + log_probability - root for log_probability in log_probabilities]
+        return [above.log_probability + log_probability - root for log_probability in new.values()]
 
     def _child(self, parent: int, token: int) -> int | None:
         """The node that says this behind another one, where anybody has thought of it."""
         above = self._nodes[parent]
         offer = above.offer
-        if token in above.children or offer is None or token not in offer.tokens:
+        if token in above.children or offer is None or token not in offer.log_probabilities:
             return above.children.get(token)
-        return self._make(parent, token, offer.log_probabilities[offer.tokens.index(token)], offer.source)
+        return self._make(parent, token, offer.log_probabilities[token], offer.source)
 
     def _make(self, parent: int, token: int, log_probability: float, source: str) -> int:
         assert log_probability <= 0
@@ -253,10 +248,9 @@ class CandidateTree:
         if above is None or above.offer is None or above.offer.last != node:
             return None
         offer = above.offer
-        for place in range(offer.next, len(offer.tokens)):
-            if offer.tokens[place] not in above.children:
-                offer.next = place + 1
-                offer.last = self._make(parent, offer.tokens[place], offer.log_probabilities[place], offer.source)
+        for token, log_probability in offer.log_probabilities.items():
+            if token not in above.children:
+                offer.last = self._make(parent, token, log_probability, offer.source)
                 return offer.last
         above.offer = None
         return None
@@ -351,8 +345,7 @@ class CandidateTree:
         path: list[int] = []
         node = self.root if start is None else start
         for token in tokens:
-            child = self._child(node, token)
-            if child is None:
+            if (child := self._child(node, token)) is None:
                 break
             path.append(child)
             node = child
@@ -382,8 +375,5 @@ class CandidateTree:
             node = kept[key] = self._nodes[key]
             node.slots = node.slots[above:]  # of a text without end they would become ever more
             below.extend(node.children.values())
-        self._nodes = kept
-        self._slots = {node.slots[-1] for node in kept.values() if node.slots}
-        self._first_free = 0
-        self._rank_frontier()
+        self._keep(kept)
         return True

@@ -16,7 +16,7 @@ from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer
-from offload_runtime.verify.replay import transcribe
+from offload_runtime.verify.equality import transcribe
 
 # The chi-square distribution is a limit. With cells of this size a nominal level of 1e-5 is truly 2e-5 (simulated with
 # skewed probabilities), which is close enough; larger cells change little.

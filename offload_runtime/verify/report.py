@@ -18,8 +18,7 @@ from offload_runtime.config import GenerationParams, SamplingParams, require
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
-from offload_runtime.verify.equality import IdentityRun, verify_identity
-from offload_runtime.verify.replay import ScriptedProposer, loaded_proposers, transcribe
+from offload_runtime.verify.equality import IdentityRun, ScriptedProposer, loaded_proposers, transcribe, verify_identity
 
 OnProgress = Callable[[str, int, int], None]
 

@@ -103,8 +103,8 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
     """The rotary embedding in the form that transformers 5 writes, once it is something the decoder rotates by; old
     files have the keys `rope_scaling`, `rope_theta` and `type`."""
     values = fields.values
-    said = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    rope = {name: value for name, value in said.items() if value is not None}
+    found = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    rope = {name: value for name, value in found.items() if value is not None}
     rope.setdefault("rope_theta", values["rope_theta"])
     rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
@@ -119,10 +119,9 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
             "choose another model"
         )
     if rope_type in ("llama3", "yarn", "longrope"):
-        outside = values.get("original_max_position_embeddings")
-        if outside is not None:
-            rope["original_max_position_embeddings"] = outside
-        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+        name = "original_max_position_embeddings"
+        lengths = (values.get(name), rope.get(name), values["max_position_embeddings"])
+        rope[name] = next((length for length in lengths if length is not None), None)
     _check_rope_numbers(Fields(fields.where, rope), rope_type, head_dim)
     return rope
 
