@@ -368,7 +368,7 @@ def mutate_gguf(random: Random, file: GgufFile, prefix: str) -> tuple[GgufFile, 
             metadata.append((key, odd_gguf_value(random)))
         elif what == "rename":
             metadata[place] = (odd_text(random, key), (kind, value))
-        elif what == "items" and kind == ARRAY and value[1]:
+        elif what == "items" and kind == ARRAY and value[1] and value[0] != ARRAY:
             metadata[place] = (key, (ARRAY, (value[0], _odd_items(random, value[0], value[1]))))
         elif what == "text" and kind == STRING:
             metadata[place] = (key, (STRING, odd_text(random, value)))
