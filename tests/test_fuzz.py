@@ -155,6 +155,7 @@ def configurations(scratch: Path, stack: ExitStack) -> Part:
     machine = plan.machine_figures(load_profile("rtx4090"))
     (described / "config.json").write_bytes(json_bytes(bases[0]))
     _plan(described, machine)
+    _open_whole(whole)
 
     def one(random: Random, judge: Judge) -> None:
         with_weights, of_generation = random.random() < 0.5, random.random() < 0.1

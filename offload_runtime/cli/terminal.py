@@ -101,10 +101,8 @@ def status_line(text: str) -> None:
 
 
 def error_line(error: OffloadError) -> None:
-    """Print `error: …` as one line on stderr, of a word that is as long as a book the ends only."""
-    text = one_line(str(error))
-    text = text if len(text) <= 600 else f"{text[:300]} … {text[-150:]}"
-    console(sys.stderr).print(Text("error: ", style="bold red"), Text(text), sep="")
+    """Print `error: …` as one line on stderr."""
+    console(sys.stderr).print(Text("error: ", style="bold red"), Text(one_line(str(error))), sep="")
 
 
 def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:

@@ -143,13 +143,13 @@ ODD_TEXTS = (
 )  # fmt: skip
 ODD_VALUES = (
     None, True, False, [], {}, [None], [[]], {"": None}, {"a": {"b": [1]}}, [1, "a", None, 2.5], list(range(100_000)),
-    {str(n): n for n in range(1000)}, nested(50), nested(900), [float("nan")] * 8, [0] * 8, ["a"] * 8,
+    {str(n): n for n in range(1000)}, nested(50), nested(200), [float("nan")] * 8, [0] * 8, ["a"] * 8,
 )  # fmt: skip
 
 
 def odd_value(random: Random) -> Any:
     """A value of any type, most of them wrong."""
-    return random.choice(random.choice((ODD_NUMBERS, ODD_TEXTS, ODD_VALUES)))
+    return copy.deepcopy(random.choice(random.choice((ODD_NUMBERS, ODD_TEXTS, ODD_VALUES))))
 
 
 def odd_text(random: Random, text: str) -> str:
@@ -229,6 +229,7 @@ def mutate_bytes(random: Random, data: bytes) -> tuple[bytes, list[str]]:
         "twice": lambda: data * 2,
         "gap": lambda: data[:place] + data[place + random.randint(1, 64) :],
         "UTF-16": lambda: data.decode(errors="replace").encode("utf-16"),
+        "deep": lambda: data[:place] + b"[" * 50_000 + data[place:],
         "nothing": lambda: b"",
     }
     name = random.choice(list(changes))
@@ -367,7 +368,7 @@ def mutate_gguf(random: Random, file: GgufFile, prefix: str) -> tuple[GgufFile, 
             metadata.append((key, odd_gguf_value(random)))
         elif what == "rename":
             metadata[place] = (odd_text(random, key), (kind, value))
-        elif what == "items" and kind == ARRAY and value[1]:
+        elif what == "items" and kind == ARRAY and value[1] and value[0] != ARRAY:
             metadata[place] = (key, (ARRAY, (value[0], _odd_items(random, value[0], value[1]))))
         elif what == "text" and kind == STRING:
             metadata[place] = (key, (STRING, odd_text(random, value)))

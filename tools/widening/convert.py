@@ -41,9 +41,8 @@ def _storage_error(error: Exception, target: Path, needed_bytes: int) -> Storage
             f"{target} needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free on that disk: "
             "free some space or choose another directory"
         )
-    return StorageError(
-        f"writing {target} failed ({getattr(error, 'strerror', None) or error}): check the permissions or choose another directory"
-    )
+    reason = getattr(error, "strerror", None) or error
+    return StorageError(f"writing {target} failed ({reason}): check the permissions or choose another directory")
 
 
 @contextmanager
