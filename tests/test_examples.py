@@ -26,11 +26,11 @@ def printed(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys
 
 
 SAYS = {
+    "plan.py": "2048 tokens: 0 of 5 layers over the link",
     "generate.py": "the same tokens: True",
-    "stream.py": "> And in the evening?",
     "long_context.py": "tokens read in",
     "batch.py": "== Dear Sir or Madam,",
-    "plan.py": "2048 tokens: 0 of 5 layers over the link",
+    "stream.py": "> And in the evening?",
 }
 
 
