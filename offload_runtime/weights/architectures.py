@@ -119,10 +119,9 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
             "choose another model"
         )
     if rope_type in ("llama3", "yarn", "longrope"):
-        outside = values.get("original_max_position_embeddings")
-        if outside is not None:
-            rope["original_max_position_embeddings"] = outside
-        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+        name = "original_max_position_embeddings"
+        lengths = (values.get(name), rope.get(name), values["max_position_embeddings"])
+        rope[name] = next((length for length in lengths if length is not None), None)
     _check_rope_numbers(Fields(fields.where, rope), rope_type, head_dim)
     return rope
 

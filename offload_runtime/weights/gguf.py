@@ -38,7 +38,6 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_ARRAY_ITEMS = 1 << 24  # far more than any vocabulary has
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
@@ -85,11 +84,9 @@ def _value(reader: HeaderReader, kind: int) -> Any:
         kind, count = reader.number("<I"), reader.number("<Q")
         if kind == gguf.GGUFValueType.ARRAY:
             raise ValueError("nested metadata arrays")
-        if count > _MOST_ARRAY_ITEMS:
-            raise ValueError(f"a metadata array of {count} items")
         if kind in _SCALARS:
-            form = f"<{count}{_SCALARS[kind][1]}"
-            return list(struct.unpack(form, reader.take(struct.calcsize(form))))
+            data = reader.take(count * struct.calcsize(_SCALARS[kind]))
+            return list(struct.unpack(f"<{count}{_SCALARS[kind][1]}", data))
         return [_value(reader, kind) for _ in range(count)]
     if kind not in _SCALARS:
         raise ValueError(f"unknown metadata type {kind}")
@@ -200,11 +197,9 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
             "attention_factor": attention, "short_factor": _read_vector(header.tensors[short]),
             "long_factor": _read_vector(header.tensors[long]),
         }  # fmt: skip
-    if kind == "none":
-        return {**base, "rope_type": "default"}
-    factor = number("rope.scaling.factor")
-    if kind == "linear":
-        return {**base, "rope_type": "linear", "factor": factor}
+    factor = 1.0 if kind == "none" else number("rope.scaling.factor")
+    if kind in ("none", "linear"):
+        return base | ({"rope_type": kind, "factor": factor} if kind == "linear" else {"rope_type": "default"})
     if kind == "yarn":
         usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         return {
