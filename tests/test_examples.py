@@ -26,14 +26,15 @@ def printed(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys
 
 
 SAYS = {
+    "plan.py": "2048 tokens: 0 of 5 layers over the link",
     "generate.py": "the same tokens: True",
-    "stream.py": "> And in the evening?",
     "long_context.py": "tokens read in",
     "batch.py": "== Dear Sir or Madam,",
-    "plan.py": "2048 tokens: 0 of 5 layers over the link",
+    "stream.py": "> And in the evening?",
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs(
     target: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
