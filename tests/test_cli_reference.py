@@ -1,4 +1,4 @@
-"""`docs/cli.md`: it names every option and chat command, and each of its commands runs."""
+"""`docs/cli.md` names every option and chat command; each of its commands runs, and each of the README's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from offload_runtime.cli.chat import COMMANDS
 from offload_runtime.weights import fetch_demo_model
 from tests.test_cli_fakes import FakeRuntime, app_of
 
-REFERENCE = (Path(__file__).resolve().parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
-LINES = re.findall(r"^    offload-runtime (.+)$", REFERENCE.replace(" \\\n", " "), flags=re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE, README = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/cli.md", "README.md"))
+LINES, README_LINES = (
+    re.findall(r"^    offload-runtime (.+)$", page.replace(" \\\n", " "), flags=re.MULTILINE)
+    for page in (REFERENCE, README)
+)
 # What is said behind a command so that it takes seconds; the last of two options counts.
 SHORTER = {
     "generate": "--max-new-tokens 3 --context 2048", "chat": "--max-new-tokens 3 --context 512",
-    "verify": "--tokens 8 --seeds 32 --context 512", "demo": "--max-new-tokens 3", "plan": "", "profile": "",
+    "verify": "--tokens 8 --seeds 32 --context 512", "demo": "--max-new-tokens 3",
+    "plan": "", "profile": "--quick --device cpu",
 }  # fmt: skip
 
 
@@ -31,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the files are that the reference names, and nothing of the user's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
-    for name in ("prompt.txt", "a.txt", "b.txt", "turns.txt"):
+    for name in ("prompt.txt", "p.txt", "a.txt", "b.txt", "turns.txt"):
         (tmp_path / name).write_text("Name a river.\nAnd a sea.\n")
     (tmp_path / "book.txt").write_text("The sea was calm, and the ship went on. " * 100)
     return tmp_path
@@ -41,7 +46,7 @@ def run(line: str, *more: str, program: typer.Typer = app) -> Result:
     """Run a command as a shell would, which gives it a file as stdin at most."""
     words, _, stdin = line.partition(" < ")
     given = Path(stdin).read_text() if stdin else "Name a river.\n"
-    return CliRunner().invoke(program, [*shlex.split(words), *more], input=given)
+    return CliRunner().invoke(program, [*shlex.split(words, comments=True), *more], input=given)
 
 
 def test_every_command_is_there() -> None:
@@ -55,7 +60,7 @@ def test_every_command_is_there() -> None:
         assert f"| `{name} {one.argument.strip('[]')}".rstrip() + "` |" in REFERENCE
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.split()[0] in ("generate", "chat")])
+@pytest.mark.parametrize("line", [line for line in LINES + README_LINES if line.split()[0] in ("generate", "chat")])
 def test_what_is_asked_of_a_runtime_can_be(folder: Path, line: str) -> None:
     fake = FakeRuntime()
     result = run(line, program=app_of(engine=SimpleNamespace(Runtime=fake)))
@@ -70,7 +75,9 @@ def test_every_command_runs(folder: Path, target: Path, draft: Path) -> None:
     ones. All in one process."""
     for name in ("model.gguf", "draft.gguf"):
         (folder / name).symlink_to(fetch_demo_model())
-    for line in LINES:
+    (folder / "Llama-2-13b").symlink_to(target)
+    others = [line for line in README_LINES if line.split()[0] in ("plan", "profile", "verify")]
+    for line in [*LINES, *others]:
         if line.startswith("verify"):
             line = line.replace("./model.gguf", str(target)).replace("./draft.gguf", str(draft))
         result = run(line, *shlex.split(SHORTER[line.split()[0]]))
