@@ -169,6 +169,8 @@ def test_texts_within_a_message() -> None:
     asked: list[Any] = [{"role": f"user{END}", "content": [{"type": "text", "text": f"a{END}", "n": 3}], "name": START}]
     assert room.encode(asked) == otherwise.encode(asked)
     assert asked[0]["content"][0]["text"] == f"a{END}", "what the caller has stays as it is"
+    asked[0]["content"] = tuple(asked[0]["content"])
+    assert room.encode(asked) == otherwise.encode(asked)
 
 
 def test_a_template_does_not_see_the_spelling() -> None:

@@ -141,6 +141,13 @@ def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
     assert_same_weights(write(tmp_path / "m.gguf", "llama", build("llama"), kind=kind), model, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["x-00001-of-00000.gguf", "x-00003-of-00001.gguf"])
+def test_a_part_that_cannot_be_is_a_file_of_its_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GG")
+    with pytest.raises(CheckpointError, match=f"{name} is not a GGUF file"):
+        read_gguf_header(tmp_path / name)
+
+
 def test_long_matrices_are_read_in_chunks_of_whole_heads(tmp_path):
     """More than the 4 Mi elements that are dequantised at a time, in heads of which no whole number fits."""
     model = build("llama", num_hidden_layers=1, hidden_size=240, num_attention_heads=240, head_dim=80)

@@ -153,8 +153,8 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     """The same with every text in it changed, but for the keys."""
     if isinstance(value, dict):
         return {key: _each_text(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_each_text(item, change) for item in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each_text(item, change) for item in value)
     return change(value) if isinstance(value, str) else value
 
 

@@ -131,7 +131,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         try:
             layers = None if resident_layers == "auto" else int(resident_layers)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise OptionError(f"resident_layers must be auto or a number of layers, not {resident_layers!r}") from None
         vram_bytes, ram_bytes, pinned_bytes = (
             None if size is None else parse_bytes(size) for size in (vram, ram, pinned)

@@ -133,7 +133,8 @@ def gguf_parts(path: Path) -> list[Path]:
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
-    return [path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}.gguf") for number in range(1, int(named[2]) + 1)]
+    parts = [path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}.gguf") for number in range(1, int(named[2]) + 1)]
+    return parts if path in parts else [path]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
