@@ -16,6 +16,7 @@ import transformers
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
+from offload_runtime.weights.gguf import read_gguf_header
 from tests.helpers.models import load_plain, rows_of
 
 SIZES = {
