@@ -39,6 +39,12 @@ _ANSWERS = "tests/test_verify.py::test_answers_follow_the_targets_probabilities"
 _SAMPLES = "tests/test_verify.py::test_samples_follow_the_targets_probabilities"
 _IMPOSSIBLE = "tests/test_verify.py::test_no_sample_is_impossible"
 _POSITIONS = "positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]"
+_OTHER_POSITIONS = {
+    "noise of the next position, which is plain decoding's too": _POSITIONS.replace("+ depth", "+ depth + 1"),
+    "noise of the place in the step": _POSITIONS.replace("first + depth", "depth"),
+    "siblings of a tree have noise of their own":
+        _POSITIONS.replace("+ depth", "+ row").replace("for depth in own", "for row in range(len(own))"),
+}  # fmt: skip
 
 MUTATIONS = (
     Mutation(
@@ -198,29 +204,9 @@ MUTATIONS = (
         (_GREEDY, _FOREIGN, _ANSWERS),
         (_SAMPLES,),
     ),
-    Mutation(
-        "verify: noise of the next position, which is plain decoding's too",
-        _STEP,
-        _POSITIONS,
-        _POSITIONS.replace("first + depth", "first + depth + 1"),
-        (_TOP_P, _T1, _FOREIGN),
-        (_GREEDY, _SAMPLES),
-    ),
-    Mutation(
-        "verify: noise of the place in the step",
-        _STEP,
-        _POSITIONS,
-        _POSITIONS.replace("first + depth", "depth"),
-        (_TOP_P, _T1, _FOREIGN),
-        (_GREEDY, _SAMPLES),
-    ),
-    Mutation(
-        "verify: siblings of a tree have noise of their own",
-        _STEP,
-        _POSITIONS,
-        _POSITIONS.replace("first + depth", "first + row").replace("for depth in own", "for row in range(len(own))"),
-        (_TOP_P, _T1, _FOREIGN),
-        (_GREEDY, _SAMPLES),
+    *(
+        Mutation(f"verify: {what}", _STEP, _POSITIONS, changed, (_TOP_P, _T1, _FOREIGN), (_GREEDY, _SAMPLES))
+        for what, changed in _OTHER_POSITIONS.items()
     ),
     Mutation(
         "verify: noise that all positions share",

@@ -108,8 +108,8 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_about = "Print the version and leave."
-_VERSION = typer.Option("--version", callback=_print_version, is_eager=True, metavar="", help=_about)
+_VERSION_HELP = "Print the version and leave."
+_VERSION = typer.Option("--version", callback=_print_version, is_eager=True, metavar="", help=_VERSION_HELP)
 
 
 @app.callback()

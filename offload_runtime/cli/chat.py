@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, stream_answer, tell_more
+from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
 from offload_runtime.cli.options import ChatOptions
 from offload_runtime.config import require, require_unicode, write_atomically
 from offload_runtime.errors import OffloadError, OptionError
@@ -171,7 +171,7 @@ def _stats(session: ChatSession, argument: str) -> None:
     if session.last_stats is None:
         terminal.status_line("no answer yet")
     else:
-        tell_more(session.last_stats, str(session.runtime.device))
+        show_stats(session.last_stats, str(session.runtime.device))
     for line in (session.runtime.load_report, session.runtime.placement):
         terminal.status_line(f"  {line}")
 

@@ -78,7 +78,7 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
         line = answer_line(result, f"first token {result.stats.time_to_first_token_s:.2f} s", *prediction(result.stats))
         terminal.status_line(f"{name}: {line}" if is_batch else line)
         if options.explain:
-            tell_more(result.stats, about["device"])
+            show_stats(result.stats, about["device"])
     if failure is not None:
         raise failure
     if any(result.finish_reason == "interrupted" for result in results):
@@ -225,7 +225,7 @@ def prediction(stats: GenerationStats) -> list[str]:
     return [f"predicted {predicted_s:.3g} s a pass, measured {measured_s:.3g} ({off:+.1f} %)"]
 
 
-def tell_more(stats: GenerationStats, device: str) -> None:
+def show_stats(stats: GenerationStats, device: str) -> None:
     """Print what else there is to tell of an answer: lengths, times, proposals, the link and memory, a line each."""
     from offload_runtime.plan import memory_name
 

@@ -187,19 +187,19 @@ class TokenStream(Iterator[str]):
 
     Args:
         generation: Of a single request.
-        turn: Around each piece, which waits for other calls of the runtime in it.
+        locked: Around each piece, which waits for other calls of the runtime in it.
         on_end: Called once, when the answer has ended for whatever reason and its result is there.
     """
 
     def __init__(
-        self, generation: Generation, turn: Guard, on_end: Callable[[TokenStream], None] | None = None
+        self, generation: Generation, locked: Guard, on_end: Callable[[TokenStream], None] | None = None
     ) -> None:
-        self._generation, (self._request,), self._turn, self._on_end = generation, generation.requests, turn, on_end
+        self._generation, (self._request,), self._locked, self._on_end = generation, generation.requests, locked, on_end
         self._pieces = generation.pieces()
         self._result: GenerationResult | None = None
 
     def __next__(self) -> str:
-        with self._turn():
+        with self._locked():
             for piece in self._pieces:
                 if self._request.finish_reason is not None:
                     self._settle()
@@ -216,7 +216,7 @@ class TokenStream(Iterator[str]):
 
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
-        with self._turn():
+        with self._locked():
             self._pieces.close()
             self._generation.interrupt()
             self._settle()

@@ -250,7 +250,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         asked = params_of_each(params_once(by_name, params), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
-        with self._turn():
+        with self._locked():
             return self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks).finish()
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -266,11 +266,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         on_prefill: OnProgress | None = None, on_end: Callable[[TokenStream], None] | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
-        with self._turn():
+        with self._locked():
             kept, hooks = self._num_kept(tokens, owner), Hooks(on_prefill)
             generation = self._begin([(tokens, params)], speculate=speculate, num_kept=kept, hooks=hooks)
             self._cache_owner = owner
-        return TokenStream(generation, self._turn, on_end)
+        return TokenStream(generation, self._locked, on_end)
 
     def _num_kept(self, tokens: list[int], owner: object | None) -> int:
         """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
@@ -294,7 +294,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             on_logits: As of `run_step`; called for the first token as well.
         """
         hooks, speculate = Hooks(on_logits=on_logits), proposer is not None
-        with self._turn():
+        with self._locked():
             return self._begin([(tokens, params)], speculate=speculate, proposer=proposer, hooks=hooks).finish()[0]
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
@@ -308,11 +308,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         first: list[torch.Tensor] = []
         hooks = Hooks(on_logits=lambda _, rows: first.append(rows.clone()))
-        with self._turn():
+        with self._locked():
             generation = self._begin([(prompt, GenerationParams(1))], speculate=False, hooks=hooks)
             generation.finish()
         for answer in answers:
-            with self._turn(), generation.working():
+            with self._locked(), generation.working():
                 behind = self.parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
 
@@ -336,7 +336,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         return self._current
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Around a call: those of other threads wait, and one from within it is refused."""
         again = self._caller == threading.get_ident()
         require(not again, "this runtime is in the middle of a call: a callback cannot ask it for anything else")
@@ -360,7 +360,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         Raises:
             StorageError: The trace cannot be written.
         """
-        with self._turn():
+        with self._locked():
             if not self._give_back.alive:
                 return
             self._let_go_of_current()

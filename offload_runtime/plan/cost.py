@@ -119,6 +119,10 @@ class PassTime:
         causes["HBM" if self.hbm_s >= self.arithmetic_s else "arithmetic"] = self.compute_s
         return max(causes, key=causes.__getitem__)  # the first of equals
 
+    def hidden_s(self, drafting_s: float) -> float:
+        """Of `drafting_s`, what delays no copy."""
+        return min(drafting_s, self.lookahead_s)
+
 
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
     """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
@@ -317,8 +321,7 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
 
 def step_time(verify: PassTime, drafting_s: float) -> float:
     """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
-    hidden_s = min(drafting_s, verify.lookahead_s)  # of drafting, what delays no copy
-    return max(verify.copies_s + drafting_s - hidden_s, verify.busy_s + drafting_s)
+    return max(verify.copies_s + drafting_s - verify.hidden_s(drafting_s), verify.busy_s + drafting_s)
 
 
 def predicted_step_s(
@@ -382,7 +385,7 @@ def predict_step(plan: RunPlan, machine: MachineFigures, acceptance: float | Non
     seconds = step_time(verify, proposing_s)
     bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
     return StepPrediction(
-        acceptance, tokens, proposing_s, min(proposing_s, verify.lookahead_s), seconds,
+        acceptance, tokens, proposing_s, verify.hidden_s(proposing_s), seconds,
         plan.target.batch * tokens / seconds, bound_by,
     )  # fmt: skip
 

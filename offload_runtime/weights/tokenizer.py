@@ -24,9 +24,9 @@ else:
 _VOCABULARIES = tomllib.loads(Path(__file__).with_name("vocabularies.toml").read_text(encoding="utf-8"))
 _END_NAMES = set(_VOCABULARIES["end_tokens"])
 # How text is cut, by the names that files have for it.
-_CUTS: dict[str, dict[str, list[str]]] = _VOCABULARIES["pre"]
-_BY_NAME = {name: table for first, table in _CUTS.items() for name in (first, *table.get("aliases", ()))}
-_WHOLE_WORDS = {name for table in _CUTS.values() for name in table.get("whole_words", ())}
+_SPLITS: dict[str, dict[str, list[str]]] = _VOCABULARIES["pre"]
+_BY_NAME = {name: table for first, table in _SPLITS.items() for name in (first, *table.get("aliases", ()))}
+_IGNORING_MERGES = {name for table in _SPLITS.values() for name in table.get("ignore_merges", ())}
 _ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
@@ -92,7 +92,7 @@ def gguf_tokenizer(fields: Fields) -> Any:
     if model not in ("gpt2", "llama"):
         fields.refuse("tokenizer.ggml.model", model, "gpt2 or llama")
     if model == "gpt2" and pre not in _BY_NAME:
-        fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_CUTS)} or an alias")
+        fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_SPLITS)} or an alias")
     return _working(partial(_make, fields, model, pre), fields.where, "download or convert it again")
 
 
@@ -118,7 +118,7 @@ def _make(fields: Fields, model: str, pre: str) -> Any:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in others])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=fields.text("tokenizer.chat_template", "") or None,
-        add_bos_token=fields.flag("tokenizer.ggml.add_bos_token", sentencepiece or pre in _WHOLE_WORDS),
+        add_bos_token=fields.flag("tokenizer.ggml.add_bos_token", sentencepiece or pre in _IGNORING_MERGES),
         add_eos_token=fields.flag("tokenizer.ggml.add_eos_token"), clean_up_tokenization_spaces=False,
         **{f"{word}_token": tokens[ids[name]] for name, word in _NAMES_IN_TRANSFORMERS.items() if name in ids},
     )  # fmt: skip
@@ -130,10 +130,10 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int], pre: str, others: li
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     merges: list[Any] = [tuple(pair.split(" ", 1)) for pair in fields.items("tokenizer.ggml.merges", str)]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORING_MERGES))
     by_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _BY_NAME[pre]["cuts"]]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, by_bytes])
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _BY_NAME[pre]["splits"]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, by_bytes])
     letters = [decoders.Replace(word, by_bytes.pre_tokenize_str(word)[0][0]) for word in others if word in _NO_BYTES]
     tokenizer.decoder = decoders.Sequence([*letters, decoders.ByteLevel()])
     return tokenizer
