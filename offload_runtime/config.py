@@ -10,10 +10,11 @@ import math
 import os
 import re
 import reprlib
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -114,11 +115,18 @@ def regular_file(path: Path, *, way_out: str) -> Path:
     """The place of a file that may be written: what symbolic links lead to, and nothing yet or a regular file.
 
     Raises:
-        StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy.
+        StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy, or
+            the file that standard output or standard error goes to; or no file can have this name.
     """
     real = Path(os.path.realpath(path))
-    if os.path.lexists(real) and not real.is_file():
-        raise StorageError(f"{path} is not a regular file, and stays as it is: {way_out}")
+    with writing(path, way_out), suppress(FileNotFoundError):
+        there = real.lstat()
+        if not stat.S_ISREG(there.st_mode):
+            raise StorageError(f"{path} is not a regular file, and stays as it is: {way_out}")
+        for number, stream in ((1, "standard output"), (2, "standard error")):
+            with suppress(OSError):  # a closed stream goes nowhere
+                if os.path.samestat(there, os.fstat(number)):
+                    raise StorageError(f"{path} is where {stream} goes: {way_out}")
     return real
 
 
@@ -133,8 +141,8 @@ def write_atomically(path: Path, content: str | bytes, *, way_out: str) -> None:
     """
     real = regular_file(path, way_out=way_out)
     with writing(path, way_out):
-        # In the same directory, because a rename is atomic only within one file system.
-        descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name}-", suffix=".part")
+        # In the same directory, because a rename is atomic only within one file system; a name has 255 bytes at most.
+        descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name[:50]}-", suffix=".part")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)

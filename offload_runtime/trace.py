@@ -306,8 +306,6 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: It is a directory, a device or the like, or nothing can be written beside it.
     """
-    if path.is_dir():
-        raise StorageError(f"--trace {path} is a directory: name a file in it, such as {path / 'trace.json'}")
     real = regular_file(path, way_out=_WAY_OUT)
     with writing(path, _WAY_OUT):
         tempfile.TemporaryFile(dir=real.parent).close()

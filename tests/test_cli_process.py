@@ -180,7 +180,7 @@ def test_what_the_engine_refuses_is_one_line_and_exit_code_2(model: Path, tmp_pa
         (["--target", "/no/such", "--prompt", "a", "--speculation", "triforce"], "--draft none"),
         (["--target", "{model}", "--prompt", "a", "--gamma", "99999"], "99999 proposals in a window are more than"),
         (["--target", "{model}", "--prompt", "a", "--tree-nodes", "99999"], "lower --gamma or --tree-nodes"),
-        (["--target", "{model}", "--prompt", "a", "--trace", "{model}"], "is a directory: name a file in it"),
+        (["--target", "{model}", "--prompt", "a", "--trace", "{model}"], "is not a regular file"),
         # What typer itself refuses.
         (
             ["--target", "{model}", "--kv", "disk"],

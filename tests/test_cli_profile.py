@@ -126,8 +126,9 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
     result = profile(measuring, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1] == "error: there is no cuda:7"
-    result = profile(measuring, "--disk-file", "/absent")
-    assert "--disk-file /absent is not a file" in result.stderr
+    for name in ("/absent", "long" * 100):
+        result = profile(measuring, "--disk-file", name)
+        assert result.exit_code == 2 and f"--disk-file {name[:50]}" in result.stderr and "not a file" in result.stderr
 
 
 @pytest.mark.slow

@@ -165,3 +165,27 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
         assert path.is_symlink() and path.read_text(encoding="utf-8") == "ümlaut"
     assert target.read_bytes() == (tmp_path / "new").read_bytes() == "ümlaut".encode()
     assert {path.name for path in tmp_path.iterdir()} == {"fifo", "file", "link", "dangling", "loop", "to-fifo", "new"}
+
+
+@pytest.mark.parametrize(("number", "stream"), [(1, "standard output"), (2, "standard error")])
+def test_the_file_that_the_answer_goes_to_is_not_replaced(number: int, stream: str, tmp_path: Path) -> None:
+    answer, before = tmp_path / "answer", os.dup(number)
+    with answer.open("w") as file:
+        os.dup2(file.fileno(), number)
+        try:
+            for path in (answer, Path(f"/dev/fd/{number}")):
+                with pytest.raises(StorageError, match=f"{path.name} is where {stream} goes: elsewhere"):
+                    write_atomically(path, "text", way_out="elsewhere")
+        finally:
+            os.dup2(before, number)
+            os.close(before)
+    write_atomically(answer, "text", way_out="elsewhere")
+    assert answer.read_text() == "text"
+
+
+def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    path = tmp_path / ("ü" * 127)
+    write_atomically(path, "text", way_out="elsewhere")
+    assert path.read_text() == "text"
+    with pytest.raises(StorageError, match="File name too long"):
+        write_atomically(tmp_path / ("ü" * 128), "text", way_out="elsewhere")

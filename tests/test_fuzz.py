@@ -408,7 +408,7 @@ WORDS = (
     "nowhere", "org/name", "org/name:Q4_K_M", "text.txt", "bytes.txt", "directory", "dangling", "model", "machine.toml",
     "a=b", "--", "-", "--target", "--json", "--help", "--draft", "ngram", "none", "24GB", "1e400GB", "-1GB", "0",
     "9" * 400 + "GB", "nan", "inf", "1e-400", "-0", "2**64", str(1 << 64), str(1 << 63), "0x10", "\uff11", "true",
-    "--no-json", "--vram=", "--vram=-5", "--seed=nan", "damaged.toml",
+    "long" * 100, "--no-json", "--vram=", "--vram=-5", "--seed=nan", "damaged.toml",
 )  # fmt: skip
 
 

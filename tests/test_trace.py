@@ -342,7 +342,8 @@ def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path
     for place, words in (
         (tmp_path / "absent" / "t.json", "No such file"),
         (file / "t.json", "Not a directory"),
-        (tmp_path, "is a directory: name a file in it"),
+        (tmp_path, "is not a regular file"),
+        (tmp_path / ("long" * 100), "File name too long"),
         (fifo, "is not a regular file"),
     ):
         with pytest.raises(StorageError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -45,7 +46,7 @@ class MeasureOptions:
     disk_file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.disk_file is not None and not self.disk_file.is_file():
+        if self.disk_file is not None and not os.path.isfile(self.disk_file):
             raise OptionError(
                 f"--disk-file {self.disk_file} is not a file: name one of 16 MiB or more, such as a model"
             )

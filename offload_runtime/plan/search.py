@@ -475,7 +475,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     if left_bytes < 0 or not placement.num_streamed:
         ringed = with_staging_rings(target, limit_bytes // _RINGS_SHARE)
         staged_kv, left_bytes = _stage_kv(target, limit_bytes - ringed.ring_bytes)
-    most = placement.num_streamed if staged_kv else placement.num_streamed - 1
+    most = min(placement.num_streamed - (not staged_kv), max(0, left_bytes) // min(target.layout.layer_bytes))
     # Spread, so that they and staged ones alternate.
     choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
     pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])

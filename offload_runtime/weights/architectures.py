@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_MOST_LAYERS, _MOST_HEAD_DIM = 1 << 10, 1 << 12  # the deepest models have 130 layers
+_MOST_LAYERS, _MOST_HEAD_DIM = 1 << 8, 1 << 12  # the deepest models have 130 layers
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
 # What each type of RoPE scaling must have, and what it may have, from which number on.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
