@@ -291,7 +291,8 @@ def test_missing_tensor_and_missing_metadata(tmp_path):
     model = build("llama")
     with pytest.raises(CheckpointError, match=r"lacks 1 of 48 tensors \(output_norm\.weight\)"):
         open_checkpoint(write(tmp_path / "a.gguf", "llama", model, skip="model.norm.weight"))
-    with pytest.raises(CheckpointError, match=r"has no usable llama\.context_length"):
+    needed = "where an integer from 1 to 2147483648 is needed"
+    with pytest.raises(CheckpointError, match=rf"has no usable llama\.context_length, {needed}"):
         path = write(tmp_path / "b.gguf", "llama", model)
         path.write_bytes(path.read_bytes().replace(b"llama.context_length", b"llama.context_lengtx"))
         open_checkpoint(path)
@@ -311,6 +312,33 @@ def test_truncated_file_tells_how_much_is_missing(tmp_path):
     path.write_bytes(b"GG")
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         open_checkpoint(path)
+
+
+def test_an_unknown_quantisation_is_no_damage(tmp_path):
+    """Q4_0_4_4, which llama.cpp has dropped, is number 31."""
+    path = write(tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1))
+    name = b"output_norm.weight"
+    intact = path.read_bytes()
+    kind = intact.index(name) + len(name) + 4 + 8  # behind the number of dimensions and the only one
+    path.write_bytes(intact[:kind] + (31).to_bytes(4, "little") + intact[kind + 4 :])
+    with pytest.raises(CheckpointError, match=r"'output_norm\.weight' is quantised as type 31, .*: use another file"):
+        open_checkpoint(path)
+
+
+def test_nested_arrays_are_read_over(tmp_path):
+    path = write(
+        tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1), extra=lambda w: w.add_array("x", [[1], [2]])
+    )
+    assert open_checkpoint(path).config().num_layers == 1
+
+
+def test_surplus_tensors_are_reported_but_rotations_are_not(tmp_path, caplog):
+    """A bias that the decoder would not add gives other tokens."""
+    model = build("llama", num_hidden_layers=1)
+    open_checkpoint(write(tmp_path / "a.gguf", "llama", model, tensors={"rope_freqs.weight": [1.0] * 8}))
+    assert not caplog.records
+    open_checkpoint(write(tmp_path / "b.gguf", "llama", model, tensors={"blk.0.ffn_down.bias": [1.0] * 64}))
+    assert "holds 1 tensors this model does not use (blk.0.ffn_down.bias)" in caplog.text
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,10 +22,15 @@ from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import token_ids
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.fields import Fields, shown
+from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
 
-_SHOWN = 5  # names listed in a message before "..."
+# Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied;
+# of GGUF files what scales the rotations, which is a part of the configuration.
+_LEFTOVERS = (
+    ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight",
+    "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,6 @@ def damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {what}; download or convert it again")
 
 
-def shortened(names: list[str]) -> str:
-    """The first few names, for a message that also says how many there are."""
-    return ", ".join(shown(name)[1:-1] for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-
-
 class HeaderReader:
     """Walks the bytes of a mapped file; raises `ValueError` rather than go past their end."""
 
@@ -138,11 +139,8 @@ class HeaderReader:
         """Raise `CheckpointError` unless the file holds all bytes of these tensors."""
         end_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=0)
         if end_bytes > self.size_bytes:
-            raise damaged(
-                self.path,
-                f"it is truncated, {end_bytes - self.size_bytes} bytes are missing "
-                f"({format_bytes(self.size_bytes)} of {format_bytes(end_bytes)})",
-            )
+            sizes = f"{format_bytes(self.size_bytes)} of {format_bytes(end_bytes)}"
+            raise damaged(self.path, f"it is truncated, {end_bytes - self.size_bytes} bytes are missing ({sizes})")
 
 
 @contextmanager
@@ -164,7 +162,7 @@ def open_header(path: Path) -> Iterator[HeaderReader]:
 def match_tensors(
     where: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, stored_name: Callable[[str], str] = str
 ) -> dict[str, StoredTensor]:
-    """Find every needed tensor and check its shape.
+    """Find every needed tensor, check its shape, and warn of others than known leftovers.
 
     Args:
         where: File or directory, for messages.
@@ -178,22 +176,23 @@ def match_tensors(
     Raises:
         CheckpointError: Some are missing or of another shape.
     """
-    needed = {stored_name(name): (name, destination) for name, destination in checkpoint_tensors(config).items()}
+    destinations = checkpoint_tensors(config)
+    needed = {stored_name(name): name for name in destinations}
     missing = [name for name in needed if name not in stored]
     if missing:
         raise CheckpointError(
             f"{where} lacks {len(missing)} of {len(needed)} tensors ({shortened(missing)}): "
             "it is incomplete or belongs to another configuration, download it again"
         )
-    found: dict[str, StoredTensor] = {}
-    for tensor in stored.values():
-        if tensor.name not in needed:
-            continue
-        name, destination = needed[tensor.name]
-        if tensor.shape != destination.shape:
+    found = {needed[name]: tensor for name, tensor in stored.items() if name in needed}
+    for name, tensor in found.items():
+        if tensor.shape != (expected := destinations[name].shape):
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, expected {list(destination.shape)}: "
+                f"{tensor.path}: {tensor.name} has shape {list(tensor.shape)}, expected {list(expected)}: "
                 "the weights belong to another configuration, download or convert them again"
             )
-        found[name] = tensor
+    surplus = [name for name in stored if name not in needed and not name.endswith(_LEFTOVERS)]
+    if surplus:  # transformers and llama.cpp leave such tensors out too, so the tokens still are the same as theirs
+        message = "%s holds %d tensors this model does not use (%s)"
+        logging.getLogger(__name__).warning(message, where, len(surplus), shortened(surplus))
     return found

@@ -20,13 +20,18 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHORT.maxlevel = 2
-_MOST_SHOWN = 64
+_MOST_SHOWN, _MOST_NAMES = 64, 5
 
 
 def shown(value: object) -> str:
     """A value from a file, or an error that quotes one, as short as a message needs it, on one line."""
     text = _SHORT.repr(str(value))[1:-1] if isinstance(value, BaseException) else _SHORT.repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def shortened(names: list[str]) -> str:
+    """The first few names, for a message that also says how many there are."""
+    return ", ".join(shown(name)[1:-1] for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 class Fields:
@@ -96,6 +101,6 @@ class Fields:
         fine = isinstance(value, kinds) and isinstance(value, bool) == (kind is bool)
         bounded = kind in (int, float)
         if not fine or (bounded and not at_least <= value <= at_most):
-            lowest = f" from {at_least:g}" if bounded and at_least > _LOWEST else ""
-            highest = f" to {at_most:g}" if bounded and at_most < MOST else ""
+            lowest = f" from {at_least:.10g}" if bounded and at_least > _LOWEST else ""
+            highest = f" to {at_most:.10g}" if bounded and at_most < _HIGHEST else ""
             self.refuse(name, value, _NOUNS[kind] + lowest + highest)

@@ -22,16 +22,9 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
-from offload_runtime.weights.checkpoint import (
-    CheckpointSource,
-    HeaderReader,
-    StoredTensor,
-    match_tensors,
-    open_header,
-    shortened,
-)
+from offload_runtime.weights.checkpoint import CheckpointSource, HeaderReader, StoredTensor, match_tensors, open_header
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.fields import Fields, shown
+from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, load_tokenizer, special_ids
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -82,8 +75,6 @@ def _value(reader: HeaderReader, kind: int) -> Any:
         return _string(reader)
     if kind == gguf.GGUFValueType.ARRAY:
         kind, count = reader.number("<I"), reader.number("<Q")
-        if kind == gguf.GGUFValueType.ARRAY:
-            raise ValueError("nested metadata arrays")
         if kind in _SCALARS:
             data = reader.take(count * struct.calcsize(_SCALARS[kind]))
             return list(struct.unpack(f"<{count}{_SCALARS[kind][1]}", data))
@@ -99,7 +90,13 @@ def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     if num_dims > 4:
         raise ValueError(f"{shown(name)} has {num_dims} dimensions")
     shape = tuple(reversed([reader.number("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
-    kind, offset_bytes = gguf.GGMLQuantizationType(reader.number("<I")), reader.number("<Q")
+    number, offset_bytes = reader.number("<I"), reader.number("<Q")
+    if number not in gguf.GGML_QUANT_SIZES:  # dropped by llama.cpp, or newer than the package
+        raise CheckpointError(
+            f"{reader.path}: {shown(name)} is quantised as type {number}, which the gguf package does not know: use "
+            "another file, such as one of Q4_K_M, or upgrade the package"
+        )
+    kind = gguf.GGMLQuantizationType(number)
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_elements:
         raise ValueError(f"rows of {shown(name)} {list(shape)} are not whole blocks of {block_elements}")

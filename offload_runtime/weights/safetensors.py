@@ -8,7 +8,6 @@ number of threads), and lets a truncated file be refused with the number of byte
 from __future__ import annotations
 
 import json
-import logging
 import math
 from functools import cache, partial
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource, StoredTensor, match_tensors, open_header, shortened
-from offload_runtime.weights.fields import MOST, Fields, shown
+from offload_runtime.weights.checkpoint import CheckpointSource, StoredTensor, match_tensors, open_header
+from offload_runtime.weights.fields import MOST, Fields, shortened, shown
 from offload_runtime.weights.tokenizer import load_tokenizer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,8 +29,6 @@ _STAGING_BYTES = 16 << 20
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
-# Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight")
 
 
 def computed_dtype(stored: StoredTensor) -> torch.dtype:
@@ -119,7 +116,7 @@ def _shard_paths(directory: Path) -> list[Path]:
             return [directory / _SINGLE]
         raise CheckpointError(
             f"{directory} has neither {_SINGLE} nor {_INDEX}: give a checkpoint with safetensors "
-            "(pytorch_model.bin files are not read)"
+            "(pytorch_model.bin files are not read), or a GGUF file, on a hub as org/name:Q4_K_M"
         )
     weight_map = Fields(index, read_json(index)).mapping("weight_map")
     names = sorted(set(Fields(index, {"weight_map": list(weight_map.values())}).items("weight_map", str)))
@@ -145,11 +142,6 @@ def _find_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTenso
                 f"{tensor.path}: {name} is stored as {tensor.dtype}, and only {', '.join(DTYPES)} are read: "
                 "use an unquantised checkpoint or a GGUF file"
             )
-    surplus = [name for name in stored if name not in found and not name.endswith(_IGNORED_SUFFIXES)]
-    if surplus:  # transformers leaves such tensors out too, so the tokens still are the same as its own
-        logging.getLogger(__name__).warning(
-            "%s holds %d tensors this model does not use (%s)", directory, len(surplus), shortened(surplus)
-        )
     return found
 
 
@@ -175,10 +167,7 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     settings = read_json(directory / "config.json")
     config = model_config_from_json(settings, str(directory))
     tensors = _find_tensors(directory, config)
-    path = directory / "generation_config.json"
     fills = {name: partial(fill_from_file, stored) for name, stored in tensors.items()}
-    return CheckpointSource(
-        config, computed_dtype(tensors[_EMBEDDING]), reference, settings, fills,
-        cache(partial(load_tokenizer, directory)),
-        read_json(path) if path.exists() else None,
-    )  # fmt: skip
+    path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
+    generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
+    return CheckpointSource(config, dtype, reference, settings, fills, tokenizer, generation)
