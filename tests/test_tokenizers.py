@@ -99,9 +99,10 @@ def test_tokens_of_known_names_control_whatever_their_type(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre": "mystery"}, r"pre 'mystery', where one of default, gpt-2, smollm, .*\n.*tokenizer\.json"),
-        ({"model": "bert"}, "model 'bert', where gpt2 or llama"),
-        ({"model": None}, r"no usable tokenizer\.ggml\.model"),
+        ({"pre": "mystery"}, r"pre 'mystery'\).*default, gpt-2, smollm, .*\n.*tokenizer\.json"),
+        ({"pre": None}, r"pre '\(missing\)'\).*default, gpt-2, smollm, .*\n.*tokenizer\.json"),
+        ({"model": "bert"}, "model 'bert', pre 'smollm'"),
+        ({"model": None}, r"model '\(missing\)'"),
         ({"tokens": ["a"] * 300}, "each once"),
         ({"tokens": ["a" * 5000]}, "each once"),
         ({"tokens": [1, 2, 3]}, "tokens 1, where a text"),
@@ -121,12 +122,28 @@ def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) 
     assert len(lines) <= 2 and max(map(len, lines)) <= 300
 
 
-def test_a_tokenizer_beside_the_file_is_the_way_out(tmp_path: Path) -> None:
+def test_sentencepiece_files_do_not_say_how_text_is_cut(tmp_path: Path) -> None:
+    said, silent = (open_checkpoint(written(tmp_path, metadata_of("llama", pre=pre))) for pre in ("default", None))
+    assert silent.tokenizer().encode(STRINGS[20]) == said.tokenizer().encode(STRINGS[20])
+
+
+@pytest.mark.parametrize("pre", ["mystery", None])
+def test_a_tokenizer_beside_the_file_is_the_way_out(
+    pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     known = open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer()
     known.save_pretrained(tmp_path)
-    (tmp_path / "config.json").unlink(missing_ok=True)
-    found = open_checkpoint(written(tmp_path, metadata_of("smollm", pre="mystery"))).tokenizer()
+    assert not caplog.records
+    found = open_checkpoint(written(tmp_path, metadata_of("smollm", pre=pre))).tokenizer()
     assert [found.encode(text) for text in STRINGS] == [known.encode(text) for text in STRINGS]
+    assert "m.gguf has a tokenizer of a kind that is not read" in caplog.text
+    assert "the tokenizer.json beside it is used" in caplog.text
+
+
+def test_a_damaged_tokenizer_is_not_replaced_by_one_beside_the_file(tmp_path: Path) -> None:
+    open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no usable tokenizer .*download or convert it again"):
+        open_checkpoint(written(tmp_path, metadata_of("smollm", merges=["never heard"]))).tokenizer()
 
 
 @pytest.mark.parametrize(

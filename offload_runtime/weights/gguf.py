@@ -25,7 +25,7 @@ from offload_runtime.weights.architectures import ARCHITECTURES, model_config_fr
 from offload_runtime.weights.checkpoint import CheckpointSource, HeaderReader, StoredTensor, match_tensors, open_header
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
-from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, load_tokenizer, special_ids
+from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
@@ -320,18 +320,6 @@ def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTe
     return found
 
 
-def _read_tokenizer(path: Path) -> Any:
-    """The tokenizer stored in the file; where it cannot be read, a `tokenizer.json` beside the file."""
-    try:
-        return gguf_tokenizer(read_gguf_header(path).fields)
-    except CheckpointError as error:
-        if (path.parent / "tokenizer.json").exists():
-            return load_tokenizer(path.parent)
-        raise CheckpointError(
-            f"{error}\nOr put the model's tokenizer.json and tokenizer_config.json beside the file"
-        ) from error
-
-
 def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     """Open and validate a GGUF file, to be computed in bf16: a quantised file has no dtype of its own.
 
@@ -351,5 +339,5 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
         fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
-    tokenizer = cache(partial(_read_tokenizer, path))
+    tokenizer = cache(lambda: gguf_tokenizer(read_gguf_header(path).fields, path.parent))
     return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer)

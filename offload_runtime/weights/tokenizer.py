@@ -7,6 +7,7 @@ cuts as GPT-2 where it does not know the name; this takes 0.3 s for 49,000 token
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -81,19 +82,26 @@ def load_tokenizer(directory: Path) -> Any:
     return _working(make, directory, "add its tokenizer.json and tokenizer_config.json")
 
 
-def gguf_tokenizer(fields: Fields) -> Any:
-    """The tokenizer that a GGUF file's metadata describes, as transformers' `PreTrainedTokenizerFast`.
+def gguf_tokenizer(fields: Fields, directory: Path) -> Any:
+    """The tokenizer that a GGUF file's metadata describes, as transformers' `PreTrainedTokenizerFast`; where it is of a
+    kind that is not read, the one in the file's directory, with a warning.
 
     Raises:
-        CheckpointError: It is damaged, of another kind than byte-level BPE and SentencePiece, or cuts text in a way
-            that is not known.
+        CheckpointError: It is damaged; or neither byte-level BPE that cuts text in a known way nor SentencePiece, and
+            there is no `tokenizer.json` instead.
     """
-    model, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
-    if model not in ("gpt2", "llama"):
-        fields.refuse("tokenizer.ggml.model", model, "gpt2 or llama")
-    if model == "gpt2" and pre not in _BY_NAME:
-        fields.refuse("tokenizer.ggml.pre", pre, f"one of {', '.join(_SPLITS)} or an alias")
-    return _working(partial(_make, fields, model, pre), fields.where, "download or convert it again")
+    # SentencePiece does not cut. Of a file that does not say how, llama.cpp warns that its own guess degrades the text.
+    model, pre = (fields.text(f"tokenizer.ggml.{name}", "(missing)") for name in ("model", "pre"))
+    if model == "llama" or (model == "gpt2" and pre in _BY_NAME):
+        return _working(partial(_make, fields, model, pre), fields.where, "download or convert it again")
+    found = f"{fields.where} has a tokenizer of a kind that is not read (model {shown(model)}, pre {shown(pre)})"
+    if not (directory / "tokenizer.json").exists():
+        raise CheckpointError(
+            f"{found}, which should be llama, or gpt2 with pre {', '.join(_SPLITS)} or an alias: put the model's "
+            "tokenizer.json and tokenizer_config.json beside the file, or take one that was converted lately"
+        )
+    logging.getLogger(__name__).warning("%s: the tokenizer.json beside it is used", found)
+    return load_tokenizer(directory)
 
 
 def _make(fields: Fields, model: str, pre: str) -> Any:
