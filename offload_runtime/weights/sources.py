@@ -12,8 +12,9 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
+from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.gguf import config_from_gguf, gguf_parts, open_gguf, read_gguf_header
-from offload_runtime.weights.hub import CHECKPOINT_FILES, download_model, gguf_patterns
+from offload_runtime.weights.hub import CHECKPOINT_FILES, download_gguf, download_model
 from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
 
 _SUFFIXES = (".gguf", ".safetensors")
@@ -97,11 +98,10 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
                 f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
             )
         if on_hub[2]:
-            patterns = gguf_patterns(on_hub[2])
-            path = download_model(on_hub[1], patterns, unwanted=())
-            return _only_model(name, [file for pattern in patterns for file in path.rglob(pattern)])
-        path = download_model(name, wanted)
-    if (path / "config.json").exists() or not (found := list(path.glob("*.gguf"))):
+            return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
+        return download_model(name, wanted)  # and not what else is in the cache
+    found = [file for file in path.glob("*.gguf") if "mmproj" not in file.name]
+    if not found or ((path / "config.json").exists() and any(path.glob("*.safetensors*"))):
         return path
     return _only_model(str(path), found)
 
@@ -110,6 +110,6 @@ def _only_model(where: str, files: Sequence[Path]) -> Path:
     """The first file of the one model that these files are of."""
     models = sorted({gguf_parts(file)[0] for file in files})
     if len(models) != 1:
-        shown = f" ({models[0].name}, ...)" if models else ""
-        raise CheckpointError(f"{where} holds {len(models)} GGUF models{shown}: name the one to load")
+        names = shortened([model.name for model in models])
+        raise CheckpointError(f"{where} holds {len(models)} GGUF models ({names}): name the one to load")
     return models[0]
