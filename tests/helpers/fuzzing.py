@@ -370,7 +370,7 @@ def mutate_gguf(random: Random, file: GgufFile, prefix: str) -> tuple[GgufFile, 
             metadata[place] = (odd_text(random, key), (kind, value))
         elif what == "items" and kind == ARRAY and value[1] and value[0] != ARRAY:
             metadata[place] = (key, (ARRAY, (value[0], _odd_items(random, value[0], value[1]))))
-        elif what == "text" and kind == STRING:
+        elif what == "text" and isinstance(value, str):
             metadata[place] = (key, (STRING, odd_text(random, value)))
         else:
             metadata[place] = (key, odd_gguf_value(random))
@@ -422,7 +422,7 @@ def mutate_gguf_tensors(random: Random, file: GgufFile) -> tuple[GgufFile, list[
             tensors[place] = (name, shape, random.choice((0, 1, 2, 3, 8, 12, 14, 16, 26, 30, 41, 99)), offset)
         else:
             moved = random.choice((0, offset + 1, offset + 32, 1 << 31, 1 << 63, (1 << 64) - 32, (1 << 64) - 1))
-            tensors[place] = (name, shape, kind, moved)
+            tensors[place] = (name, shape, kind, moved % (1 << 64))  # one that is moved twice may be past the end
     return GgufFile(list(file.metadata), tensors, file.data_bytes), names
 
 
