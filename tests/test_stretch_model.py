@@ -86,7 +86,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def our_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Logits of a window over all tokens from our loader and decoder: [T, V]."""
-    made = make_runner(None, directory, slots=2, capacity_tokens=len(tokens), batch=1)
+    made = make_runner(open_checkpoint(directory), slots=2, capacity_tokens=len(tokens), batch=1)
     logits = made.runner.verify([Window(tuple(tokens))], [0]).clone()
     made.close()
     return logits

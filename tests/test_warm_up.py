@@ -142,23 +142,23 @@ class PlayedDraft(DraftModel):
         return super().propose(texts, counts)
 
 
-def small_draft(kind: str, directory: Path) -> tuple[PlayedDraft, Any, Any]:
+def small_draft(kind: str) -> tuple[PlayedDraft, Any, Any]:
     """A chain's draft over a cache of this kind, its cache, and what is to be closed."""
     if kind == "streaming":
-        made = make_draft("llama-gqa", directory)
+        made = make_draft("llama-gqa")
         return PlayedDraft(made.runner), made.cache, made.made
-    made = make_runner(random_model("llama-gqa", seed=7), directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(random_model("llama-gqa", seed=7), shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
     runner = Base(made, CPU).draft(96 if kind == "retrieval" else None, retrieved=PlayedCache).runner
     return PlayedDraft(runner), runner.cache, made
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
-def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(kind: str) -> None:
     texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
     said = []
     for warm in (False, True):
-        model, cache, made = small_draft(kind, tmp_path / str(warm))
+        model, cache, made = small_draft(kind)
         if warm:
             model.warm_up()
             played = model.played

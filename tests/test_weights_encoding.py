@@ -78,7 +78,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def logits(directory: Path, layout: ModelLayout | None, slots: int, resident: tuple[int, ...] | None) -> torch.Tensor:
     """Of a prompt and a window behind it."""
-    made = make_runner(None, directory, slots=slots, resident=resident, layout=layout)
+    made = make_runner(open_checkpoint(directory), slots=slots, resident=resident, layout=layout)
     tokens = random_tokens(30)
     prefill = made.runner.prefill(0, tokens[:20])
     window = made.runner.verify([Window(tuple(tokens[20:]))], [0])

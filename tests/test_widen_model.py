@@ -49,7 +49,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def our_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
     """Logits of a window over all tokens from our loader and decoder, layers streamed: [T, V]."""
-    made = make_runner(None, directory, slots=2)
+    made = make_runner(open_checkpoint(directory), slots=2)
     logits = made.runner.verify([Window(tuple(tokens))], [0]).clone()
     made.close()
     return logits
