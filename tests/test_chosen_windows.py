@@ -26,7 +26,7 @@ from offload_runtime.speculation import (
     size_within,
 )
 from offload_runtime.trace import PASSES, Span
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 from tests.helpers.trees import Foreknown
 
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
@@ -74,11 +74,6 @@ class WorkClock:
         new = self._recorder.spans[self._seen :]
         self._seen += len(new)
         return new
-
-
-@pytest.fixture(scope="module")
-def useless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "useless", seed=99, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -244,12 +239,12 @@ def with_room(runtime: Runtime) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_useless_draft_is_switched_off(
-    target: Path, useless: Path, plain: Runtime, trees: bool, tmp_path: Path
+    target: Path, one_layer_draft: Path, plain: Runtime, trees: bool, tmp_path: Path
 ) -> None:
     """At most 1 % slower than plain decoding, by the clock that rounds are timed with."""
     asked = {"max_new_tokens": 257, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     expected = plain.generate(PROMPT, **asked).tokens
-    with load(target, draft=useless, tree_nodes=32 if trees else 0, trace=tmp_path / "trace.json") as runtime:
+    with load(target, draft=one_layer_draft, tree_nodes=32 if trees else 0, trace=tmp_path / "trace.json") as runtime:
         with_room(runtime)
         # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
         clock = WorkClock(runtime, step_s=0.5 if trees else 0.05)
