@@ -101,7 +101,11 @@ def draft(target: Path, noisy_copy_of: Callable[[Path], Path]) -> Path:
 @pytest.fixture(scope="session")
 def widened_target(short_target: Path) -> Path:
     """A larger model that was widened from `short_target` and says the same."""
-    from tests.helpers.widening import GQA, WidenedCheckpoint, convert_to_safetensors, open_checkpoint
+    from widening.checkpoint import WidenedCheckpoint
+    from widening.convert import convert_to_safetensors
+
+    from offload_runtime.weights import open_checkpoint
+    from tests.helpers.widening import GQA
 
     wide = WidenedCheckpoint(open_checkpoint(short_target), GQA)
     return _written_once(
