@@ -128,7 +128,7 @@ def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     drawn = outcome.out.with_suffix(".svg").read_text()
     assert all(f"<!-- {name} -->" in drawn for name in MEASURED) and "<!-- deepspeed -->" not in drawn
     configuration = outcome.report["configuration"]
-    assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "wide"
+    assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "widened_target"
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(target: Path, draf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [2], indirect=True)
+@pytest.mark.parametrize("target", ["two_layer_target"], indirect=True)
 def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path) -> None:
     """Prompts of no multiple of anything; each size of the batch has its own mixture of accepted windows."""
     prompts = [PROMPT[:489], PROMPT[100:865], PROMPT[50:61]]
