@@ -94,7 +94,7 @@ def noisy_copy_of() -> Callable[[Path], Path]:
 
 @pytest.fixture(scope="module")
 def draft(target: Path, noisy_copy_of: Callable[[Path], Path]) -> Path:
-    """Of the file's target."""
+    """A noisy copy of the file's target."""
     return noisy_copy_of(target)
 
 
