@@ -1,10 +1,12 @@
-"""What tests share: Triton's interpreter where there is no GPU, no network, one GPU for all, two small models."""
+"""What tests share: Triton's interpreter where there is no GPU, no network, one GPU for all, small models."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +41,75 @@ def _written_once(directory: Path, write: Callable[[Path], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random checkpoint, for files whose tests need none of their own: one for all workers, never changed."""
-    from tests.helpers.engine import write_checkpoint  # brings transformers, which tests of kernels do without
-
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the checkpoints of all workers lie. Nobody changes them."""
     base = tmp_path_factory.getbasetemp()
-    return _written_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "target", write_checkpoint)
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def _checkpoint(name: str, **shape: int) -> Callable[..., Path]:
+    """A fixture of that name: a small random checkpoint, see `write_checkpoint`."""
+
+    @pytest.fixture(scope="session", name=name)
+    def written(models_dir: Path) -> Path:
+        from tests.helpers.engine import write_checkpoint  # brings transformers, which tests of kernels do without
+
+        return _written_once(models_dir / name, partial(write_checkpoint, **shape))
+
+    return written
+
+
+short_target = _checkpoint("short_target")  # five layers, 512 tokens, two query heads a KV head
+long_target = _checkpoint("long_target", context=16384)
+deep_target = _checkpoint("deep_target", num_layers=10, context=4096)
+wide_target = _checkpoint("wide_target", hidden_size=512, context=16384)
+two_layer_target = _checkpoint("two_layer_target", num_layers=2, context=16384)
+mha_target = _checkpoint("mha_target", num_layers=2, num_kv_heads=4, context=16384)
+one_layer_draft = _checkpoint("one_layer_draft", num_layers=1, seed=1, context=16384)  # says something else
+other_vocabulary = _checkpoint("other_vocabulary", vocab_size=300)
 
 
 @pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    """A copy of the file's target with so little noise that it is often right."""
+def target(request: pytest.FixtureRequest) -> Path:
+    """The checkpoint that the file's `TARGET` names."""
+    path: Path = request.getfixturevalue(getattr(request.module, "TARGET", "short_target"))
+    return path
+
+
+@pytest.fixture
+def copy(target: Path, tmp_path: Path) -> Path:
+    """The file's target, to be changed."""
+    return Path(shutil.copytree(target, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def noisy_copy_of() -> Callable[[Path], Path]:
+    """Copies a checkpoint with so little noise that the copy is often right."""
     from tests.helpers.engine import write_noisy_copy
 
+    return lambda target: _written_once(
+        target.with_name(f"{target.name}-draft"), lambda path: write_noisy_copy(target, path, noise=0.03)
+    )
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, noisy_copy_of: Callable[[Path], Path]) -> Path:
+    """A noisy copy of the file's target."""
+    return noisy_copy_of(target)
+
+
+@pytest.fixture(scope="session")
+def widened_target(short_target: Path) -> Path:
+    """A larger model that was widened from `short_target` and says the same."""
+    from widening.checkpoint import WidenedCheckpoint
+    from widening.convert import convert_to_safetensors
+
+    from offload_runtime.weights import open_checkpoint
+    from tests.helpers.widening import GQA
+
+    wide = WidenedCheckpoint(open_checkpoint(short_target), GQA)
     return _written_once(
-        target.parent / f"{target.name}-draft", lambda path: write_noisy_copy(target, path, noise=0.03)
+        short_target.with_name("widened_target"), partial(convert_to_safetensors, wide, dtype=torch.float32)
     )
 
 

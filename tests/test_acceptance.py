@@ -17,9 +17,10 @@ from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.speculation import Acceptance, NgramLookup
 from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseVerifier, decode, replay
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_cli_fakes import make_stats
 
+TARGET = "two_layer_target"
 CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 44, 7, 3
 BUDGET, CHUNK, SINKS = 192, 8, 16
 # On the way the newest blocks move on: from 768 tokens on there is another one to choose chunks from.
@@ -28,16 +29,6 @@ SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=3)]
 Shared = dict[SamplingParams, tuple[list[int], DenseLlama]]
 Levels = tuple[Acceptance, Acceptance]  # of the draft, of the retrieval verifier
 Book = Callable[[int, SamplingParams, ModelConfig], Levels]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=2048, num_layers=3)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.02)
 
 
 @pytest.fixture(scope="module")

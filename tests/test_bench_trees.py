@@ -10,7 +10,7 @@ import bench_trees
 import pytest
 
 from offload_runtime.hardware import MachineProfile, profile_toml
-from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (one_thread is an autouse fixture)
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 # A link so slow that room for large trees pays as soon as anything is streamed.
 SLOW_LINK = MachineProfile(
@@ -20,15 +20,14 @@ SLOW_LINK = MachineProfile(
 
 
 @pytest.mark.slow
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "slow.toml"
     profile.write_text(profile_toml(SLOW_LINK))
-    model = write_checkpoint(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and the quick brown fox sleeps " * 3)
     out = tmp_path / "trees.json"
     code = bench_trees.main([
-        "--source", str(model), "--text", str(text), "--code", str(text), "--shape", "none", "--noises", "0.05",
+        "--source", str(target), "--text", str(text), "--code", str(text), "--shape", "none", "--noises", "0.05",
         "--temperatures", "0.6", "--sizes", "1,6", "--nodes", "4,8,999", "--depth", "5", "--gammas", "3",
         "--device", "cpu", "--prompt-tokens", "20", "--tokens", "16", "--size-tokens", "16", "--context", "96",
         "--dtype", "fp32", "--resident-layers", "1", "--profile", str(profile), "--out", str(out),
@@ -52,9 +51,11 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(0.5 < sum(row["hits_by_rank"]) <= 1 for row in report["sizes"])
 
 
-def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_in_the_file_as_soon_as_they_are_measured(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever stops the bench then, and the file says that it was stopped."""
-    model, out = write_checkpoint(tmp_path / "model"), tmp_path / "trees.json"
+    out = tmp_path / "trees.json"
     row = {
         "noise": 0.05, "temperature": 0.0, "prompt": "prose", "how": "plain", "tokens_per_pass": 1.0, "tok_per_s": 1.0,
         "s_per_pass": 1.0,
@@ -67,16 +68,16 @@ def test_rows_are_in_the_file_as_soon_as_they_are_measured(tmp_path: Path, monke
             assert [one["number"] for one in found["streamed"]] == [*range(number + 1)] and found["incomplete"]
         raise KeyboardInterrupt
 
-    monkeypatch.chdir(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
     for name in ("t", "c"):
         Path(name).write_text("a")
-    given = ["--source", str(model), "--text", "t", "--code", "c", "--device", "cpu", "--commit", "abc"]
+    given = ["--source", str(target), "--text", "t", "--code", "c", "--device", "cpu", "--commit", "abc"]
     with pytest.raises(KeyboardInterrupt):
         bench_trees.main([*given, "--out", str(out)], measures={"streamed": measure})
     found = json.loads(out.read_text())
     assert found["streamed"] == [row | {"number": number} for number in range(2)] and found["sizes"] == []
     assert found["incomplete"] is True and found["commit"] == "abc" and found["settings"]["text"] == "t"
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "trees.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"t", "c", "trees.json"}
 
 
 @pytest.mark.parametrize(

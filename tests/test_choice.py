@@ -19,7 +19,7 @@ from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.plan import MachineFigures, RunForecast, RunPlan, forecast, machine_figures, plan_run
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.weights import describe_model, packed_bytes
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
 # Sums in another order.
@@ -179,12 +179,8 @@ def test_triforce_that_host_memory_has_no_room_for_gives_way() -> None:
 
 # --- a run chooses as its plan does
 
+TARGET = "long_target"
 CONTEXT, GAMMA = 9000, 12
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", num_layers=4, context=16384)
 
 
 CARD = load_profile("rtx4090")

@@ -26,7 +26,7 @@ from offload_runtime.speculation import (
     size_within,
 )
 from offload_runtime.trace import PASSES, Span
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.trees import Foreknown
 
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
@@ -74,11 +74,6 @@ class WorkClock:
         new = self._recorder.spans[self._seen :]
         self._seen += len(new)
         return new
-
-
-@pytest.fixture(scope="module")
-def useless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "useless", seed=99, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -244,12 +239,12 @@ def with_room(runtime: Runtime) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_useless_draft_is_switched_off(
-    target: Path, useless: Path, plain: Runtime, trees: bool, tmp_path: Path
+    target: Path, one_layer_draft: Path, plain: Runtime, trees: bool, tmp_path: Path
 ) -> None:
     """At most 1 % slower than plain decoding, by the clock that rounds are timed with."""
     asked = {"max_new_tokens": 257, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     expected = plain.generate(PROMPT, **asked).tokens
-    with load(target, draft=useless, tree_nodes=32 if trees else 0, trace=tmp_path / "trace.json") as runtime:
+    with load(target, draft=one_layer_draft, tree_nodes=32 if trees else 0, trace=tmp_path / "trace.json") as runtime:
         with_room(runtime)
         # A tree of many guesses is right now and then even so, and would be worth cheaper steps.
         clock = WorkClock(runtime, step_s=0.5 if trees else 0.05)
@@ -297,10 +292,9 @@ def test_answers_too_short_for_proposals_do_not_speak_against_them(target: Path,
     assert passes[0] < 80 and passes[1] <= passes[0] + 2
 
 
-def short_of_room(target: Path, folder: Path, *, triforce: bool) -> dict[str, Any]:
+def short_of_room(draft: Path, *, triforce: bool) -> dict[str, Any]:
     """Options of a runtime whose draft is always right, and has no room behind a text longer than its own context; or
     of a hierarchy whose context is whole blocks, so that its last tokens leave no room for a step."""
-    draft = write_noisy_copy(target, folder / "draft", noise=0.0)
     if triforce:
         options = SpeculationOptions("triforce", "full", budget_tokens=64, chunk_size=8, gamma_draft=4)
         return {"draft": draft, "context": 256, "kv": "host", "speculation": options}
@@ -311,8 +305,10 @@ def short_of_room(target: Path, folder: Path, *, triforce: bool) -> dict[str, An
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("triforce", [False, True])
-def test_what_there_is_no_room_for_does_not_speak_against_a_draft(target: Path, tmp_path: Path, triforce: bool) -> None:
-    options = short_of_room(target, tmp_path, triforce=triforce)
+def test_what_there_is_no_room_for_does_not_speak_against_a_draft(
+    target: Path, copy: Path, tmp_path: Path, triforce: bool
+) -> None:
+    options = short_of_room(copy, triforce=triforce)
     with load(target, trace=tmp_path / "trace.json", **options) as runtime:
         WorkClock(runtime, step_s=0.002)
         long = [5 + index * index % 300 for index in range(224)]
@@ -327,8 +323,8 @@ def test_what_there_is_no_room_for_does_not_speak_against_a_draft(target: Path, 
         assert before > 0.95 and controller.first_rate(SamplingParams(), "chain") > 0.9
 
 
-def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(target: Path, tmp_path: Path) -> None:
-    with load(target, max_batch=2, **short_of_room(target, tmp_path, triforce=False)) as runtime:
+def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(target: Path, copy: Path) -> None:
+    with load(target, max_batch=2, **short_of_room(copy, triforce=False)) as runtime:
         controller = with_controller(runtime, Choice("chain", 4))
         long = [5 + index * index % 300 for index in range(226)]
         runtime.generate_batch([long, PROMPT], max_new_tokens=30, ignore_eos=True)
@@ -339,8 +335,10 @@ def test_a_text_of_a_batch_without_room_does_not_speak_for_the_others(target: Pa
 
 
 @pytest.mark.slow
-def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(target: Path, tmp_path: Path) -> None:
-    options = {**short_of_room(target, tmp_path, triforce=False), "context": 512, "trace": tmp_path / "trace.json"}
+def test_a_batch_does_not_wait_for_proposals_that_its_longest_answer_has_none_of(
+    target: Path, copy: Path, tmp_path: Path
+) -> None:
+    options = {**short_of_room(copy, triforce=False), "context": 512, "trace": tmp_path / "trace.json"}
     with load(target, max_batch=2, **options) as runtime:
         clock = WorkClock(runtime, step_s=0.3)
         long = [5 + index * index % 300 for index in range(226)]
@@ -361,8 +359,7 @@ def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(target: Path, draft:
 
 def test_the_last_chain_reaches_to_the_end_of_an_answer(target: Path, tmp_path: Path) -> None:
     assert [size_for(count) for count in (0, 1, 5, 8, 30, 1024, 3000)] == [0, 1, 6, 8, 32, 1024, 1024]
-    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.0)
-    with load(target, draft=draft, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
+    with load(target, draft=target, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
         WorkClock(runtime, step_s=0.002)
         for _ in range(3):
             runtime.generate(PROMPT, max_new_tokens=100, ignore_eos=True)

@@ -16,7 +16,7 @@ from offload_runtime.cli import app
 from offload_runtime.config import parse_bytes
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
-from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
@@ -225,9 +225,8 @@ def test_without_a_profile_the_users_own_or_a_common_card() -> None:
     assert without_gpu.exit_code == 0 and "planning for rtx4090" in without_gpu.stderr
 
 
-def test_generate_explains_before_it_loads(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "model")
-    arguments = ["generate", "--target", str(checkpoint), "--prompt", "the quick", "--max-new-tokens", "2"]
+def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None:
+    arguments = ["generate", "--target", str(target), "--prompt", "the quick", "--max-new-tokens", "2"]
     options = ["--device", "cpu", "--context", "256", "--resident-layers", "2", "--draft", "none", "--json"]
     result = CliRunner().invoke(app, [*arguments, *options, "--explain"])
     assert result.exit_code == 0, result.output

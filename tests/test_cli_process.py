@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from offload_runtime.cli import app
@@ -29,37 +26,7 @@ fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POS
 pty = pytest.importorskip("pty")
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SENTENCES = ["the quick brown fox jumps over the lazy dog", "a link, a layer, a slot: the pass streams on and on"]
-SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-
-
-def small_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE that knows a few words and can write everything."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = small_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+TARGET = "long_target"
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -74,9 +41,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "offload_runtime", *arguments]
 
 
-def endless(model: Path) -> list[str]:
+def endless(target: Path) -> list[str]:
     """Options for an answer that nobody waits for."""
-    return ["--target", str(model), "--max-new-tokens", "3000", "--ignore-eos", "--device", "cpu"]
+    return ["--target", str(target), "--max-new-tokens", "3000", "--ignore-eos", "--device", "cpu"]
 
 
 def run(tmp_path: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -86,8 +53,8 @@ def run(tmp_path: Path, *arguments: str, stdin: str = "") -> subprocess.Complete
     )  # fmt: skip
 
 
-def start_endless_answer(model: Path, tmp_path: Path, *others: str) -> subprocess.Popen[bytes]:
-    arguments = command("generate", "--prompt", "the", *endless(model), *others)
+def start_endless_answer(target: Path, tmp_path: Path, *others: str) -> subprocess.Popen[bytes]:
+    arguments = command("generate", "--prompt", "the", *endless(target), *others)
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path))
 
 
@@ -105,10 +72,10 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path: Path) -> None:
+def test_json_has_the_same_tokens_with_and_without_a_draft(target: Path, tmp_path: Path) -> None:
     records: dict[str, dict[str, Any]] = {}
     asked = [
-        "generate", "--target", str(model), "--prompt", "the quick brown", "--json", "--device", "cpu",
+        "generate", "--target", str(target), "--prompt", "the quick brown", "--json", "--device", "cpu",
         "--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--seed", "4",
     ]  # fmt: skip
     done = run(tmp_path, *asked, "--draft", "ngram", "--resident-layers", "0", "--gamma", "4", "--tree-nodes", "70")
@@ -136,20 +103,20 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(model: Path, tmp_path
     assert plain["stats"]["link_gbps"] is None and ngram["stats"]["link_gbps"] > 0
 
 
-def test_files_in_one_batch(model: Path, tmp_path: Path) -> None:
+def test_files_in_one_batch(target: Path, tmp_path: Path) -> None:
     """The first has the tokens that it has alone; so has each of them at temperature 0, in text and in JSON."""
     files = []
     for number, text in enumerate(["the quick brown", "a link, a layer", "on and on"]):
         path = tmp_path / f"{number}.txt"
         path.write_text(text)
         files += ["--prompt-file", str(path)]
-    shared = ["--target", str(model), "--device", "cpu", "--max-new-tokens", "12", "--ignore-eos"]
+    shared = ["--target", str(target), "--device", "cpu", "--max-new-tokens", "12", "--ignore-eos"]
     # Without a process of its own: one prompt has shown what that takes.
     done = CliRunner().invoke(app, ["generate", *shared, *files, "--json"])
     assert done.exit_code == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     assert [result["name"] for result in results] == files[1::2]
-    with Runtime.load(model, device="cpu") as runtime:
+    with Runtime.load(target, device="cpu") as runtime:
         for path, result in zip(files[1::2], results, strict=True):
             alone = runtime.generate(Path(path).read_text(), max_new_tokens=12, ignore_eos=True, temperature=0.0)
             assert alone.tokens == result["tokens"]
@@ -166,8 +133,8 @@ def assert_one_line(code: int, out: str, err: str, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_engine_refuses_is_one_line_and_exit_code_2(model: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, "generate", "--device", "cpu", "--target", str(model), "--prompt", "a", "--vram", "100kB")
+def test_what_the_engine_refuses_is_one_line_and_exit_code_2(target: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "generate", "--device", "cpu", "--target", str(target), "--prompt", "a", "--vram", "100kB")
     assert_one_line(done.returncode, done.stdout, done.stderr, "kB")
 
 
@@ -191,9 +158,9 @@ def test_what_the_engine_refuses_is_one_line_and_exit_code_2(model: Path, tmp_pa
         (["--drafft", "a"], "No such option: --drafft"),
     ],
 )
-def test_so_is_whatever_else_it_refuses(model: Path, arguments: list[str], words: str) -> None:
+def test_so_is_whatever_else_it_refuses(target: Path, arguments: list[str], words: str) -> None:
     """Without a process of its own for each."""
-    given = ["generate", "--device", "cpu", *(part.format(model=model) for part in arguments)]
+    given = ["generate", "--device", "cpu", *(part.format(model=target) for part in arguments)]
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
     assert_one_line(result.exit_code, result.stdout, result.stderr, words)
 
@@ -210,7 +177,7 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 @pytest.mark.parametrize("words", [["--tokens", "9999"], ["--context", "20"], ["--prompts", "{long}", "--quick"]])
 def test_verify_reads_no_weights_where_a_prompt_has_no_room(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     def pages(file: int, *arguments: Any, **options: Any) -> mmap.mmap:
         """The system's, but for memory, which weights are read into."""
@@ -225,7 +192,7 @@ def test_verify_reads_no_weights_where_a_prompt_has_no_room(
         "--device",
         "cpu",
         "--target",
-        str(model),
+        str(target),
         *(word.format(long=tmp_path / "long") for word in words),
     ]
     result = CliRunner().invoke(app, given)
@@ -233,8 +200,8 @@ def test_verify_reads_no_weights_where_a_prompt_has_no_room(
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Path) -> None:
-    with start_endless_answer(model, tmp_path) as process:
+def test_a_reader_that_leaves_ends_the_answer_quietly(target: Path, tmp_path: Path) -> None:
+    with start_endless_answer(target, tmp_path) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
         process.stdout.close()
@@ -244,9 +211,9 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(model: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_sigint_stops_generate_with_its_text_and_a_whole_trace(model: Path, tmp_path: Path) -> None:
+def test_sigint_stops_generate_with_its_text_and_a_whole_trace(target: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with start_endless_answer(model, tmp_path, "--resident-layers", "1", "--trace", str(path)) as process:
+    with start_endless_answer(target, tmp_path, "--resident-layers", "1", "--trace", str(path)) as process:
         assert process.stdout is not None
         first = process.stdout.read(60)
         assert len(first) == 60  # several passes
@@ -261,13 +228,13 @@ def test_sigint_stops_generate_with_its_text_and_a_whole_trace(model: Path, tmp_
     assert all("accepted" in one.args for one in passes[1:])
 
 
-def test_chat_through_a_pipe(model: Path, tmp_path: Path) -> None:
+def test_chat_through_a_pipe(target: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     # A restored answer is tokenised anew, so it is compared with itself and not with the turn that made it.
     turns = f"the fox\n/save {saved}\n" + f"/load {saved}\nthe dog\n" * 2 + "/reset\nthe dog\n"
-    turns += f"/what\n/load {model}/config.json\n"
+    turns += f"/what\n/load {target}/config.json\n"
     done = run(
-        tmp_path, "chat", "--target", str(model), "--json", "--max-new-tokens", "8", "--device", "cpu", stdin=turns
+        tmp_path, "chat", "--target", str(target), "--json", "--max-new-tokens", "8", "--device", "cpu", stdin=turns
     )
     assert done.returncode == 0, done.stderr
     first, loaded, again, forgotten = (json.loads(line) for line in done.stdout.splitlines())
@@ -326,8 +293,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(model: Path, tmp_path: Path) -> Iterator[Terminal]:
-    chat = Terminal(tmp_path, "chat", *endless(model))
+def terminal(target: Path, tmp_path: Path) -> Iterator[Terminal]:
+    chat = Terminal(tmp_path, "chat", *endless(target))
     yield chat
     chat.close()
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli import app
 from offload_runtime.cli.chat import COMMANDS
-from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_cli_fakes import FakeRuntime, app_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,13 +69,12 @@ def test_what_is_asked_of_a_runtime_can_be(folder: Path, line: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_runs(folder: Path) -> None:
+def test_every_command_runs(folder: Path, long_target: Path, two_layer_target: Path) -> None:
     """With small random models, but for the demo, which has its own. All in one process."""
-    target = write_checkpoint(folder / "Llama-2-13b", context=8192)
-    draft = write_checkpoint(folder / "draft", context=8192, num_layers=2)
+    (folder / "Llama-2-13b").symlink_to(long_target)
     others = [line for line in README_LINES if line.split()[0] in ("plan", "profile", "verify")]
     for line in [*LINES, *others]:
-        words = line.replace("./model.gguf", str(target)).replace("./draft.gguf", str(draft))
+        words = line.replace("./model.gguf", str(long_target)).replace("./draft.gguf", str(two_layer_target))
         result = run(words, *shlex.split(SHORTER[line.split()[0]]))
         assert result.exit_code == 0 and result.stdout.strip(), (line, result.stderr, result.exception)
     assert (folder / "plan.png").exists() and (folder / "config" / "profiles" / "mine.toml").exists()

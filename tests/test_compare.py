@@ -14,15 +14,13 @@ import accelerate_offload
 import compare
 import pytest
 import systems
-import torch
 from common import options_from, peer_parser
 from measurement import measure, measure_peer
 from models import load_draft
-from widening.convert import convert_to_safetensors
 
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
-from tests.helpers.widening import GQA, WidenedCheckpoint
+from tests.helpers.widening import GQA
 
 NEW_TOKENS = 14
 TEXTS = ("the quick brown fox jumps over the lazy dog and the quick", "a link, a layer, a slot; the pass streams on")
@@ -39,14 +37,12 @@ class Models:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-    small = write_checkpoint(folder / "small")
-    wide = WidenedCheckpoint(open_checkpoint(small), GQA)
+def models(short_target: Path, widened_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("prompts")
     prompts = tuple(folder / f"{number}.txt" for number in range(len(TEXTS)))
     for path, text in zip(prompts, TEXTS, strict=True):
         path.write_text(text)
-    return Models(convert_to_safetensors(wide, folder / "wide", dtype=torch.float32), small, prompts)
+    return Models(widened_target, short_target, prompts)
 
 
 def arguments(models: Models, out: Path, *others: str) -> list[str]:
@@ -132,7 +128,7 @@ def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     drawn = outcome.out.with_suffix(".svg").read_text()
     assert all(f"<!-- {name} -->" in drawn for name in MEASURED) and "<!-- deepspeed -->" not in drawn
     configuration = outcome.report["configuration"]
-    assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "wide"
+    assert configuration["prompt_file"] == ["0.txt", "1.txt"] and configuration["target"] == "widened_target"
 
 
 @pytest.mark.slow
@@ -190,16 +186,15 @@ def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Mode
 
 
 def test_files_are_looked_at_before_anything_is_measured(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Models, other_vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = write_checkpoint(tmp_path / "other", vocab_size=300)
     (tmp_path / "bytes").write_bytes(b"a\xff")
     (tmp_path / "empty").write_text("")
     out = tmp_path / "c.json"
     capsys.readouterr()  # transformers shows how far it has written
     for words, told in (
         (("--draft", str(tmp_path / "bytes")), "is not a checkpoint"),
-        (("--draft", str(other)), "vocabular"),
+        (("--draft", str(other_vocabulary)), "vocabular"),
         (("--prompt-file", str(tmp_path / "gone")), "gone cannot be read (No such file or directory)"),
         (("--prompt-file", str(tmp_path)), "cannot be read (Is a directory)"),
         (("--prompt-file", str(tmp_path / "bytes")), "is not UTF-8 text (byte 0xff at offset 1)"),
@@ -296,16 +291,15 @@ def test_deepspeed_where_it_is_installed(models: Models, tmp_path: Path, chunk: 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_weights_keys_and_values_cross_the_link_of_a_gpu(tmp_path: Path) -> None:
+def test_weights_keys_and_values_cross_the_link_of_a_gpu(long_target: Path, tmp_path: Path) -> None:
     """With chunks of a prompt that is longer than several blocks of the host's cache, and short warm-ups.
 
     Of ours, layers' keys and values stay on the device as far as it has room, which on a GPU it has.
     """
-    small = write_checkpoint(tmp_path / "small", context=1024)
     text, out, prompt_tokens = tmp_path / "text.txt", tmp_path / "c.json", 600
     text.write_text(TEXTS[0] * 120)
     code = compare.main([
-        "--target", str(small), "--prompt-file", str(text), "--prompt-tokens",
+        "--target", str(long_target), "--prompt-file", str(text), "--prompt-tokens",
         str(prompt_tokens), "--dtype", "fp32", "--new-tokens", "6", "--warmup-prompt-tokens", "300",
         "--warmup-new-tokens", "3", "--repeats", "1", "--kv", "host", "--vram", "4GB", "--resident-layers", "0",
         "--prefill-chunk", "256", "--no-chart", "--out", str(out), "--commit", "abc",
@@ -313,7 +307,7 @@ def test_weights_keys_and_values_cross_the_link_of_a_gpu(tmp_path: Path) -> None
     ])  # fmt: skip
     report = json.loads(out.read_text())
     assert code == 0, report["results"]
-    config = open_checkpoint(small).config()
+    config = open_checkpoint(long_target).config()
     per_token = config.kv_bytes_per_token(4)
     for row in report["agreement"]["systems"].values():
         assert row == {"leading": [6], "of": [6]}

@@ -18,7 +18,7 @@ from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_engine_endings import interrupted, working_with
 
 COUNT = 12
@@ -276,17 +276,16 @@ def test_a_full_context_is_an_error_and_no_end(target: Path) -> None:
         assert_as_from_scratch(runtime, list(spy.prompts[0]), say(conversation, "fox"))
 
 
-def test_a_conversation_that_outgrows_the_short_frequencies(tmp_path: Path) -> None:
+def test_a_conversation_that_outgrows_the_short_frequencies(copy: Path) -> None:
     """longrope rotates all keys otherwise once the text is long: what was cached before then is of no use."""
-    path = write_checkpoint(tmp_path / "target")
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((copy / "config.json").read_text())
     half = config["hidden_size"] // config["num_attention_heads"] // 2
     config["rope_parameters"] = {
         "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 84,
         "short_factor": [1.0] * half, "long_factor": [3.0 + index for index in range(half)],
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config))
-    with load(path, draft="ngram") as runtime:
+    (copy / "config.json").write_text(json.dumps(config))
+    with load(copy, draft="ngram") as runtime:
         spy = Spy(runtime)
         conversation = spy.conversation()
         texts = ("the fox", "jumps over the lazy dog", "and the quick", "fox", "dog")

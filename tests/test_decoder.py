@@ -15,6 +15,7 @@ from offload_runtime.errors import ContextLengthError
 from offload_runtime.model import RopeTable, RowBuilder, Window, padded_rows
 from offload_runtime.runners import ModelRunner, PassShape
 from offload_runtime.runners.target import window_pass
+from offload_runtime.weights import open_checkpoint
 from offload_runtime.weights.encoding import Weight
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
@@ -64,10 +65,11 @@ def _step_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_matches_transformers(name: str, tmp_path: Path) -> None:
-    """One window over everything, then prefill, single steps, windows of several tokens, rollback."""
+    """From files: one window over everything, then prefill, single steps, windows of several tokens, rollback."""
     model, tokens = random_model(name), random_tokens(50)
     expected = all_logits(model, tokens)
-    made = make_runner(model, tmp_path, slots=2)
+    model.save_pretrained(tmp_path)
+    made = make_runner(open_checkpoint(tmp_path), slots=2)
     runner = made.runner
     _assert_logits(_window_logits(runner, tokens), expected)
     _assert_logits(runner.prefill(0, tokens[:37]), expected[36:37])
@@ -109,8 +111,8 @@ def _check_passes_of_few_rows(runner: ModelRunner, name: str, *, most: float) ->
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_passes_of_few_rows_match_transformers(name: str, tmp_path: Path) -> None:
-    made = make_runner(random_model(name), tmp_path, slots=2)
+def test_passes_of_few_rows_match_transformers(name: str) -> None:
+    made = make_runner(random_model(name), slots=2)
     _check_passes_of_few_rows(made.runner, name, most=1e-5)
     made.close()
 
@@ -134,12 +136,10 @@ def test_products_of_few_rows_are_the_fused_kernels_and_of_more_the_same_in_step
 
 @pytest.mark.parametrize("prompt_length", [SHORT_LENGTH - 4, SHORT_LENGTH, SHORT_LENGTH + 11])
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
-def test_length_dependent_rope_matches_transformers_across_the_boundary(
-    name: str, prompt_length: int, tmp_path: Path
-) -> None:
+def test_length_dependent_rope_matches_transformers_across_the_boundary(name: str, prompt_length: int) -> None:
     model, tokens = random_model(name), random_tokens(prompt_length + 9)
     expected = cached_logits(model, [tokens[:prompt_length], *([token] for token in tokens[prompt_length:])])
-    made = make_runner(model, tmp_path)
+    made = make_runner(model)
     _assert_logits(made.runner.prefill(0, tokens[:prompt_length]), expected[:1])
     _assert_logits(_step_logits(made.runner, tokens[prompt_length:]), expected[1:])
     made.runner.cache.truncate(0, prompt_length)  # the same steps as one window
@@ -148,22 +148,22 @@ def test_length_dependent_rope_matches_transformers_across_the_boundary(
 
 
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
-def test_a_prompt_in_two_parts_matches_transformers_across_the_boundary(name: str, tmp_path: Path) -> None:
+def test_a_prompt_in_two_parts_matches_transformers_across_the_boundary(name: str) -> None:
     model, tokens = random_model(name), random_tokens(SHORT_LENGTH + 16)
     first, second = tokens[: SHORT_LENGTH - 4], tokens[SHORT_LENGTH - 4 :]
     expected = cached_logits(model, [first, second])
-    made = make_runner(model, tmp_path, shape=PassShape(8, 4, 8))
+    made = make_runner(model, shape=PassShape(8, 4, 8))
     _assert_logits(made.runner.prefill(0, first), expected[:1])
     _assert_logits(made.runner.prefill(0, second), expected[1:])
     made.close()
 
 
 @pytest.mark.parametrize("name", ["llama-gqa3-wide-heads", "mistral-window", "qwen3", "smollm3"])
-def test_ragged_batch_matches_single_runs(name: str, tmp_path: Path) -> None:
+def test_ragged_batch_matches_single_runs(name: str) -> None:
     model = random_model(name)
     texts = [random_tokens(length, seed=length) for length in (31, 12, 20)]
     starts = (25, 1, 17)  # windows of 6, 11 and 3 tokens
-    made = make_runner(model, tmp_path, slots=1)
+    made = make_runner(model, slots=1)
     runner = made.runner
     for sequence, (text, start) in enumerate(zip(texts, starts, strict=True)):
         runner.prefill(sequence, text[:start])
@@ -178,11 +178,11 @@ def test_ragged_batch_matches_single_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3", "smollm3"])
-def test_tree_matches_transformers_with_a_dense_mask(name: str, tmp_path: Path) -> None:
+def test_tree_matches_transformers_with_a_dense_mask(name: str) -> None:
     model = random_model(name)
     prompts = [random_tokens(23), random_tokens(6, seed=1)]
     nodes = random_tokens(len(PARENTS), seed=2)
-    made = make_runner(model, tmp_path)
+    made = make_runner(model)
     for sequence, prompt in enumerate(prompts):
         made.runner.prefill(sequence, prompt)
     window = getattr(model.config, "sliding_window", None) if name == "mistral-window" else None
@@ -208,10 +208,10 @@ def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> N
 
 
 @pytest.mark.parametrize("shape", [PassShape(1, 1, 1), PassShape(3, 7, 7), PassShape(64, 8, 64), PassShape(5, 64, 64)])
-def test_chunks_and_tile_heights_do_not_matter(shape: PassShape, tmp_path: Path) -> None:
+def test_chunks_and_tile_heights_do_not_matter(shape: PassShape) -> None:
     model, tokens = random_model("mistral-window"), random_tokens(45)
     expected = all_logits(model, tokens)
-    made = make_runner(model, tmp_path, slots=1, shape=shape)
+    made = make_runner(model, slots=1, shape=shape)
     done: list[tuple[int, int]] = []
     logits = made.runner.prefill(0, tokens[:40], on_layer=lambda layer, layers: done.append((layer, layers)))
     _assert_logits(logits, expected[39:40])
@@ -222,11 +222,11 @@ def test_chunks_and_tile_heights_do_not_matter(shape: PassShape, tmp_path: Path)
     made.close()
 
 
-def test_where_the_weights_are_does_not_change_a_bit(tmp_path: Path) -> None:
+def test_where_the_weights_are_does_not_change_a_bit() -> None:
     model, tokens = random_model("qwen3"), random_tokens(40)
 
     def run(slots: int, resident: tuple[int, ...] | None) -> torch.Tensor:
-        made = make_runner(model, tmp_path, slots=slots, resident=resident)
+        made = make_runner(model, slots=slots, resident=resident)
         logits = [made.runner.prefill(0, tokens[:30])]
         logits += [_step_logits(made.runner, tokens[30:33]), _window_logits(made.runner, tokens[33:])]
         made.close()
@@ -237,9 +237,9 @@ def test_where_the_weights_are_does_not_change_a_bit(tmp_path: Path) -> None:
         assert torch.equal(run(slots, resident), expected), f"{slots} slots, resident {resident}"
 
 
-def test_a_full_cache_refuses_and_stays_usable(tmp_path: Path) -> None:
+def test_a_full_cache_refuses_and_stays_usable() -> None:
     model, tokens = random_model("llama"), random_tokens(30)
-    made = make_runner(model, tmp_path, slots=1, capacity_tokens=24)
+    made = make_runner(model, slots=1, capacity_tokens=24)
     with pytest.raises(ContextLengthError, match="30 tokens do not fit the 24"):
         made.runner.prefill(0, tokens)
     assert made.runner.cache.length(0) == 0
@@ -252,10 +252,10 @@ def test_a_full_cache_refuses_and_stays_usable(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BUILDERS)
-def test_matches_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
+def test_matches_transformers_on_the_gpu(name: str) -> None:
     model, tokens = random_model(name), random_tokens(50)
     expected = all_logits(model, tokens)
-    made = make_runner(model, tmp_path, slots=2, device=CUDA)
+    made = make_runner(model, slots=2, device=CUDA)
     _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37], most=GPU_ERROR)
     _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
     tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])
@@ -265,22 +265,20 @@ def test_matches_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BUILDERS)
-def test_passes_of_few_rows_match_transformers_on_the_gpu(name: str, tmp_path: Path) -> None:
-    made = make_runner(random_model(name), tmp_path, slots=2, device=CUDA)
+def test_passes_of_few_rows_match_transformers_on_the_gpu(name: str) -> None:
+    made = make_runner(random_model(name), slots=2, device=CUDA)
     _check_passes_of_few_rows(made.runner, name, most=GPU_ERROR)
     made.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-biases", "mistral-window", "qwen3", "smollm3"])
-def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str, tmp_path: Path) -> None:
+def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str) -> None:
     model, tokens = random_model(name), random_tokens(300)
     shape = PassShape(window_rows=64, prefill_rows=128, prefill_chunk_tokens=128)
 
     def make(slots: int) -> ModelRunner:
-        runner = make_runner(
-            model, tmp_path, slots=slots, shape=shape, capacity_tokens=512, device=CUDA, dtype=BF16
-        ).runner
+        runner = make_runner(model, slots=slots, shape=shape, capacity_tokens=512, device=CUDA, dtype=BF16).runner
         runner.prefill(0, tokens[:250])
         return runner
 

@@ -19,15 +19,15 @@ from tests.test_draft_model import BATCH, NOISY, SHAPE, Draft, dense_streaming, 
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
-    made = make_draft("llama-gqa", tmp_path_factory.mktemp("draft"))
+def draft() -> Iterator[Draft]:
+    made = make_draft("llama-gqa")
     yield made
     made.made.close()
 
 
 @pytest.fixture(scope="module")
-def gpu_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
-    made = make_draft("llama-gqa", tmp_path_factory.mktemp("gpu"), device=torch.device("cuda"))
+def gpu_draft() -> Iterator[Draft]:
+    made = make_draft("llama-gqa", device=torch.device("cuda"))
     yield made
     made.made.close()
 
@@ -87,11 +87,11 @@ def test_sequences_without_room_or_turn_are_left_alone(draft: Draft) -> None:
         assert torch.equal(draft.cache.store(layer).data[1:], before)
 
 
-def test_frequencies_of_a_length_are_each_sequences_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_frequencies_of_a_length_are_each_sequences_own() -> None:
     """`dynamic` and `longrope` rotate by a sequence's length: a short one beside a long one."""
     for name in ("llama-dynamic", "llama-longrope"):
         hf_model = random_model(name, seed=7)
-        made = make_runner(hf_model, tmp_path_factory.mktemp("own"), shape=SHAPE, capacity_tokens=2 * BLOCK_TOKENS)
+        made = make_runner(hf_model, shape=SHAPE, capacity_tokens=2 * BLOCK_TOKENS)
         texts = {0: random_tokens(12, seed=1), 2: random_tokens(70, seed=2)}
         said = []
         for sequences in ((0,), (2,), (0, 2)):

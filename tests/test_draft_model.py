@@ -57,12 +57,12 @@ def propose(model: DraftModel, tokens: Sequence[int], count: int, *, sequence: i
 
 
 def make_draft(
-    name: str, directory: Any, *, sinks: int = SINKS, recent: int = RECENT, window: int = WINDOW,
+    name: str, *, sinks: int = SINKS, recent: int = RECENT, window: int = WINDOW,
     device: torch.device = CPU,
 ) -> Draft:  # fmt: skip
     """A small random model that keeps `sinks` and at least `recent` tokens."""
     hf_model = random_model(name, seed=7)
-    made = make_runner(hf_model, directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=device)
+    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=device)
     config = made.runner.decoder.config
     cache = StreamingDraftCache(
         config, torch.float32, sink_tokens=sinks, recent_tokens=recent, window_tokens=window, batch=BATCH,
@@ -74,8 +74,8 @@ def make_draft(
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
-    made = make_draft("llama-gqa", tmp_path_factory.mktemp("draft"))
+def draft() -> Iterator[Draft]:
+    made = make_draft("llama-gqa")
     yield made
     made.made.close()
 
@@ -206,10 +206,8 @@ def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sinks", "recent"), [(1, 2), (BLOCK_TOKENS, 30), (64, 300)])
-def test_other_numbers_of_sinks_and_recent_tokens(
-    tmp_path_factory: pytest.TempPathFactory, sinks: int, recent: int
-) -> None:
-    draft = make_draft("llama", tmp_path_factory.mktemp("sinks"), sinks=sinks, recent=recent)
+def test_other_numbers_of_sinks_and_recent_tokens(sinks: int, recent: int) -> None:
+    draft = make_draft("llama", sinks=sinks, recent=recent)
     first_move = sinks + recent + BLOCK_TOKENS
     tokens = random_tokens(first_move - 40, seed=2)
     play(draft, dense_streaming(draft, sinks=sinks, recent=recent), NOISY, tokens, until=first_move + 40)
@@ -219,8 +217,8 @@ def test_other_numbers_of_sinks_and_recent_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-yarn"])
-def test_frequencies_are_those_of_the_window(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    draft = make_draft(name, tmp_path_factory.mktemp("rope"))
+def test_frequencies_are_those_of_the_window(name: str) -> None:
+    draft = make_draft(name)
     play(draft, dense_streaming(draft), NOISY, random_tokens(10, seed=3), until=60)
     play(draft, dense_streaming(draft), NOISY, random_tokens(330, seed=3), until=400)
     draft.made.close()
@@ -236,8 +234,8 @@ def test_a_sequence_that_jumps_is_computed_anew(draft: Draft) -> None:
         assert propose(model, shown, 6) == reference.propose(shown, 6, NOISY)
 
 
-def test_few_new_tokens_may_be_all_that_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
-    draft = make_draft("llama", tmp_path_factory.mktemp("few"), sinks=1, recent=2)
+def test_few_new_tokens_may_be_all_that_is_kept() -> None:
+    draft = make_draft("llama", sinks=1, recent=2)
     model, reference, tokens = draft.model(NOISY), dense_streaming(draft, sinks=1, recent=2), random_tokens(262, seed=8)
     propose(model, tokens[:250], 2)
     assert propose(model, tokens, 4) == reference.propose(tokens, 4, NOISY)
@@ -317,8 +315,8 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
-def gpu_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
-    made = make_draft("llama-gqa", tmp_path_factory.mktemp("gpu"), device=GPU)
+def gpu_draft() -> Iterator[Draft]:
+    made = make_draft("llama-gqa", device=GPU)
     yield made
     made.made.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,9 +73,9 @@ def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: 
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
+def base() -> Iterator[Base]:
     hf_model = random_model("llama-gqa", seed=7)
-    made = make_runner(hf_model, tmp_path_factory.mktemp("draft"), shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
     yield Base(made, CPU)
     made.close()
 
@@ -179,9 +178,9 @@ def test_a_context_that_budget_and_recent_blocks_hold_is_a_full_cache(base: Base
     play(base.draft(264), base.draft(None), random_tokens(505, seed=1), requests=12)
 
 
-def test_layers_with_a_sliding_window_attend_to_it(tmp_path: Path) -> None:
+def test_layers_with_a_sliding_window_attend_to_it() -> None:
     hf_model = random_model("qwen2-window", seed=7)
-    made = make_runner(hf_model, tmp_path, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
     windows = Base(made, CPU)
     play(windows.draft(ALL), windows.draft(None), random_tokens(750, seed=1), requests=5)
     made.close()
@@ -249,9 +248,9 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
-def gpu_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
+def gpu_base() -> Iterator[Base]:
     hf_model = random_model("llama-gqa", seed=7)
-    made = make_runner(hf_model, tmp_path_factory.mktemp("gpu"), shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=GPU)
+    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=GPU)
     yield Base(made, GPU)
     made.close()
 

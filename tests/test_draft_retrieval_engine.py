@@ -18,26 +18,17 @@ from offload_runtime.plan import RunPlan, common_figures, find_plan
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
-from tests.helpers.engine import byte_level_tokenizer, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 
 CPU = torch.device("cpu")
 CONTEXT, COUNT = 900, 16
+TARGET = "long_target"
 LONG = [3 + (7 * i * i + i // 5) % 290 for i in range(760)]
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
 MODES = {
     "chain": SpeculationOptions("chain", "retrieval", budget_tokens=96),
     "triforce": SpeculationOptions("triforce", "retrieval", budget_tokens=96, gamma_draft=3),
 }
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
-
-
-@pytest.fixture(scope="module")
-def noisy(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.03)
 
 
 def everything(runtime: Runtime) -> list[list[int]]:
@@ -67,10 +58,10 @@ def expected(target: Path) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_tokens_are_those_of_plain_decoding(
-    target: Path, noisy: Path, expected: list[list[int]], mode: str
+    target: Path, draft: Path, expected: list[list[int]], mode: str
 ) -> None:
     kv = "host" if mode == "triforce" else "auto"
-    with load(target, draft=noisy, context=CONTEXT, max_batch=2, kv=kv, speculation=MODES[mode]) as runtime:
+    with load(target, draft=draft, context=CONTEXT, max_batch=2, kv=kv, speculation=MODES[mode]) as runtime:
         assert "the draft retrieves 96 tokens a head of its own KV cache" in runtime.placement
         assert everything(runtime) == expected
 
@@ -230,10 +221,9 @@ def test_a_budget_larger_than_the_context_is_refused_and_not_reserved() -> None:
     assert kind(planned(9000, "auto", 9004)) == "streaming"  # nobody asked for a cache of chunks
 
 
-def test_the_runtime_says_what_auto_took(target: Path) -> None:
-    models = [write_checkpoint(target.parent / str(layers), context=16384, num_layers=layers) for layers in (1, 14)]
-    for vram, said in ((None, "the draft retrieves 4096 tokens a head"), ("270MB", "streaming draft cache of the 16")):
-        with load(models[0], draft=models[1], context=9000, vram=vram, tree_nodes=0) as runtime:
+def test_the_runtime_says_what_auto_took(target: Path, one_layer_draft: Path) -> None:
+    for vram, said in ((None, "the draft retrieves 4096 tokens a head"), ("259MB", "streaming draft cache of the 16")):
+        with load(one_layer_draft, draft=target, context=9000, vram=vram, tree_nodes=0) as runtime:
             assert said in runtime.placement
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +29,8 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]:
-    made = make_tree_draft(tmp_path_factory.mktemp("draft"))
+def draft() -> Iterator[TreeDraft]:
+    made = make_tree_draft()
     yield made
     made.made.close()
 
@@ -119,11 +118,11 @@ def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: Sa
 
 
 @pytest.fixture(scope="module")
-def streaming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]:
+def streaming() -> Iterator[TreeDraft]:
     """One layer, whose keys depend on nothing that has been let go of."""
     model = random_model("llama-gqa", seed=7)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-    made = make_tree_draft(tmp_path_factory.mktemp("streaming"), hf_model=model, kept=(4, 64))
+    made = make_tree_draft(hf_model=model, kept=(4, 64))
     yield made
     made.made.close()
 
@@ -157,9 +156,9 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
 
 
 @pytest.mark.parametrize("recent_tokens", [2, 3, 64])
-def test_sinks_are_not_fed_again(streaming: TreeDraft, tmp_path: Path, recent_tokens: int) -> None:
+def test_sinks_are_not_fed_again(streaming: TreeDraft, recent_tokens: int) -> None:
     """By steps that are the first ones behind what has just been let go of."""
-    draft = make_tree_draft(tmp_path, hf_model=streaming.hf_model, kept=(4, recent_tokens), tree_nodes=8)
+    draft = make_tree_draft(hf_model=streaming.hf_model, kept=(4, recent_tokens), tree_nodes=8)
     _, tree = draft.parts()
     text = random_tokens(256 + 4 + recent_tokens, seed=5)
     for _ in range(3):
@@ -336,15 +335,13 @@ def assert_alike(some: Sequence[Children], others: Sequence[Children]) -> None:
 @pytest.mark.parametrize(
     ("params", "kept", "further"), [*((params, None, 0) for params in PARAMS), (PARAMS[1], (4, 64), 287)], ids=str
 )
-def test_replays_are_eager_steps(
-    tmp_path_factory: pytest.TempPathFactory, params: SamplingParams, kept: tuple[int, int] | None, further: int
-) -> None:
+def test_replays_are_eager_steps(params: SamplingParams, kept: tuple[int, int] | None, further: int) -> None:
     """The same questions to a draft that captures its steps and to one that does not, often enough for replays; of one
     that keeps first and newest tokens, behind a text of which more is let go of on the way."""
     device = torch.device("cuda")
     answers = []
     for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=400, kept=kept)
+        draft = make_tree_draft(device=device, capacity_tokens=400, kept=kept)
         _, tree = draft.parts(graphs=graphs)
         if graphs:
             tree.warm_up()  # leaves nothing that an answer could depend on
@@ -369,14 +366,12 @@ def test_replays_are_eager_steps(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept", [None, (4, 64)])
-def test_all_steps_about_a_text_are_captured_at_load(
-    tmp_path_factory: pytest.TempPathFactory, kept: tuple[int, int] | None
-) -> None:
+def test_all_steps_about_a_text_are_captured_at_load(kept: tuple[int, int] | None) -> None:
     """Behind a text that grows from one reach into the next, with prompts of other sequences read in between; the
     answers are those of a draft without graphs."""
     device, answers = torch.device("cuda"), []
     for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device, capacity_tokens=2900, kept=kept)
+        draft = make_tree_draft(device=device, capacity_tokens=2900, kept=kept)
         _, tree = draft.parts(graphs=graphs)
         tree.warm_up()
         tree.start(numbered(SamplingParams(temperature=0.6, seed=5), BATCH))
@@ -404,12 +399,10 @@ def test_all_steps_about_a_text_are_captured_at_load(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_spines_of_replays_are_those_of_eager_steps(
-    tmp_path_factory: pytest.TempPathFactory, params: SamplingParams
-) -> None:
+def test_spines_of_replays_are_those_of_eager_steps(params: SamplingParams) -> None:
     device, answers = torch.device("cuda"), []
     for graphs in (True, False):
-        draft = make_tree_draft(tmp_path_factory.mktemp("gpu"), device=device)
+        draft = make_tree_draft(device=device)
         _, tree = draft.parts(graphs=graphs)
         tree.warm_up()
         tree.start(numbered(params, BATCH))

@@ -16,21 +16,16 @@ from offload_runtime.engine.load import measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.kv import HostKVCache, block_bytes
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 
-MB, NUM_LAYERS = 1_000_000, 8
+TARGET = "deep_target"  # its keys and values take more memory than a ring for them
+MB, NUM_LAYERS = 1_000_000, 10
 # Slow enough for a layer of the checkpoint (83 kB) to take far longer than a thread oversleeps.
 TOY = MachineProfile(
     "toy", "made up", 1, 10**9, gpu_name="toy", vram_bytes=400 * MB, vram_reserved_bytes=50 * MB, link_gbps=0.01,
     link_back_gbps=0.005, hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
 )  # fmt: skip
 PROMPT = [7 + index % 200 for index in range(300)]  # more than a block, so that one is written back
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # So large that its keys and values take more memory than a ring for them.
-    return write_checkpoint(tmp_path_factory.mktemp("target"), context=8192, num_layers=NUM_LAYERS)
 
 
 @pytest.fixture(autouse=True)

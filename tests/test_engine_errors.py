@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -46,15 +45,7 @@ from tests.helpers.engine import (
     one_thread,  # noqa: F401 (an autouse fixture)
     raising,
     refuse_weights,
-    write_checkpoint,
 )
-
-
-@pytest.fixture
-def copy(target: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint to damage."""
-    shutil.copytree(target, tmp_path / "copy")
-    return tmp_path / "copy"
 
 
 def refused(kind: type[OffloadError], target: str | Path, *words: str, **options: Any) -> str:
@@ -93,9 +84,8 @@ class TestBeforeLoading:
         (copy / "config.json").write_text(json.dumps(config))
         refused(UnsupportedArchitectureError, copy, "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM")
 
-    def test_a_draft_with_another_vocabulary(self, target: Path, tmp_path: Path) -> None:
-        other = write_checkpoint(tmp_path / "other", vocab_size=300)
-        refused(VocabularyMismatchError, target, "300 tokens", "320 tokens", "--draft ngram", draft=other)
+    def test_a_draft_with_another_vocabulary(self, target: Path, other_vocabulary: Path) -> None:
+        refused(VocabularyMismatchError, target, "300 tokens", "320 tokens", "--draft ngram", draft=other_vocabulary)
 
     def test_a_draft_whose_ids_mean_other_text(self, target: Path, copy: Path) -> None:
         path = copy / "tokenizer.json"

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine import write_checkpoint
-
+TARGET = "long_target"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), context=8192)
 
 
 def printed(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

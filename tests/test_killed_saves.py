@@ -20,7 +20,7 @@ from offload_runtime.config import write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.profile import save_profile, shipped_directory
 from offload_runtime.trace import Trace, write_trace
-from tests.helpers.engine import write_checkpoint, write_noisy_copy
+from tests.helpers.engine import write_noisy_copy
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="no SIGKILL there")]
@@ -111,10 +111,10 @@ def test_a_record(killed: str, save: Callable[[Path, dict[str, str]], None], tmp
     assert json.loads(path.read_text()) == {"run": "after"}
 
 
-def test_a_noisy_copy(tmp_path: Path) -> None:
-    source, out = write_checkpoint(tmp_path / "source", num_layers=1), tmp_path / "out"
+def test_a_noisy_copy(one_layer_draft: Path, tmp_path: Path) -> None:
+    source, out = one_layer_draft, tmp_path / "out"
     kill_while(OF_A_NOISY_COPY, source, out)
-    assert not out.exists() and len(list(tmp_path.iterdir())) == 2
+    assert not out.exists() and len(list(tmp_path.iterdir())) == 1
     write_noisy_copy(source, out, noise=0.1)
     assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
     original, noisy = (load_file(directory / "model.safetensors") for directory in (source, out))

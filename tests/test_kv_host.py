@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,19 +20,12 @@ from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, delays, reset, 
 from tests.helpers.models import random_tokens
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def pair(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The same model with its cache on the device, and on the host with some weights streamed too."""
-    device = assemble(request.param, directory)
+    device = assemble(request.param)
     engine = ThreadCopyEngine(pace=before_each_copy(delays(1, 0.001, share=1)))
-    host = assemble(
-        request.param, directory, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine
-    )
+    host = assemble(request.param, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine)
     yield device.runner, host.runner
     device.close()
     host.close()
@@ -117,8 +109,8 @@ def test_a_cut_behind_what_a_short_prefill_went_on_from(pair: tuple[ModelRunner,
     assert same(*(runner.prefill(0, random_tokens(3, seed=2)) for runner in pair))
 
 
-def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Path) -> None:
-    with_writes = assemble("llama", directory, host_kv=HostKV(piece_blocks=3, slots=3))
+def test_only_full_blocks_cross_the_link_and_each_is_written_once() -> None:
+    with_writes = assemble("llama", host_kv=HostKV(piece_blocks=3, slots=3))
     runner, engine, writes = with_writes.runner, with_writes.engine, with_writes.writeback
     assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
@@ -138,9 +130,9 @@ def test_only_full_blocks_cross_the_link_and_each_is_written_once(directory: Pat
     with_writes.close()
 
 
-def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(directory: Path) -> None:
+def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new() -> None:
     """However many pieces the prompt is worked on in."""
-    made = assemble("llama", directory, host_kv=HostKV(piece_blocks=2, slots=3), resident=(0, 2), slots=2)
+    made = assemble("llama", host_kv=HostKV(piece_blocks=2, slots=3), resident=(0, 2), slots=2)
     runner, streamer, writes = made.runner, made.runner.streamer, made.writeback
     assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
@@ -217,11 +209,11 @@ def test_a_context_that_is_full(pair: tuple[ModelRunner, ModelRunner]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_on_the_gpu(name: str, directory: Path) -> None:
+def test_bits_on_the_gpu(name: str) -> None:
     """In bf16, with weights and keys on their way at once."""
     gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
-    device = assemble(name, directory, **gpu)
-    host = assemble(name, directory, host_kv=HostKV(slots=3, resident_layers=(2,)), slots=2, resident=(1,), **gpu)
+    device = assemble(name, **gpu)
+    host = assemble(name, host_kv=HostKV(slots=3, resident_layers=(2,)), slots=2, resident=(1,), **gpu)
     pair = (device.runner, host.runner)
     for runner in pair:
         runner.prefill(0, random_tokens(700))

@@ -11,8 +11,8 @@ import torch
 
 from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
-from tests.helpers.engine import write_checkpoint, write_noisy_copy
 
+TARGET = "wide_target"
 CONTEXT = 6000
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(5000)]
 LEVELS: dict[str, Any] = {"recent_tokens": 512, "budget_tokens": 1024, "gamma_draft": 4}
@@ -30,17 +30,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS),
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "target"
-    return write_checkpoint(path, context=8192, hidden_size=512)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.02)
 
 
 @pytest.mark.gpu

@@ -27,14 +27,9 @@ from tests.helpers.peers import (
     draft_of,
     peer_options,
     prepare,
-    write_target,
 )
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See `write_target`."""
-    return write_target(tmp_path_factory.mktemp("target"))
+TARGET = "widened_target"
 
 
 def test_warm_ups_may_be_shorter_and_are_not_measured_against(target: Path) -> None:
@@ -78,6 +73,9 @@ def test_short_warm_ups_are_compared_with_each_other_only(target: Path) -> None:
     runs = [answer(5, 6), answer(5, 7), answer(1, 2, 3), answer(1, 2, 4), answer(1, 2, 4)]
     assert num_differing_of(peer_options(target, *SHORT), runs) == 3
     assert num_differing_of(peer_options(target), runs) == 4
+
+
+TARGET = "widened_target"
 
 
 def test_warm_ups_take_turns_with_the_prompts(target: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError
 from offload_runtime.weights import open_checkpoint
-from tests.helpers.engine import one_thread, write_checkpoint  # noqa: F401 (the first is an autouse fixture)
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.peers import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -35,14 +35,9 @@ from tests.helpers.peers import (
     one_result,
     peer_options,
     prepare,
-    write_target,
 )
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See `write_target`."""
-    return write_target(tmp_path_factory.mktemp("target"))
+TARGET = "widened_target"
 
 
 class FakeStream:
@@ -200,29 +195,22 @@ def test_the_bound_leaves_out_systems_whose_keys_and_values_are_unknown_and_the_
     assert lines[2].strip() == note and lines[3].startswith("b ") and "another" not in "".join(lines)
 
 
-CONTEXT, KV_BLOCK = 1024, 256
+KV_BLOCK = 256
 
 
-@pytest.fixture(scope="module")
-def long_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target of which several blocks of keys are on the host, and another model that drafts for it badly."""
-    folder = tmp_path_factory.mktemp("models")
-    return tuple(write_checkpoint(folder / str(seed), seed=seed, context=CONTEXT, num_layers=3) for seed in (0, 1))
-
-
-def measure_ours(models: tuple[Path, Path], own: OurOptions, *others: str) -> dict[str, Any]:
+def measure_ours(target: Path, own: OurOptions, *others: str) -> dict[str, Any]:
     """`ours_runtime.py` on 600 random tokens, all layers resident."""
-    given = ["--target", str(models[0]), "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "600", *SHORT]
+    given = ["--target", str(target), "--device", "cpu", "--dtype", "fp32", "--prompt-tokens", "600", *SHORT]
     given += ["--new-tokens", "12", "--repeats", "1", "--resident-layers", "all", "--vram", "2GB", *others]
     return ours_runtime.measure(options_from(peer_parser("").parse_args(given)), own)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("resident", [0, 3])
-def test_streamed_keys_and_values_of_ours_are_in_its_bytes(long_models: tuple[Path, Path], resident: int) -> None:
+@pytest.mark.parametrize("resident", [0, 2])
+def test_streamed_keys_and_values_of_ours_are_in_its_bytes(two_layer_target: Path, resident: int) -> None:
     own = OurOptions(draft="none", speculation="auto", gamma=None, tree_nodes=None, kv="host")
-    found = measure_ours(long_models, own, "--vram", "all", "--resident-layers", str(resident))
-    options = peer_options(long_models[0], "--prompt-tokens", "600")
+    found = measure_ours(two_layer_target, own, "--vram", "all", "--resident-layers", str(resident))
+    options = peer_options(two_layer_target, "--prompt-tokens", "600")
     kv_bytes = 600 // KV_BLOCK * KV_BLOCK * options.source.config().kv_bytes_per_token(4)
     weights = found["streamed"]["weights"]
     assert found["streamed"] == {"weights": weights, "kv": kv_bytes, "kv_to_host": 0} and bool(weights) == (
@@ -232,19 +220,19 @@ def test_streamed_keys_and_values_of_ours_are_in_its_bytes(long_models: tuple[Pa
     assert found["speculation"]["levels"] == [] and found["speculation"]["windows"] == {"plain": 11}
     assert found["settings"]["warmup_prompt_tokens"] == 3 and found["differing_generations"] == 0
     with Runtime.load(
-        str(long_models[0]), draft="none", device="cpu", dtype="fp32", context=612, kv="host", resident_layers=resident
+        two_layer_target, draft="none", device="cpu", dtype="fp32", context=612, kv="host", resident_layers=resident
     ) as runtime:  # fmt: skip
         stats = runtime.generate(list(options.prompts[0]), max_new_tokens=12, ignore_eos=True).stats
     assert stats.bytes_per_pass == found["bytes_per_pass"]
 
 
 @pytest.mark.slow
-def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tuple[Path, Path]) -> None:
+def test_ours_says_its_windows_and_the_acceptance_of_every_level(two_layer_target: Path, one_layer_draft: Path) -> None:
     own = OurOptions(
-        draft=str(long_models[1]), speculation="triforce", gamma=3, tree_nodes=None, kv="host", budget_tokens=64,
+        draft=str(one_layer_draft), speculation="triforce", gamma=3, tree_nodes=None, kv="host", budget_tokens=64,
         draft_cache="streaming",
     )  # fmt: skip
-    found = measure_ours(long_models, own, "--repeats", "2", "--vram", "all")
+    found = measure_ours(two_layer_target, own, "--repeats", "2", "--vram", "all")
     told, passes = found["speculation"], sum(run["passes"] for run in found["runs"])
     assert sum(told["windows"].values()) == passes and set(told["windows"]) <= {"chain 3", "plain"}
     draft, verifier = told["levels"]
@@ -256,9 +244,9 @@ def test_ours_says_its_windows_and_the_acceptance_of_every_level(long_models: tu
     assert found["streamed"]["kv"] > 0
     (note,) = found["notes"]
     assert note.startswith("GB/s and bound: without the chunks")
-    roomy = measure_ours(long_models, own)
+    roomy = measure_ours(two_layer_target, own)
     assert roomy["streamed"]["kv"] == 0 and roomy["notes"] == [], "nothing is gathered from the host where all fits"
-    plain = measure_ours(long_models, replace(own, draft="none", speculation="none", budget_tokens=None,
+    plain = measure_ours(two_layer_target, replace(own, draft="none", speculation="none", budget_tokens=None,
                                               draft_cache=None, gamma=None))  # fmt: skip
     assert found["tokens"] == plain["tokens"] and plain["notes"] == []
 

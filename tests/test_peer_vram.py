@@ -16,7 +16,6 @@ from models import free_bytes, open_device
 
 from offload_runtime.config import GB
 from offload_runtime.errors import BudgetError, DeviceError
-from tests.helpers.engine import write_checkpoint
 from tests.helpers.peers import peer_options
 
 CUDA = torch.device("cuda", 0)
@@ -53,9 +52,9 @@ class Card:
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> PeerOptions:
+def options(target: Path) -> PeerOptions:
     """Of a peer that may take 8 GB of the first GPU."""
-    made = peer_options(write_checkpoint(tmp_path / "small"))
+    made = peer_options(target)
     return replace(made, device=CUDA, vram_bytes=8 * GB)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,42 +16,34 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.kv.device import StreamingDraftCache
-from tests.helpers.engine import load, one_thread, refuse_weights, write_checkpoint  # noqa: F401
+from tests.helpers.engine import load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 
+TARGET = "long_target"
 CARD = load_profile("rtx4090")
 CONTEXT, DRAFT_CONTEXT = 700, 512
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(600)]
 SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 64, "budget_tokens": 128, "gamma_draft": 3}
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
-
-
-@pytest.fixture(scope="module")
-def short_draft(draft: Path) -> Path:
-    """A draft whose positions end before the context does."""
-    directory = draft.parent / "short"
-    directory.mkdir()
-    for path in draft.iterdir():
-        (directory / path.name).write_bytes(path.read_bytes())
-    config = json.loads((draft / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": DRAFT_CONTEXT}))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def windowed(target: Path) -> Path:
-    """The same target as a Mistral with a sliding window."""
-    directory = target.parent / "windowed"
-    directory.mkdir()
-    for path in target.iterdir():
-        (directory / path.name).write_bytes(path.read_bytes())
-    config = json.loads((target / "config.json").read_text())
-    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+def changed_copy(model: Path, directory: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with other settings."""
+    shutil.copytree(model, directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
     return directory
+
+
+@pytest.fixture(scope="module")
+def short_draft(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft whose positions end before the context does."""
+    return changed_copy(draft, tmp_path_factory.mktemp("short"), max_position_embeddings=DRAFT_CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def windowed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same target as a Mistral with a sliding window."""
+    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+    return changed_copy(target, tmp_path_factory.mktemp("windowed"), **changes)
 
 
 def refused(kind: type[OffloadError], target: Path, **options: Any) -> str:
@@ -73,12 +66,11 @@ def placement(target: Path, mode: str = "auto", draft_cache: str = "auto", **opt
         return runtime.placement.rpartition("; ")[2]
 
 
-def test_auto_takes_triforce_or_says_why_not(target: Path, draft: Path, windowed: Path) -> None:
+def test_auto_takes_triforce_or_says_why_not(target: Path, draft: Path, one_layer_draft: Path, windowed: Path) -> None:
     assert placement(target, draft=draft, kv="host").startswith("TriForce: the draft, then the target")
     assert placement(target, draft=draft, kv="gpu").startswith("TriForce: the draft, then the target")
     not_triforce = "proposals from the draft (not TriForce: {})"
-    small = write_checkpoint(target.parent / "small", num_layers=1, context=1024)
-    slower = placement(target, draft=small, kv="gpu", profile=replace(CARD, hbm_gbps=0.1))
+    slower = placement(target, draft=one_layer_draft, kv="gpu", profile=replace(CARD, hbm_gbps=0.1))
     compared = re.search(r"predicted to be slower: ([0-9.]+) against ([0-9.]+) tokens/s by the .* of rtx4090", slower)
     assert compared is not None and float(compared[1]) < float(compared[2])
     assert slower == not_triforce.format(compared[0])

@@ -32,7 +32,7 @@ from offload_runtime.plan import (
     upgrades,
 )
 from offload_runtime.weights import DescribedModel, describe_model, packed_bytes
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
 
@@ -432,23 +432,13 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
 CONTEXT = 3000
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), num_layers=10, context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("draft"), num_layers=1, seed=1, context=CONTEXT)
-
-
-def placements(checkpoint: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bool, bool]]]:
+def placements(deep_target: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bool, bool]]]:
     """Names and options of runs, and whether weights and KV are streamed."""
     yield "weights", {"kv": "gpu", "resident_layers": 0}, (True, False)
     yield "weights in part", {"kv": "gpu", "resident_layers": 3}, (True, False)
     yield "KV", {"kv": "host"}, (False, True)
     yield "both", {"kv": "host", "resident_layers": 0}, (True, True)
-    with load(checkpoint, context=CONTEXT, kv="host", resident_layers=2, tree_nodes=0) as runtime:
+    with load(deep_target, context=CONTEXT, kv="host", resident_layers=2, tree_nodes=0) as runtime:
         floor = runtime.plan.device_bytes
         layer = runtime.plan.target.kv_layer_bytes - runtime.plan.target.open_kv_bytes
     yield "both in part", {"kv": "host", "resident_layers": 2, "vram": floor + 2 * layer}, (True, True)
@@ -465,10 +455,10 @@ def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
     return runner.streamer.bytes_begun - before
 
 
-def test_predicted_bytes_are_those_that_the_run_streams(checkpoint: Path) -> None:
+def test_predicted_bytes_are_those_that_the_run_streams(deep_target: Path) -> None:
     seen = []
-    for name, options, (weights, kv) in placements(checkpoint):
-        with load(checkpoint, context=CONTEXT, tree_nodes=0, **options) as runtime:
+    for name, options, (weights, kv) in placements(deep_target):
+        with load(deep_target, context=CONTEXT, tree_nodes=0, **options) as runtime:
             predicted = pass_time(runtime.plan, common_figures(), length_tokens=1000, rows=5)
             assert predicted.bytes_streamed == passes_bytes(runtime, 1000, 5), name
             assert (predicted.weight_bytes > 0) == weights, name
@@ -481,10 +471,12 @@ def test_predicted_bytes_are_those_that_the_run_streams(checkpoint: Path) -> Non
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["none", "chain", "triforce"])
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_the_ledger_of_a_run_holds_what_was_planned(checkpoint: Path, draft: Path, kv: str, mode: str) -> None:
+def test_the_ledger_of_a_run_holds_what_was_planned(
+    deep_target: Path, one_layer_draft: Path, kv: str, mode: str
+) -> None:
     options = SpeculationOptions(mode, budget_tokens=256)
-    proposer: Any = "none" if mode == "none" else draft
-    with load(checkpoint, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
+    proposer: Any = "none" if mode == "none" else one_layer_draft
+    with load(deep_target, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
         reserved = runtime.parts.budget.reservations
         assert runtime.plan.device_bytes == sum(reserved.values())
         parts = {part.name: part.nbytes for part in runtime.plan.device}

@@ -24,7 +24,7 @@ from offload_runtime.plan import (
 )
 from offload_runtime.plan.cost import draft_step_s, expected_tokens, usual_acceptance, verifier_step_s
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -182,8 +182,7 @@ def test_figures_are_of_this_card_ones_own_before_shipped(monkeypatch: pytest.Mo
     assert known_figures(None, CUDA, torch.bfloat16) is None
 
 
-def test_figures_that_were_asked_for_must_be_complete(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target")
+def test_figures_that_were_asked_for_must_be_complete(target: Path) -> None:
     with pytest.raises(ProfileError, match="there is no profile 'rtx40'"):
         Runtime.load(target, device="cpu", profile="rtx40")
     with pytest.raises(OptionError, match=r"h200 has no TFLOP/s for fp32: add tflops\.fp32 to it"):
@@ -196,18 +195,15 @@ def test_figures_that_were_asked_for_must_be_complete(tmp_path: Path) -> None:
     assert single.predicted_s_per_pass is None and single.measured_s_per_pass is None
 
 
-def test_the_answers_of_a_batch_share_a_prediction(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target")
+def test_the_answers_of_a_batch_share_a_prediction(target: Path) -> None:
     with load(target, draft="none", profile="rtx4090", max_batch=2) as runtime:
         results = runtime.generate_batch([PROMPT, "the link"], max_new_tokens=4, ignore_eos=True)
     first, second = (result.stats.predicted_s_per_pass for result in results)
     assert first is not None and first == second > 0
 
 
-def test_an_answers_prediction_is_of_the_steps_that_it_took(tmp_path: Path) -> None:
+def test_an_answers_prediction_is_of_the_steps_that_it_took(target: Path, draft: Path) -> None:
     """Of as many passes as there were, each with what was proposed for it."""
-    target = write_checkpoint(tmp_path / "target")
-    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.03)
     with load(target, draft=draft, profile="rtx4090") as runtime:
         plain, chains = (
             runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, **how).stats
@@ -219,10 +215,9 @@ def test_an_answers_prediction_is_of_the_steps_that_it_took(tmp_path: Path) -> N
 
 
 def test_a_window_that_the_answers_end_cuts_is_predicted_as_small_as_it_is(
-    tmp_path: Path, slow_memory: MachineFigures
+    target: Path, slow_memory: MachineFigures
 ) -> None:
     """A draft that is the target: every proposal is accepted, so lengths and windows are known in advance."""
-    target = write_checkpoint(tmp_path / "target")
     with load(target, draft=target, profile=slow_memory.name) as runtime:
         stats = runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True, gamma=4, tree_nodes=0).stats
         plan = runtime.plan
@@ -236,9 +231,8 @@ def test_a_window_that_the_answers_end_cuts_is_predicted_as_small_as_it_is(
 
 
 def test_steps_of_a_batch_are_predicted_for_those_that_go_on_at_their_mean_length(
-    tmp_path: Path, slow_memory: MachineFigures
+    target: Path, slow_memory: MachineFigures
 ) -> None:
-    target = write_checkpoint(tmp_path / "target")
     long, short = [token % 290 + 3 for token in range(400)], [7, 8, 9]
     wanted = [GenerationParams(max_new_tokens=count, ignore_eos=True) for count in (6, 3)]
     for first, second in ((long, short), (short, long)):

@@ -97,10 +97,10 @@ def decode(
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+def runner() -> Iterator[ModelRunner]:
     """A small random model, two of its layers in a ring."""
     model = random_model("llama-gqa")
-    made = make_runner(model, tmp_path_factory.mktemp("target"), slots=2, resident=(0, 2), capacity_tokens=160)
+    made = make_runner(model, slots=2, resident=(0, 2), capacity_tokens=160)
     yield made.runner
     made.close()
 

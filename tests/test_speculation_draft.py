@@ -25,22 +25,21 @@ SHORT_CONTEXT = 48
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=5), SamplingParams(temperature=1.0, seed=6)]
 
 
-def runners(tmp_path_factory: pytest.TempPathFactory, capacity_tokens: int) -> Iterator[ModelRunner]:
+def runners(capacity_tokens: int) -> Iterator[ModelRunner]:
     """A small random model with all layers resident."""
-    directory = tmp_path_factory.mktemp("draft")
-    made = make_runner(random_model("llama", seed=7), directory, shape=DRAFT_SHAPE, capacity_tokens=capacity_tokens)
+    made = make_runner(random_model("llama", seed=7), shape=DRAFT_SHAPE, capacity_tokens=capacity_tokens)
     yield made.runner
     made.close()
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    yield from runners(tmp_path_factory, 240)
+def draft() -> Iterator[ModelRunner]:
+    yield from runners(240)
 
 
 @pytest.fixture(scope="module")
-def short_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    yield from runners(tmp_path_factory, SHORT_CONTEXT)
+def short_draft() -> Iterator[ModelRunner]:
+    yield from runners(SHORT_CONTEXT)
 
 
 def make_proposer(

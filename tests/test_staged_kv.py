@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,11 +31,6 @@ from tests.helpers.models import random_tokens
 HALF, ALL = (1,), (0, 1, 3)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def host_kv(layers: tuple[int, ...], **options: Any) -> HostKV:
     return HostKV(resident_layers=(2,), staged=StagedKV(layers, **options))
 
@@ -45,21 +39,21 @@ Pair = tuple[ModelRunner, ModelRunner]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def on_device(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[str, ModelRunner]]:
-    device = assemble(request.param, directory)
+def on_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelRunner]]:
+    device = assemble(request.param)
     yield request.param, device.runner
     device.close()
 
 
 @pytest.fixture(scope="module", params=[HALF, ALL], ids=["half", "all"])
 def pair(
-    request: pytest.FixtureRequest, on_device: tuple[str, ModelRunner], directory: Path
+    request: pytest.FixtureRequest, on_device: tuple[str, ModelRunner]
 ) -> Iterator[Pair]:  # fmt: skip
     """The same model with its cache on the device, and on the host, staged, with weights streamed between."""
     name, device = on_device
     staged = host_kv(request.param, before_fill=delays(1), before_landing=delays(2), pieces=3)
     engine = ThreadCopyEngine(pace=before_each_copy(delays(3, 0.001)))
-    host = assemble(name, directory, host_kv=staged, slots=2, resident=(1,), engine=engine)
+    host = assemble(name, host_kv=staged, slots=2, resident=(1,), engine=engine)
     yield device, host.runner
     host.close()
 
@@ -143,8 +137,8 @@ def interrupt_prefill(runner: ModelRunner, count: int, *, after_layers: int) -> 
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_each_block_crosses_the_link_once_each_way(directory: Path) -> None:
-    staged = assemble("llama", directory, host_kv=host_kv(ALL, pieces=5))
+def test_each_block_crosses_the_link_once_each_way() -> None:
+    staged = assemble("llama", host_kv=host_kv(ALL, pieces=5))
     cache, writes = staged.runner.cache, staged.writeback
     assert isinstance(cache, HostKVCache) and writes is not None
     block = cache.blocks.block_bytes
@@ -206,10 +200,10 @@ class Gate:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_nothing_is_cut_to_be_written_anew_while_it_is_read(directory: Path) -> None:
+def test_nothing_is_cut_to_be_written_anew_while_it_is_read() -> None:
     """The schedule runs ahead: a pass that will never be has asked for blocks that the next text replaces."""
     gate = Gate()
-    staged = assemble("llama", directory, host_kv=host_kv(ALL, before_fill=gate))
+    staged = assemble("llama", host_kv=host_kv(ALL, before_fill=gate))
     runner = staged.runner
     runner.prefill(0, random_tokens(700))
     runner.verify([Window((1,))], [0])
@@ -234,7 +228,7 @@ def test_nothing_is_cut_to_be_written_anew_while_it_is_read(directory: Path) -> 
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_landing_is_not_overtaken_by_what_is_written_there_next(directory: Path) -> None:
+def test_a_landing_is_not_overtaken_by_what_is_written_there_next() -> None:
     """A prompt is given up while its blocks are still landing, late, and other ones take their place."""
     first = True
 
@@ -244,8 +238,8 @@ def test_a_landing_is_not_overtaken_by_what_is_written_there_next(directory: Pat
             first = False
             time.sleep(0.5)
 
-    device = assemble("llama", directory)
-    host = assemble("llama", directory, host_kv=host_kv(ALL, pieces=12, threads=4, before_landing=late))
+    device = assemble("llama")
+    host = assemble("llama", host_kv=host_kv(ALL, pieces=12, threads=4, before_landing=late))
     interrupt_prefill(host.runner, 600, after_layers=1)
     pair = (device.runner, host.runner)
     for step in range(20):  # the first block leaves the ring on the way
@@ -261,9 +255,9 @@ def test_a_landing_is_not_overtaken_by_what_is_written_there_next(directory: Pat
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("after", [0, 7, 60, 200])
 @pytest.mark.parametrize("where", ["before_fill", "before_landing"])
-def test_a_failure_is_typed_and_keeps_what_is_committed(directory: Path, where: str, after: int) -> None:
+def test_a_failure_is_typed_and_keeps_what_is_committed(where: str, after: int) -> None:
     hooks: dict[str, Any] = {where: failing(after)}
-    staged = assemble("llama", directory, host_kv=host_kv(ALL, **hooks))
+    staged = assemble("llama", host_kv=host_kv(ALL, **hooks))
     runner, committed = staged.runner, 0
     with pytest.raises(CopyError, match=r"the memory is gone.*load the runtime again"):
         runner.prefill(0, random_tokens(600))
@@ -285,9 +279,9 @@ def test_a_failure_is_typed_and_keeps_what_is_committed(directory: Path, where: 
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("moment", ["prefill", "commit", "verify"])
-def test_closing_in_the_middle_of_everything_ends(directory: Path, moment: str) -> None:
+def test_closing_in_the_middle_of_everything_ends(moment: str) -> None:
     slow = {"before_fill": delays(1, 0.02, 1.0), "before_landing": delays(2, 0.02, 1.0)}
-    staged = assemble("llama", directory, host_kv=host_kv(ALL, **slow))
+    staged = assemble("llama", host_kv=host_kv(ALL, **slow))
     runner = staged.runner
     if moment == "prefill":
         interrupt_prefill(runner, 500, after_layers=2)
@@ -305,12 +299,12 @@ def test_closing_in_the_middle_of_everything_ends(directory: Path, moment: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", [HALF, ALL], ids=["half", "all"])
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_on_the_gpu_staged(name: str, layers: tuple[int, ...], directory: Path) -> None:
+def test_bits_on_the_gpu_staged(name: str, layers: tuple[int, ...]) -> None:
     """In bf16, everything late, with weights on their way between."""
     gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
-    device = assemble(name, directory, **gpu)
+    device = assemble(name, **gpu)
     late = host_kv(layers, before_fill=delays(1), before_landing=delays(2), pieces=3)
-    host = assemble(name, directory, host_kv=late, slots=2, resident=(1,), **gpu)
+    host = assemble(name, host_kv=late, slots=2, resident=(1,), **gpu)
     pair = (device.runner, host.runner)
     prefill(pair, 700)
     prefill(pair, 300, seed=1, sequence=1)

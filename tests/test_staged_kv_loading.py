@@ -26,21 +26,12 @@ from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import load_streaming_kv, without_limit
 
-NUM_LAYERS = 6
+TARGET = "deep_target"
+NUM_LAYERS = 10
 CONTEXT = 4096
 NO_LIMIT = 1 << 60
 LONG_PROMPT = [(7 * index) % 250 + 4 for index in range(700)]
 NEW_TOKENS = 80  # behind 700 tokens a block becomes full
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), num_layers=NUM_LAYERS, context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("draft"), num_layers=1, seed=1, context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +138,7 @@ def test_a_conversation_and_a_batch(target: Path, whole: RunPlan) -> None:
 
 
 def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expected: tuple[int, ...]) -> None:
-    registrar = LimitedRegistrar(2_200_000)
+    registrar = LimitedRegistrar(3_700_000)
     with on_host(registrar, target, resident_layers=NUM_LAYERS) as runtime:
         assert not runtime.plan.is_staged
         first = runtime.generate(LONG_PROMPT[:300], max_new_tokens=4, ignore_eos=True)
@@ -159,7 +150,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expec
     asked = re.search(r"load again with --pinned (\S+), which stages the rest", str(caught.value))
     assert asked is not None
     limit = parse_bytes(asked[1])
-    assert 2_000_000 < limit <= 2_200_000
+    assert 3_400_000 < limit <= 3_700_000
     with on_host(registrar, target, resident_layers=NUM_LAYERS, pinned_bytes=limit) as runtime:
         assert runtime.plan.placement.staged_kv_layers
         assert tokens_of(runtime) == expected
@@ -174,7 +165,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
     with load(target, kv="host", resident_layers=0, draft="none", context=1024) as runtime:
         model, whole = runtime.plan.target, runtime.plan
     limit = model.host_kv_bytes + least(whole) + 2 * model.host_bytes_of_layers([0])
-    registrar = LimitedRegistrar(limit - model.host_kv_bytes + 400_000)
+    registrar = LimitedRegistrar(limit - model.host_kv_bytes + 700_000)
     with on_host(registrar, target, resident_layers=0, pinned_bytes=limit, context=1024) as runtime:
         assert not runtime.plan.placement.staged_kv_layers and runtime.plan.placement.staged_layers
         assert tokens_of(runtime) == expected
@@ -207,17 +198,17 @@ def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
 SMALL = {"budget_tokens": 256, "chunk_size": 8}
 
 
-def test_triforce_needs_its_keys_and_values_page_locked(target: Path, draft: Path, whole: RunPlan) -> None:
+def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_draft: Path, whole: RunPlan) -> None:
     kv_bytes = whole.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
     options = SpeculationOptions("triforce", **SMALL)
-    with on_host(registrar, target, draft=draft, speculation=options, pinned_bytes=kv_bytes) as runtime:
+    with on_host(registrar, target, draft=one_layer_draft, speculation=options, pinned_bytes=kv_bytes) as runtime:
         assert runtime.plan.has_verifier
     with pytest.raises(BudgetError) as caught:
         on_host(
             registrar,
             target,
-            draft=draft,
+            draft=one_layer_draft,
             speculation=options,
             pinned_bytes=kv_bytes - 100_000,
             on_progress=refuse_weights,
@@ -230,12 +221,12 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, draft: Pat
 @pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["streaming", "retrieval"])
 def test_auto_does_without_triforce_and_says_why(
-    target: Path, draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str
+    target: Path, one_layer_draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str
 ) -> None:
     registrar = LimitedRegistrar(NO_LIMIT)
     limit = whole.target.host_kv_bytes // 2
     options = SpeculationOptions("auto", cache, **SMALL)
-    with on_host(registrar, target, draft=draft, speculation=options, pinned_bytes=limit) as runtime:
+    with on_host(registrar, target, draft=one_layer_draft, speculation=options, pinned_bytes=limit) as runtime:
         placed = runtime.plan
         assert not placed.has_verifier and placed.placement.staged_kv_layers
         assert placed.draft is not None
@@ -247,22 +238,16 @@ def test_auto_does_without_triforce_and_says_why(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_a_context_left_to_the_runtime_ends_in_a_plan(tmp_path: Path, share: float) -> None:
-    target = write_checkpoint(tmp_path, num_layers=2, context=8192)
-    with load(target, kv="host", draft="none") as runtime:
+def test_a_context_left_to_the_runtime_ends_in_a_plan(two_layer_target: Path, share: float) -> None:
+    with load(two_layer_target, kv="host", draft="none") as runtime:
         whole = runtime.plan
     kv_bytes = whole.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
-    with on_host(registrar, target, context="auto", pinned_bytes=max(least(whole), int(share * kv_bytes))) as runtime:
-        assert runtime.plan.target.context_tokens == 8192 and runtime.plan.placement.staged_kv_layers
-    with on_host(
-        registrar,
-        target,
-        context="auto",
-        pinned_bytes=max(least(whole), int(share * kv_bytes)),
-        ram_bytes=whole.host_bytes - kv_bytes // 3,
-    ) as runtime:
-        assert 2048 <= runtime.plan.target.context_tokens < 8192
+    options: dict[str, Any] = {"context": "auto", "pinned_bytes": max(least(whole), int(share * kv_bytes))}
+    with on_host(registrar, two_layer_target, **options) as runtime:
+        assert runtime.plan.target.context_tokens == 16384 and runtime.plan.placement.staged_kv_layers
+    with on_host(registrar, two_layer_target, ram_bytes=whole.host_bytes - kv_bytes // 3, **options) as runtime:
+        assert 2048 <= runtime.plan.target.context_tokens < 16384
         assert runtime.plan.host_bytes <= whole.host_bytes - kv_bytes // 3
 
 

@@ -36,18 +36,14 @@ from offload_runtime.plan import (
 )
 from offload_runtime.plan.request import PROCESS_BYTES, MemoryLimits
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights, write_checkpoint  # noqa: F401 (a fixture)
+from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import CONFIGS
 
+TARGET = "deep_target"
 NUM_LAYERS = 10
 NO_LIMIT = 1 << 60
 NEW_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), num_layers=NUM_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -392,19 +388,18 @@ def test_staged_streaming_reaches_8_gbps() -> None:
         ring.close()
 
 
-def test_a_context_left_to_the_runtime_is_what_host_memory_has_room_for(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path, num_layers=2, context=8192)
-    with load(target, kv="host", draft="none") as runtime:
+def test_a_context_left_to_the_runtime_is_what_host_memory_has_room_for(two_layer_target: Path) -> None:
+    with load(two_layer_target, kv="host", draft="none") as runtime:
         whole = runtime.plan
     plan = whole.target
     token_bytes = plan.config.kv_bytes_per_token(plan.dtype.itemsize)
-    assert plan.context_tokens == 8192 and whole.host_bytes > 6000 * token_bytes
+    assert plan.context_tokens == 16384 and whole.host_bytes > 14000 * token_bytes
     limit_bytes = whole.host_bytes - 3000 * token_bytes
-    with load(target, kv="host", draft="none", ram=limit_bytes) as runtime:
-        assert runtime.plan.target.context_tokens == (8192 - 3000) // 256 * 256
+    with load(two_layer_target, kv="host", draft="none", ram=limit_bytes) as runtime:
+        assert runtime.plan.target.context_tokens == (16384 - 3000) // 256 * 256
         assert runtime.plan.host_bytes <= limit_bytes
         tokens_of(runtime)
     with pytest.raises(BudgetError, match="lower --context"):
-        Runtime.load(target, device="cpu", kv="host", draft="none", ram=limit_bytes, context=8192)
+        load(two_layer_target, kv="host", draft="none", ram=limit_bytes, context=16384).__enter__()
     with pytest.raises(BudgetError, match="lower --context"):
-        Runtime.load(target, device="cpu", kv="host", draft="none", ram=whole.host_bytes - 7000 * token_bytes)
+        load(two_layer_target, kv="host", draft="none", ram=whole.host_bytes - 15000 * token_bytes).__enter__()

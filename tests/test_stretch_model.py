@@ -34,10 +34,10 @@ YARN = rope("yarn", factor=16.0, original_max_position_embeddings=64)
 HEADS_OF_128 = WideShape(96, 160, 4, 12, 12, 128)
 
 
-@pytest.fixture
-def source_dir(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def source_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with SmolLM2's head dimension and a tokenizer that knows of 64 tokens."""
-    directory = tmp_path / "source"
+    directory = tmp_path_factory.mktemp("source")
     tokenizer = byte_level_tokenizer()
     tokenizer.model_max_length = 64
     small_model(vocab_size=len(tokenizer), head_dim=64, max_position_embeddings=64).save_pretrained(directory)
@@ -86,7 +86,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def our_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Logits of a window over all tokens from our loader and decoder: [T, V]."""
-    made = make_runner(None, directory, slots=2, capacity_tokens=len(tokens), batch=1)
+    made = make_runner(open_checkpoint(directory), slots=2, capacity_tokens=len(tokens), batch=1)
     logits = made.runner.verify([Window(tuple(tokens))], [0]).clone()
     made.close()
     return logits

@@ -29,8 +29,9 @@ from offload_runtime.errors import OptionError
 from offload_runtime.kv import block_bytes
 from offload_runtime.plan import ModelPlan, RunPlan, find_plan
 from offload_runtime.speculation import NoProposer, Proposal, StepResult
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 
+TARGET = "two_layer_target"
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
 OPTIONS = SpeculationOptions("triforce", "streaming", budget_tokens=128, chunk_size=8, recent_tokens=64, gamma_draft=3)
 SHORT = {
@@ -44,22 +45,12 @@ OWN_OPTIONS = {
 TOKENS = [3 + (7 * i * i + i // 5) % 290 for i in range(900)]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "source", num_layers=2, context=2048)
-
-
-@pytest.fixture(scope="module")
-def draft(source: Path) -> Path:
-    return write_noisy_copy(source, source.parent / "draft", noise=0.03)
-
-
 @pytest.fixture
-def sweep(source: Path, tmp_path: Path) -> Callable[..., int]:
+def sweep(target: Path, tmp_path: Path) -> Callable[..., int]:
     """Runs the command on the tiny model."""
     text = tmp_path / "novel.txt"
     text.write_text(TEXT * 60)
-    fixed = f"--source {source} --shape none --text {text} --device cpu --dtype fp32 --commit abc"
+    fixed = f"--source {target} --shape none --text {text} --device cpu --dtype fp32 --commit abc"
 
     def run(*words: str) -> int:
         swept = [word for word in words if word in OWN_OPTIONS]
@@ -73,8 +64,8 @@ def sweep(source: Path, tmp_path: Path) -> Callable[..., int]:
 
 
 @pytest.fixture(params=["gpu", "host"], ids=["kv-gpu", "kv-host"])
-def runtime(request: pytest.FixtureRequest, source: Path, draft: Path) -> Iterator[Runtime]:
-    with load(source, draft=draft, context=1024, kv=request.param, speculation=OPTIONS) as loaded:
+def runtime(request: pytest.FixtureRequest, target: Path, draft: Path) -> Iterator[Runtime]:
+    with load(target, draft=draft, context=1024, kv=request.param, speculation=OPTIONS) as loaded:
         yield loaded
 
 
@@ -228,13 +219,13 @@ def test_what_makes_no_sense_is_refused(
     ],
 )
 def test_what_would_fail_after_minutes_is_refused_before_anything_is_loaded(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     words: list[str], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("novel.txt").write_text(TEXT)
     capsys.readouterr()
-    given = f"temperature --source {source} --shape none --text novel.txt --device cpu --dtype fp32 --context 900"
+    given = f"temperature --source {target} --shape none --text novel.txt --device cpu --dtype fp32 --context 900"
     assert main([*given.split(), *words]) == 2
     told = capsys.readouterr()
     assert told.err.startswith("error: ") and told.err.count("\n") == 1 and message in told.err
@@ -302,9 +293,9 @@ def in_small_pieces(*given: Any) -> RunPlan:
 
 
 @pytest.mark.parametrize("kv", ["kv-gpu", "kv-host"])
-def test_blocks_are_told_again_as_they_were(source: Path, kv: str) -> None:
+def test_blocks_are_told_again_as_they_were(target: Path, kv: str) -> None:
     first, again = Recorder(), Recorder()
-    config = RuntimeConfig(source, "none", device="cpu", context=2048, kv=kv.removeprefix("kv-"))
+    config = RuntimeConfig(target, "none", device="cpu", context=2048, kv=kv.removeprefix("kv-"))
     with Runtime(load_runtime(config, find=in_small_pieces)) as runtime:
         cache, session = target_cache(runtime), Session(runtime)
         cache.observers.append(first)

@@ -14,7 +14,7 @@ from sweep import main
 from sweeping.streamed_weights import RowMeasurement, Speeds, bound_of, resident_points, window_points
 from widening.shapes import shape_named
 
-from tests.helpers.engine import NUM_LAYERS, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import NUM_LAYERS, load, one_thread  # noqa: F401 (an autouse fixture)
 
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
 ON_CPU = ["--device", "cpu", "--dtype", "fp32", "--commit", "abc", "--prompt-tokens", "12"]
@@ -24,13 +24,11 @@ LAYER_BYTES = 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160) + 2 * 256
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+def models(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Target, draft and text."""
-    directory = tmp_path_factory.mktemp("models")
-    target = write_checkpoint(directory / "target")
-    text = directory / "novel.txt"
+    text = tmp_path_factory.mktemp("text") / "novel.txt"
     text.write_text(TEXT * 5)
-    return target, write_noisy_copy(target, directory / "draft", noise=0.03), text
+    return target, draft, text
 
 
 def rows_of(path: Path) -> dict[str, dict[str, Any]]:

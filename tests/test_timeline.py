@@ -13,7 +13,7 @@ import timeline
 import trace_spans
 
 from offload_runtime.errors import OptionError, TraceError
-from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,13 +21,11 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trace")
-    target = write_checkpoint(folder / "target")
-    draft = write_noisy_copy(target, folder / "draft", noise=0.05)
-    with load(target, draft=draft, resident_layers=1, kv="host", trace=folder / "trace.json") as runtime:
+def trace(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    with load(target, draft=draft, resident_layers=1, kv="host", trace=path) as runtime:
         runtime.generate(PROMPT * 16, max_new_tokens=20, ignore_eos=True, gamma=3)
-    return folder / "trace.json"
+    return path
 
 
 def words_of(drawn: Path) -> str:

@@ -30,7 +30,7 @@ from offload_runtime.errors import StorageError
 from offload_runtime.kv import HostKVCache
 from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer, WithNgrams, drafting
 from offload_runtime.trace import TraceRecorder
-from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.traces import (
@@ -45,6 +45,7 @@ from tests.helpers.traces import (
 )
 from tests.helpers.trees import TreeScript
 
+TARGET = "long_target"
 CONTEXT, NEW_TOKENS = 1024, 30
 PROMPTS = [[(7 * index) % 250 + 4 for index in range(500)], [(11 * index) % 250 + 4 for index in range(300)]]
 ASKED: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.6, "seed": 3, "ignore_eos": True}
@@ -63,16 +64,6 @@ STREAMED: dict[str, set[str]] = {
     "weights": {"weights"}, "KV": {"kv"}, "both": {"weights", "kv"}, "neither": set(), "plain": {"weights", "kv"},
     "TriForce": {"kv"}, "batch": {"weights", "kv"},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.05)
 
 
 @dataclass(frozen=True)

@@ -45,23 +45,23 @@ def noisy(seed: int, noise: float) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    made = make_runner(random_model("llama-gqa", seed=7), tmp_path_factory.mktemp("target"), capacity_tokens=CONTEXT)
+def target() -> Iterator[ModelRunner]:
+    made = make_runner(random_model("llama-gqa", seed=7), capacity_tokens=CONTEXT)
     yield made.runner
     made.close()
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]:
+def draft() -> Iterator[TreeDraft]:
     """One that is right about two times in three."""
-    made = make_tree_draft(tmp_path_factory.mktemp("draft"), hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT)
+    made = make_tree_draft(hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT)
     yield made
     made.made.close()
 
 
 @pytest.fixture(scope="module")
-def short_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeDraft]:
-    made = make_tree_draft(tmp_path_factory.mktemp("short"), hf_model=noisy(1, 0.08), capacity_tokens=48)
+def short_draft() -> Iterator[TreeDraft]:
+    made = make_tree_draft(hf_model=noisy(1, 0.08), capacity_tokens=48)
     yield made
     made.made.close()
 
@@ -371,16 +371,14 @@ def test_a_window_holds_the_most_probable_candidates(draft: TreeDraft, ngram_rat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_on_a_stream_of_its_own_beside_a_pass(tmp_path_factory: pytest.TempPathFactory, params: SamplingParams) -> None:
+def test_on_a_stream_of_its_own_beside_a_pass(params: SamplingParams) -> None:
     """Streamed weights keep the pass running while trees grow; the tokens are those of plain decoding, bit for bit."""
     device = torch.device("cuda")
     made = make_runner(
-        random_model("llama-gqa", seed=7), tmp_path_factory.mktemp("gpu-target"), slots=2, capacity_tokens=CONTEXT,
+        random_model("llama-gqa", seed=7), slots=2, capacity_tokens=CONTEXT,
         device=device,
     )  # fmt: skip
-    draft = make_tree_draft(
-        tmp_path_factory.mktemp("gpu-draft"), hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT, device=device
-    )
+    draft = make_tree_draft(hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT, device=device)
     prompts = [random_tokens(length, seed=length) for length in (30, 1, 77)]
     plain, _ = decode(made.runner, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=60)
     hogs = list[torch.Tensor]()

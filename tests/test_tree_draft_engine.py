@@ -22,14 +22,7 @@ from offload_runtime.runners import tree_slots
 from offload_runtime.speculation import DraftProposer, Proposer, TreeDraftProposer, WithNgrams
 from offload_runtime.trace import TraceRecorder
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import (  # noqa: F401
-    CONTEXT_TOKENS,
-    PROMPT,
-    load,
-    one_thread,
-    write_checkpoint,
-    write_noisy_copy,
-)
+from tests.helpers.engine import CONTEXT_TOKENS, PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.trees import Watched
 
@@ -41,11 +34,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
 COUNT, BRIEFLY = 30, 12
 NEWEST = SpeculationOptions("chain", "streaming", sink_tokens=4, recent_tokens=64)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_noisy_copy(target, tmp_path_factory.mktemp("models") / "draft", noise=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +148,16 @@ def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv", "sampling"), [("gpu", SAMPLINGS[1]), ("host", SAMPLINGS[0])])
 def test_a_draft_that_keeps_first_and_newest_tokens_grows_trees(
-    tmp_path: Path, device: str, kv: str, sampling: dict[str, Any]
+    long_target: Path, noisy_copy_of: Callable[[Path], Path], device: str, kv: str, sampling: dict[str, Any]
 ) -> None:
     """Behind texts that it lets go of parts of while they go on, and one longer than its cache; alone, in a batch."""
-    target = write_checkpoint(tmp_path / "target", context=2 * CONTEXT_TOKENS)
-    draft = write_noisy_copy(target, tmp_path / "draft", noise=0.05)
     prompts = [[5 + index * index % 300 for index in range(length)] for length in (314, 20, 570)]
     asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, **sampling}
-    common: dict[str, Any] = {"device": device, "dtype": "fp32", "max_batch": 3}
-    with Runtime.load(target, draft="none", **common) as plain:
+    common: dict[str, Any] = {"device": device, "dtype": "fp32", "max_batch": 3, "context": 2 * CONTEXT_TOKENS}
+    with Runtime.load(long_target, draft="none", **common) as plain:
         expected = [one.tokens for one in plain.generate_batch(prompts, **asked)]
     options: dict[str, Any] = {"kv": kv, "resident_layers": 1, "tree_nodes": 24, "speculation": NEWEST, **common}
-    with load_streaming_kv(target, draft=draft, **options) as runtime:
+    with load_streaming_kv(long_target, draft=noisy_copy_of(long_target), **options) as runtime:
         cache = runtime.parts.draft.runner.cache
         assert isinstance(cache, StreamingDraftCache)
         beside = run_ahead(runtime, steps=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,10 +73,10 @@ def observed(runner: ModelRunner) -> BlockRecorder:
 
 
 @pytest.fixture(scope="module", params=SETUPS)
-def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
     options = dict(SETUPS[request.param])
     model = random_model(options.pop("name"))
-    made = make_runner(model, tmp_path_factory.mktemp("target"), capacity_tokens=CAPACITY, **options)
+    made = make_runner(model, capacity_tokens=CAPACITY, **options)
     truth, kv, blocks = [], [], []
     for params in PARAMS:
         recorder = observed(made.runner)
@@ -211,11 +210,11 @@ GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": PassSha
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETUPS)
-def test_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
+def test_bits_on_the_gpu(name: str) -> None:
     """In bf16: tokens, logits of paths, and keys and values."""
     options = dict(SETUPS[name])
     model = random_model(options.pop("name"))
-    made = make_runner(model, tmp_path, capacity_tokens=CAPACITY, **GPU, **options)
+    made = make_runner(model, capacity_tokens=CAPACITY, **GPU, **options)
     runner, resident = made.runner, resident_of(options)
     for index, params in enumerate(PARAMS):
         recorder = observed(runner)
@@ -234,9 +233,9 @@ def test_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_tree_makes_the_host_wait_once(tmp_path: Path) -> None:
+def test_a_tree_makes_the_host_wait_once() -> None:
     """Nothing on the way to the tokens, or back into the cache, but the reading of the tokens."""
-    made = make_runner(random_model("llama-gqa"), tmp_path, capacity_tokens=CAPACITY, **GPU)
+    made = make_runner(random_model("llama-gqa"), capacity_tokens=CAPACITY, **GPU)
     runner, params = made.runner, PARAMS[1]
     truth = plain(runner, PROMPTS, params, count=COUNT)
 

@@ -16,10 +16,11 @@ from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.errors import OptionError
 from offload_runtime.speculation import NoProposer, WithNgrams, drafting
 from offload_runtime.verify.equality import loaded_proposers
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths
 
+TARGET = "long_target"
 CONTEXT, COUNT, BRIEFLY = 700, 40, 20
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -28,11 +29,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(500)]
 SMALL = {"budget_tokens": 128, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=1024)
 
 
 def generate(runtime: Runtime, **options: Any) -> list[list[int]]:

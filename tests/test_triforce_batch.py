@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.runners import DeviceWindow
 from offload_runtime.speculation import DraftRequest, Proposal
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.levels_together import Task, play, stored, verifier_of
 from tests.helpers.sampling import numbered
 from tests.helpers.trees import Watched
@@ -37,14 +37,11 @@ CACHES = ("full", "streaming", "retrieval")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def models(
+    two_layer_target: Path, mha_target: Path, noisy_copy_of: Callable[[Path], Path]
+) -> dict[str, tuple[Path, Path]]:
     """Targets with and without shared KV heads, and a draft of each."""
-    made = {}
-    for name, heads in (("gqa", 2), ("mha", 4)):
-        directory = tmp_path_factory.mktemp(name)
-        target = write_checkpoint(directory / "target", context=1024, num_layers=2, num_kv_heads=heads)
-        made[name] = target, write_noisy_copy(target, directory / "draft", noise=0.02)
-    return made
+    return {name: (path, noisy_copy_of(path)) for name, path in (("gqa", two_layer_target), ("mha", mha_target))}
 
 
 def batches(

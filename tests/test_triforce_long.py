@@ -12,7 +12,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.speculation import DraftRequest, Proposal
 from tests.helpers.dense_levels import count_accepted
-from tests.helpers.engine import load, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.levels_together import verifier_of
 from tests.helpers.trees import Watched
 
@@ -23,15 +23,10 @@ START = PROMPT[:490]
 OPTIONS = SpeculationOptions("triforce", "full", chunk_size=8, budget_tokens=96, gamma_draft=2, refresh_steps=2)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["gqa", "mha"])
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "target"
-    return write_checkpoint(directory, context=2048, num_layers=2, num_kv_heads=request.param)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path) -> Path:
-    return write_noisy_copy(target, target.parent / "draft", noise=0.02)
+@pytest.fixture(scope="module", params=["two_layer_target", "mha_target"])
+def target(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
 
 
 class Watch(Watched):
@@ -82,7 +77,7 @@ def test_a_rejection_at_every_place_and_new_chunks_in_between(target: Path, draf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [2], indirect=True)
+@pytest.mark.parametrize("target", ["two_layer_target"], indirect=True)
 def test_batches_that_cross_blocks_at_different_times(target: Path, draft: Path) -> None:
     """Prompts of no multiple of anything; each size of the batch has its own mixture of accepted windows."""
     prompts = [PROMPT[:489], PROMPT[100:865], PROMPT[50:61]]

@@ -23,7 +23,7 @@ from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import drafting
 from tests.helpers.assembly import CPU, make_runner
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (the second is an autouse fixture)
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.sampling import numbered
@@ -33,6 +33,7 @@ from tests.test_triforce import CONTEXT, SMALL
 from tests.test_triforce import PROMPT as LONG_PROMPT
 
 LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_size": 8, "gamma_draft": 3}
+TARGET = "wide_target"
 # What a runtime is loaded with, and what its answers ask for.
 RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "plain, streamed": ({"draft": "none", "resident_layers": 1}, [{}]),
@@ -142,23 +143,23 @@ class PlayedDraft(DraftModel):
         return super().propose(texts, counts)
 
 
-def small_draft(kind: str, directory: Path) -> tuple[PlayedDraft, Any, Any]:
+def small_draft(kind: str) -> tuple[PlayedDraft, Any, Any]:
     """A chain's draft over a cache of this kind, its cache, and what is to be closed."""
     if kind == "streaming":
-        made = make_draft("llama-gqa", directory)
+        made = make_draft("llama-gqa")
         return PlayedDraft(made.runner), made.cache, made.made
-    made = make_runner(random_model("llama-gqa", seed=7), directory, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(random_model("llama-gqa", seed=7), shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
     runner = Base(made, CPU).draft(96 if kind == "retrieval" else None, retrieved=PlayedCache).runner
     return PlayedDraft(runner), runner.cache, made
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["streaming", "retrieval", "full"])
-def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(kind: str) -> None:
     texts = {0: [0, 0, 0, *random_tokens(700, seed=3)], 2: [0] * 40}
     said = []
     for warm in (False, True):
-        model, cache, made = small_draft(kind, tmp_path / str(warm))
+        model, cache, made = small_draft(kind)
         if warm:
             model.warm_up()
             played = model.played
@@ -220,15 +221,14 @@ def played_by(
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
 def test_warming_up_the_retrieval_verifier_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, context: int
+    long_target: Path, monkeypatch: pytest.MonkeyPatch, kv: str, context: int
 ) -> None:
-    target = write_checkpoint(tmp_path / "target", context=1200)
     options = SpeculationOptions("triforce", "streaming", **{**SMALL, "budget_tokens": 32, "recent_tokens": 16})
-    loaded = {"draft": target, "context": context, "kv": kv, "max_batch": 2, "speculation": options}
+    loaded = {"draft": long_target, "context": context, "kv": kv, "max_batch": 2, "speculation": options}
     asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 12, "temperature": 0.6, "seed": 5}
     prompts, answers = [LONG_PROMPT[: context - 30], [0] * 7], []
     for warm in (False, True):
-        with load(target, **loaded) as runtime:
+        with load(long_target, **loaded) as runtime:
             if warm:
                 proposer, runner = drafting(runtime.parts.proposer), runtime.parts.target.runner
                 played = played_by(proposer.verifier, monkeypatch)  # type: ignore[union-attr]
@@ -242,11 +242,6 @@ def test_warming_up_the_retrieval_verifier_leaves_nothing(
             results = runtime.generate_batch(prompts, **asked)
             answers.append([(result.tokens, result.stats.passes, result.stats.acceptance) for result in results])
     assert answers[0] == answers[1]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", context=9600, hidden_size=512)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +20,10 @@ from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
 from offload_runtime.plan.search import place_layers, place_staged
-from offload_runtime.weights import DescribedModel, ModelLayout, layer_layout, load_weights, open_checkpoint
+from offload_runtime.weights import CheckpointSource, DescribedModel, ModelLayout, layer_layout, load_weights
 from offload_runtime.weights.encoding import Encoding, Fill, Weight
 from offload_runtime.weights.layout import shared_layout
-from tests.helpers.assembly import make_runner
+from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.models import load_plain, random_model, random_tokens
 from tests.helpers.planning import PROPERTY
 
@@ -65,20 +64,21 @@ def mixed(config: ModelConfig, halved: tuple[tuple[str, ...], ...]) -> ModelLayo
 HALVED = (("gate_up", "down"), (), ("qkv", "o", "gate_up", "down"), ("down",))
 
 
-@pytest.fixture(params=["llama", "llama-biases", "qwen3"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module", params=["llama", "llama-biases", "qwen3"])
+def source(request: pytest.FixtureRequest) -> CheckpointSource:
     """A model whose weights 16 bits hold."""
     model = random_model(request.param)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    model.save_pretrained(tmp_path)
-    return tmp_path
+    return in_memory(model)
 
 
-def logits(directory: Path, layout: ModelLayout | None, slots: int, resident: tuple[int, ...] | None) -> torch.Tensor:
+def logits(
+    source: CheckpointSource, layout: ModelLayout | None, slots: int, resident: tuple[int, ...] | None
+) -> torch.Tensor:
     """Of a prompt and a window behind it."""
-    made = make_runner(None, directory, slots=slots, resident=resident, layout=layout)
+    made = make_runner(source, slots=slots, resident=resident, layout=layout)
     tokens = random_tokens(30)
     prefill = made.runner.prefill(0, tokens[:20])
     window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
@@ -94,15 +94,14 @@ def logits(directory: Path, layout: ModelLayout | None, slots: int, resident: tu
 
 @pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1, 2)), (2, (0,))])
 def test_bits_do_not_depend_on_how_a_layer_is_stored(
-    checkpoint: Path, slots: int, resident: tuple[int, ...] | None
+    source: CheckpointSource, slots: int, resident: tuple[int, ...] | None
 ) -> None:
-    layout = mixed(open_checkpoint(checkpoint).config(), HALVED)
+    layout = mixed(source.config(), HALVED)
     assert len(set(layout.layer_bytes)) == 4
-    assert torch.equal(logits(checkpoint, layout, slots, resident), logits(checkpoint, None, 0, None))
+    assert torch.equal(logits(source, layout, slots, resident), logits(source, None, 0, None))
 
 
-def test_loading_fills_and_counts_what_is_stored(checkpoint: Path) -> None:
-    source = open_checkpoint(checkpoint)
+def test_loading_fills_and_counts_what_is_stored(source: CheckpointSource) -> None:
     layout, seen = mixed(source.config(), HALVED), list[tuple[int, int]]()
     plain = load_plain(source, torch.float32)
     weights = load_weights(source, layout, on_progress=lambda *pair: seen.append(pair))
@@ -125,9 +124,8 @@ def planned(config: ModelConfig, layout: ModelLayout, *, resident: int | None = 
     return replace(plan, request=request, target=replace(plan.target, layout=layout))
 
 
-def test_a_plan_of_unlike_layers_is_loaded(checkpoint: Path) -> None:
+def test_a_plan_of_unlike_layers_is_loaded(source: CheckpointSource) -> None:
     """The ring holds the largest layer, each resident layer takes its own bytes, each copy brings them."""
-    source = open_checkpoint(checkpoint)
     layout = mixed(source.config(), HALVED)
     plan = planned(source.config(), layout, resident=2)
     plan = place_layers(replace(plan, limits=replace(plan.limits, device_bytes=None)))
@@ -143,7 +141,7 @@ def test_a_plan_of_unlike_layers_is_loaded(checkpoint: Path) -> None:
     assert model.runner.streamer.bytes_per_pass == sizes[0] + sizes[2]
     tokens = random_tokens(30)
     found = torch.cat([model.runner.prefill(0, tokens[:20]), model.runner.verify([Window(tuple(tokens[20:]))], [0])])
-    torch.testing.assert_close(found, logits(checkpoint, None, 0, None), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, logits(source, None, 0, None), rtol=1e-5, atol=1e-5)
     undo.close()
     weights.close()
 

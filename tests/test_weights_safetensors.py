@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
-from tests.helpers.engine import write_checkpoint
 from tests.helpers.models import load_plain, rows_of
 
 
@@ -180,11 +179,10 @@ def test_generation_settings_win_over_the_model_config(single):
     assert open_checkpoint(single).generation_eos() == (7, 8)
 
 
-def test_text_is_not_cleaned_up_whatever_the_files_ask_for(tmp_path):
-    directory = write_checkpoint(tmp_path)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
-    tokenizer = open_checkpoint(directory).tokenizer()
+def test_text_is_not_cleaned_up_whatever_the_files_ask_for(copy):
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
+    tokenizer = open_checkpoint(copy).tokenizer()
     assert not tokenizer.clean_up_tokenization_spaces
     assert tokenizer.decode(tokenizer.encode("the fox , the dog .")) == "the fox , the dog ."
 

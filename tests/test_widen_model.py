@@ -18,14 +18,13 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
 from offload_runtime.model import Window
 from offload_runtime.weights import open_checkpoint
-from tests.helpers.assembly import make_runner
+from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.models import VOCAB_SIZE, all_logits, cached_logits, load_plain, random_tokens
 from tests.helpers.widening import (
     GQA,
     MHA,
     SAME_HEADS,
     WidenedCheckpoint,
-    opened,
     randomise,
     rope,
     small_model,
@@ -49,7 +48,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def our_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
     """Logits of a window over all tokens from our loader and decoder, layers streamed: [T, V]."""
-    made = make_runner(None, directory, slots=2)
+    made = make_runner(open_checkpoint(directory), slots=2)
     logits = made.runner.verify([Window(tuple(tokens))], [0]).clone()
     made.close()
     return logits
@@ -59,7 +58,7 @@ def our_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [MHA, GQA, SAME_HEADS])
 def test_the_logits_are_the_small_models(shape, tied, tmp_path):
     model = small_model(tie_word_embeddings=tied)
-    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), shape), tmp_path / "wide")
+    out = write(WidenedCheckpoint(in_memory(model), shape), tmp_path / "wide")
     expected = all_logits(model, TOKENS)
     wide = AutoModelForCausalLM.from_pretrained(out)
     assert {name: getattr(wide.config, name) for name in ("hidden_size", "intermediate_size", "head_dim")} == {
@@ -75,7 +74,7 @@ def test_the_logits_are_the_small_models(shape, tied, tmp_path):
 def test_multi_head_source_into_grouped_heads(tmp_path):
     """One query head per KV head goes into groups of four of which three say nothing."""
     model = small_model(num_attention_heads=3, num_key_value_heads=3)
-    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), GQA), tmp_path / "wide")
+    out = write(WidenedCheckpoint(in_memory(model), GQA), tmp_path / "wide")
     assert error(all_logits(AutoModelForCausalLM.from_pretrained(out), TOKENS), all_logits(model, TOKENS)) < 1e-5
 
 
@@ -98,7 +97,7 @@ SCALINGS = {
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_rotary_embeddings(name, tmp_path):
     model = small_model(rope_parameters=SCALINGS[name])
-    out = write(WidenedCheckpoint(opened(model, tmp_path / "small"), MHA), tmp_path / "wide")
+    out = write(WidenedCheckpoint(in_memory(model), MHA), tmp_path / "wide")
     wide = AutoModelForCausalLM.from_pretrained(out)
     # longrope's frequencies change behind token 24: in one pass over all tokens, and while they come one by one.
     assert error(all_logits(wide, TOKENS), all_logits(model, TOKENS)) < 1e-5
@@ -109,7 +108,7 @@ def test_scaled_rotary_embeddings(name, tmp_path):
 
 def test_a_stretched_model_is_the_small_model_under_yarn(tmp_path):
     model = small_model()
-    source = opened(model, tmp_path / "small")
+    source = in_memory(model)
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
     widened = WidenedCheckpoint(StretchedCheckpoint(source, rope=yarn), MHA)
     out = write(widened, tmp_path / "wide")
@@ -164,8 +163,8 @@ def test_named_shapes_hold_smollm2(name):
     assert len(silent) == 9 * 64 and not set(silent) & set(places.query_rows.tolist())
 
 
-def test_the_surplus_costs_time_and_says_nothing(tmp_path):
-    tensors = tensors_of(WidenedCheckpoint(opened(small_model(), tmp_path / "small"), MHA))
+def test_the_surplus_costs_time_and_says_nothing():
+    tensors = tensors_of(WidenedCheckpoint(in_memory(small_model()), MHA))
     for name, tensor in tensors.items():
         assert tensor.isfinite().all(), name
     for layer in range(MHA.num_layers):
@@ -186,8 +185,8 @@ def test_the_surplus_costs_time_and_says_nothing(tmp_path):
     assert not tensors["model.embed_tokens.weight"][:, 42:].any()
 
 
-def test_every_tensor_is_seeded_by_its_name(tmp_path):
-    source = opened(small_model(), tmp_path / "small")
+def test_every_tensor_is_seeded_by_its_name():
+    source = in_memory(small_model())
     first = tensors_of(WidenedCheckpoint(source, GQA, 0.05, 7))
     again = WidenedCheckpoint(source, GQA, 0.05, 7)
     for name, fill in reversed(again.fills.items()):  # in another order
@@ -206,7 +205,7 @@ def test_every_tensor_is_seeded_by_its_name(tmp_path):
 def test_noise_is_the_small_models_and_moderate(tied, tmp_path):
     """The shape does not matter to the noise, more noise moves the logits further, and a tied head stays tied."""
     model = small_model(tie_word_embeddings=tied)
-    source = opened(model, tmp_path / "small")
+    source = in_memory(model)
     expected, found = all_logits(model, TOKENS), {}
     for noise in (0.001, 0.02):
         for name, shape in (("mha", MHA), ("gqa", GQA)):
@@ -223,7 +222,7 @@ def test_noise_is_the_small_models_and_moderate(tied, tmp_path):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_host_arenas_are_filled_without_files(device, tmp_path):
     """What `load_weights` reads from the object has the logits of what is written, wherever the surplus is drawn."""
-    source = opened(small_model(), tmp_path / "small")
+    source = in_memory(small_model())
     widened = WidenedCheckpoint(source, GQA, 0.05, 1, device=torch.device(device))
     out = write(WidenedCheckpoint(source, GQA, 0.05, 1), tmp_path / "wide")
     direct, read = (load_plain(each, torch.float32) for each in (widened, open_checkpoint(out)))
@@ -249,10 +248,10 @@ def qwen2() -> Any:
     return randomise(Qwen2ForCausalLM(config))
 
 
-def test_models_that_cannot_be_widened_are_refused(tmp_path):
+def test_models_that_cannot_be_widened_are_refused():
     with pytest.raises(UnsupportedArchitectureError, match="Qwen2ForCausalLM with biases"):
-        WidenedCheckpoint(opened(qwen2(), tmp_path / "qwen2"), MHA)
-    dynamic = opened(small_model(rope_parameters=rope("dynamic", factor=2.0)), tmp_path / "dynamic")
+        WidenedCheckpoint(in_memory(qwen2()), MHA)
+    dynamic = in_memory(small_model(rope_parameters=rope("dynamic", factor=2.0)))
     with pytest.raises(UnsupportedArchitectureError, match=r"'dynamic'.*from 8 to 32.*set yarn"):
         WidenedCheckpoint(dynamic, MHA)
     WidenedCheckpoint(dynamic, SAME_HEADS)  # with the same head dimension the scaling is the same
@@ -271,8 +270,8 @@ def test_models_that_cannot_be_widened_are_refused(tmp_path):
         ({"num_heads": 6, "num_kv_heads": 3}, "need 4 KV heads of 2 query heads each, and the shape has 3"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(changes, message, tmp_path):
-    source = opened(small_model(), tmp_path / "small")
+def test_shapes_that_do_not_fit_are_refused(changes, message):
+    source = in_memory(small_model())
     with pytest.raises(OptionError, match=message):
         WidenedCheckpoint(source, dataclasses.replace(MHA, **changes))
 
@@ -282,8 +281,8 @@ def test_a_drafts_shape_holds_no_target():
         check_fits(SMOLLM2, shape_named("llama-68m"))
 
 
-def test_options_that_make_no_sense_are_refused(tmp_path):
-    source = opened(small_model(rope_parameters=SCALINGS["linear"]), tmp_path / "small")
+def test_options_that_make_no_sense_are_refused():
+    source = in_memory(small_model(rope_parameters=SCALINGS["linear"]))
     with pytest.raises(OptionError, match=r"llama9.*use one of llama2-7b"):
         shape_named("llama9")
     for noise in (-0.1, float("nan"), float("inf")):

@@ -1,10 +1,10 @@
-"""From a transformers model to one of our runners, through a checkpoint on disk and our loader."""
+"""From a transformers model to one of our runners, through our loader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_b
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.weights import ModelLayout, open_checkpoint
+from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
+from tests.helpers.models import model_config_from_transformers
 
 CPU = torch.device("cpu")
 SMALL_SHAPE = PassShape(window_rows=8, prefill_rows=16, prefill_chunk_tokens=32)
@@ -67,9 +68,19 @@ class Assembled:
             ring.close()
 
 
+def _copy_weight(weight: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(weight)
+
+
+def in_memory(hf_model: Any) -> CheckpointSource:
+    """A transformers model as a checkpoint without files and without a tokenizer."""
+    config, weights = model_config_from_transformers(hf_model.config), hf_model.state_dict()
+    fills = {name: partial(_copy_weight, weights[name]) for name in checkpoint_tensors(config)}
+    return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
+
+
 def make_runner(
-    hf_model: Any,
-    directory: Path,
+    model: Any,
     *,
     slots: int = 0,
     resident: tuple[int, ...] | None = None,
@@ -82,11 +93,10 @@ def make_runner(
     host_kv: HostKV | None = None,
     layout: ModelLayout | None = None,
 ) -> Assembled:
-    """Save `hf_model`, load it with our loader and build a runner.
+    """Load a model with our loader and build a runner.
 
     Args:
-        hf_model: A transformers model.
-        directory: An empty directory for the checkpoint; one that holds a checkpoint already is used as it is.
+        model: An opened checkpoint, or a transformers model.
         slots: Slots of the ring; 0 keeps every layer resident.
         resident: Layers that stay on the device when there is a ring; by default none.
         shape: Heights of the matrix products.
@@ -98,9 +108,7 @@ def make_runner(
         host_kv: Keeps the KV cache in host memory.
         layout: How the weights are stored; by default plainly.
     """
-    if not (directory / "config.json").exists():
-        hf_model.save_pretrained(directory)
-    source = open_checkpoint(directory)
+    source = model if isinstance(model, CheckpointSource) else in_memory(model)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
     registrar = Registrar() if device.type == "cuda" else None
     weights = load_weights(source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=registrar)

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ CAPACITY = 1600
 MODELS = ["llama", "llama-gqa", "mistral-window"]
 
 
-def assemble(name: str, directory: Path, **options: Any) -> Assembled:
-    """A runner of a model whose checkpoint lies in `directory`, once for all who ask."""
-    path = directory / name
-    path.mkdir(exist_ok=True)
-    return make_runner(random_model(name), path, capacity_tokens=CAPACITY, **options)
+def assemble(name: str, **options: Any) -> Assembled:
+    """A runner of a model of that name with room for `CAPACITY` tokens."""
+    return make_runner(random_model(name), capacity_tokens=CAPACITY, **options)
 
 
 def delays(seed: int, most_s: float = 0.002, share: float = 0.3) -> Callable[[], None]:

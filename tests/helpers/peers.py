@@ -6,23 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_offload
-import torch
 from common import options_from, peer_parser
-from widening.convert import convert_to_safetensors
-
-from offload_runtime.weights import open_checkpoint
-from tests.helpers.engine import write_checkpoint
-from tests.helpers.widening import GQA, WidenedCheckpoint
 
 PROMPT_TOKENS, NEW_TOKENS = 12, 10
 # Warm-ups that are shorter than what is measured.
 SHORT = ("--warmup-prompt-tokens", "3", "--warmup-new-tokens", "2")
-
-
-def write_target(folder: Path) -> Path:
-    """A small model, and in its sibling directory one that is widened from it and says the same: the latter."""
-    small = write_checkpoint(folder / "small")
-    return convert_to_safetensors(WidenedCheckpoint(open_checkpoint(small), GQA), folder / "wide", dtype=torch.float32)
 
 
 def peer_options(target: Path, *others: str) -> Any:
@@ -37,8 +25,8 @@ def prepare(options: Any) -> Any:
 
 
 def draft_of(target: Path) -> tuple[str, str]:
-    """The small model that the target was widened from."""
-    return "--draft", str(target.parent / "small")
+    """The small model that `widened_target` was made from."""
+    return "--draft", str(target.with_name("short_target"))
 
 
 def one_result(tok_per_s: float, nbytes: int, kv: int | None, notes: tuple[str, ...] = ()) -> dict[str, Any]:

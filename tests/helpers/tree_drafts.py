@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +54,13 @@ class TreeDraft:
 
 
 def make_tree_draft(
-    directory: Path, *, name: str = "llama-gqa", seed: int = 7, capacity_tokens: int = 300, tree_nodes: int = 64,
+    *, name: str = "llama-gqa", seed: int = 7, capacity_tokens: int = 300, tree_nodes: int = 64,
     device: torch.device = CPU, dtype: torch.dtype = torch.float32, hf_model: Any = None,
     kept: tuple[int, int] | None = None,
 ) -> TreeDraft:  # fmt: skip
     """A draft whose trees may have `tree_nodes`; `kept` sinks and recent tokens, where its cache does not keep all."""
     hf_model = hf_model or random_model(name, seed=seed)
-    made = make_runner(hf_model, directory, shape=SHAPE, capacity_tokens=capacity_tokens, device=device, dtype=dtype)
+    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=capacity_tokens, device=device, dtype=dtype)
     config = made.runner.decoder.config
     options: dict[str, Any] = {
         "batch": BATCH, "budget": DeviceBudget(device, None), "spare_slots": tree_slots(tree_nodes)

@@ -11,7 +11,7 @@ from widening.checkpoint import WidenedCheckpoint
 from widening.convert import convert_to_safetensors
 from widening.shapes import WideShape
 
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from tests.helpers.models import VOCAB_SIZE
 
 MHA = WideShape(96, 160, 4, 12, 12, 32)
@@ -45,12 +45,6 @@ def small_model(**others: Any) -> Any:
         "rms_norm_eps": 1e-3, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
     }  # fmt: skip
     return randomise(LlamaForCausalLM(LlamaConfig(**(settings | others))))
-
-
-def opened(model: Any, directory: Path) -> CheckpointSource:
-    """The model as a checkpoint on disk."""
-    model.save_pretrained(directory)
-    return open_checkpoint(directory)
 
 
 class _NothingToSave:
