@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from offload_runtime.config import regular_file, write_atomically, writing
-from offload_runtime.errors import StorageError
 
 TRACE_VERSION = 1
 PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
