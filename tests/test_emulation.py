@@ -75,7 +75,7 @@ def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> 
 
 
 def test_what_does_not_fit_the_emulated_card_is_refused(target: Path) -> None:
-    with load(target), pytest.raises(BudgetError, match=r"device budget of 60\.0 MB is too small"):
+    with load(target), pytest.raises(BudgetError, match=r"the allowed memory of 60\.0 MB is too small"):
         Runtime.load(target, device="cpu", emulate=replace(TOY, vram_bytes=110 * MB))
 
 

@@ -178,6 +178,12 @@ class TestBeforeLoading:
         refused(DeviceError, target, word, device=device)
 
 
+def test_on_a_cpu_no_device_memory_is_a_way_out(target: Path) -> None:
+    options: dict[str, Any] = {"resident_layers": 0, "draft": "none", "ram": "3.01GB"}
+    message = refused(BudgetError, target, "--ram of 3.0 GB is too small by", "smaller model", **options)
+    assert "--vram" not in message and "device" not in message
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_failure_while_loading_leaves_nothing_running(target: Path, share: float) -> None:

@@ -100,7 +100,7 @@ def test_resident_layers_are_layers_of_the_model() -> None:
 def test_a_draft_and_a_verifier_are_named_with_ways_out_of_their_own() -> None:
     target, draft = describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b")
     request = RuntimeConfig(target, draft, context=32768, kv="gpu", vram_bytes=4 * GB)
-    with pytest.raises(BudgetError, match=r"(?s)draft weights [0-9.]+ GB, .*use a smaller\s+draft\s+or --draft ngram"):
+    with pytest.raises(BudgetError, match=r"draft weights [0-9.]+ GB, .*use a\ssmaller\s+draft\s+or --draft ngram"):
         plan_run(replace(request, speculation=replace(request.speculation, mode="chain")), MACHINE)
     with pytest.raises(BudgetError, match=r"(?s)retrieval cache [0-9.]+ [MG]B, .*lower --budget-tokens or\s+use"):
         plan_run(replace(request, speculation=replace(request.speculation, mode="triforce")), MACHINE)

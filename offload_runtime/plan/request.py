@@ -54,11 +54,6 @@ def device_type_of(request: RuntimeConfig) -> str:
     return "cpu" if request.device == "cpu" else "cuda"
 
 
-def memory_name(device_type: str) -> str:
-    """What the memory is called that a target on such a device works in: a CPU has no other one beside the host's."""
-    return "device memory" if device_type == "cuda" else "memory"
-
-
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":
@@ -218,7 +213,7 @@ class MemoryLimits:
 
     `device_bytes` are of the device, of which `reserved_bytes` are taken already; `ram_bytes` of the host, and of these
     `pinned_bytes` page-locked, if `page_locks` says that the device's copies need that at all. The names say whose
-    limits these are, and `ram_way` how to have more, for messages.
+    limits these are, and the ways how to have more, for messages.
     """
 
     device_bytes: int | None
@@ -229,6 +224,8 @@ class MemoryLimits:
     pinned_bytes: int | None
     pinned_name: str
     page_locks: bool = True
+    device_name: str = "device memory"
+    device_way: str = "raise --vram"
 
 
 def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
