@@ -152,7 +152,8 @@ def load_runtime(
     limit_bytes = config.vram_bytes
     if emulation is not None:
         require_memory(emulation, device)
-        limit_bytes = min(emulation.vram_bytes, emulation.vram_bytes if limit_bytes is None else limit_bytes)
+        whose, other = f"of an emulated {emulation.name}", "emulate a larger card"
+        limit_bytes = planning.within("--vram", limit_bytes, emulation.vram_bytes, whose, other)
     with device_errors(device), ExitStack() as undo:
         draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)

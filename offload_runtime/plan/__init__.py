@@ -27,6 +27,7 @@ from offload_runtime.plan.request import (
     machine_figures,
     require_dtype,
     resolve_dtype,
+    within,
 )
 from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, with_staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades
