@@ -75,7 +75,9 @@ def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> 
 
 
 def test_more_than_the_emulated_card_has_is_refused(target: Path) -> None:
-    words = r"--vram 1\.0 GB is more than the 350\.0 MB of an emulated toy: lower it to 350\.0MB, or emulate a larger card"
+    words = (
+        r"--vram 1\.0 GB is more than the 350\.0 MB of an emulated toy: lower it to 350\.0MB, or emulate a larger card"
+    )
     with pytest.raises(BudgetError, match=words):
         Runtime.load(target, device="cpu", emulate=TOY, vram="1GB")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import PreTokenizedString, pre_tokenizers
 
-from offload_runtime.config import GenerationParams, ModelConfig, require, require_unicode
+from offload_runtime.config import GenerationParams, ModelConfig, is_of, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance, Tally
 
@@ -183,12 +183,12 @@ class PromptRoom:
         if isinstance(prompt, str):
             require_unicode("the prompt", prompt)
             tokens = list(self.tokenizer.encode(prompt))
-        elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        elif is_of(prompt, Sequence[Mapping]) and prompt:
             _, tokens = self.encode_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
         else:
-            tokens = [item for item in prompt if isinstance(item, int)]
-            fine = len(tokens) == len(prompt)
+            fine = is_of(prompt, Sequence[int])
             require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
+            tokens = [int(item) for item in prompt if not isinstance(item, Mapping)]
         require(bool(tokens), "the prompt is empty: give it at least one token")
         return self._in_vocabulary(tokens)
 
