@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from offload_runtime.errors import OptionError, StorageError
 
@@ -32,8 +34,8 @@ _MOST_BYTES = 10**18  # no machine has as much memory
 def parse_bytes(text: str | float) -> int:
     """Turn `"24GB"`, `"512MiB"` or a number of bytes into an integer. Decimal units unless written with an `i`."""
     number, unit, shown = text, "", reprlib.repr(text)  # a word may be of any length
-    if isinstance(number, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", number)
+    if not isinstance(number, Real):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
         if match is None or match[2].lower() not in _SIZE_UNITS:
             raise OptionError(f"{shown} is not a size: write it like 24GB, 512MiB or a number of bytes")
         number, unit = float(match[1]), match[2].lower()
@@ -160,6 +162,42 @@ def require(fine: bool, message: str) -> None:
         raise OptionError(message)
 
 
+def require_type(name: str, value: object, hint: Any) -> None:
+    """Raise `OptionError` unless a value is of an annotated type."""
+    wanted = str(hint).replace("collections.abc.", "") if get_args(hint) else hint.__name__
+    require(is_of(value, hint), f"{name} must be of type {wanted}, not {reprlib.repr(value)}")
+
+
+_NUMBERS = {int: Integral, float: Real}  # numpy's as well
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; True is no number, and a text is no sequence."""
+    parts = get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(is_of(value, one) for one in parts)
+    if parts:
+        listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        return listed and all(is_of(item, parts[0]) for item in value)
+    if hint is Any or isinstance(value, bool):
+        return hint in (Any, bool)
+    return isinstance(value, _NUMBERS.get(hint, hint))
+
+
+def require_types(options: object) -> None:
+    """Raise `OptionError` unless every field of a dataclass is of its annotated type."""
+    for name, hint in get_type_hints(type(options)).items():
+        require_type(name, getattr(options, name), hint)
+
+
+def count_or_auto(name: str, value: Any, of: str) -> int | None:
+    """A number, which may be typed, of something; None for `auto`. Raises `OptionError` for anything else."""
+    try:
+        return None if value == "auto" else int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise OptionError(f"{name} must be auto or a number of {of}, not {value!r}") from None
+
+
 def require_unicode(name: str, text: str) -> None:
     """Raise `OptionError` for a byte of a command line that is not UTF-8, or half of a pair in JSON."""
     try:
@@ -256,6 +294,7 @@ class SamplingParams:
     noise_id: int = 0
 
     def __post_init__(self) -> None:
+        require_types(self)
         temperature = self.temperature
         require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
         if 0 < temperature < 1e-3:
@@ -298,6 +337,7 @@ class GenerationParams:
     tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
         # A lone string is not to be taken for a sequence of characters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require_positive("max_new_tokens", self.max_new_tokens)
@@ -338,11 +378,12 @@ def params_of_each(
     if isinstance(params, GenerationParams):
         first = params.sampling.noise_id
         params, noise_ids = [params] * count, range(first, first + count) if noise_ids is None else noise_ids
-    fine = isinstance(params, Sequence) and all(isinstance(one, GenerationParams) for one in params)
+    fine = is_of(params, Sequence[GenerationParams])
     require(fine, "params is a GenerationParams for all prompts, or a sequence with one for each of them")
     require(len(params) == count, f"{len(params)} params for {count} prompts: give one for each, or one for all")
     if noise_ids is None:
         noise_ids = [one.sampling.noise_id for one in params]
+    require_type("noise_ids", noise_ids, Sequence[int])
     given = len(noise_ids)
     require(given == count, f"{given} noise_ids for {count} prompts: give one for each, or none at all")
     same = len({(one.gamma, one.tree_nodes) for one in params}) == 1
@@ -380,6 +421,7 @@ class SpeculationOptions:
     refresh_steps: int = 1
 
     def __post_init__(self) -> None:
+        require_types(self)
         choices = ("speculation", self.mode, SPECULATION_MODES), ("draft_cache", self.draft_cache, DRAFT_CACHES)
         for name, value, allowed in choices:
             require(value in allowed, f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
@@ -466,10 +508,11 @@ class RuntimeConfig:
         for name, what in wanted.items():
             value = getattr(self, name)
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
-        try:
-            object.__setattr__(self, "context", self.context if self.context == "auto" else int(self.context))
-        except (TypeError, ValueError, OverflowError):
-            raise OptionError(f"context must be auto or a number of tokens, not {self.context!r}") from None
+            is_model = isinstance(value, str | Path) or hasattr(value, "config")
+            require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
+        tokens = count_or_auto("context", self.context, "tokens")
+        object.__setattr__(self, "context", "auto" if tokens is None else tokens)
+        require_types(self)
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         for name in ("max_batch", "max_gamma", "gamma"):
             require_positive(name, getattr(self, name))

@@ -128,7 +128,7 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
     result = plan("llama-3.1-8b", *arguments, "--batch", "2", "--vram", "20GB")
     assert result.exit_code == 2
     assert "short of device memory: " in result.stdout and "what fits instead:\n  --context " in result.stdout
-    assert "error: the device budget of 20.0 GB is too small by " in result.stderr
+    assert "error: the allowed device memory of 20.0 GB is too small by " in result.stderr
     context = re.search(r"--context (\d+)", result.stdout)
     assert context is not None
     again = plan("llama-3.1-8b", "--context", context[1], "--kv", "gpu", "--profile", "rtx4090", "--batch", "2",

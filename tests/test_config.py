@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,10 +38,10 @@ def test_sizes(text: str | int, size_bytes: int) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "GB", "-1GB", "24 GX", "1,5GB", "24GB!", "0", "0.0GB", 0, -5, "1e9", "nan", "0.4", float("nan"), 1e300,
-     10**400, "9" * 400 + "GB", "9" * 300 + "TB", "x" * 5000],
+     10**400, "9" * 400 + "GB", "9" * 300 + "TB", "x" * 5000, b"1GB", [1]],
     ids=lambda text: str(text)[:12],
 )  # fmt: skip
-def test_sizes_that_are_none(text: str | float) -> None:
+def test_sizes_that_are_none(text: Any) -> None:
     with pytest.raises(OptionError) as refused:
         parse_bytes(text)
     assert len(str(refused.value)) < 150
@@ -79,6 +80,38 @@ def test_a_context_may_be_typed() -> None:
     assert [RuntimeConfig("a model", context=context).context for context in ("auto", "4096", 4096)] == [
         "auto", 4096, 4096,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "words"),
+    [(RuntimeConfig, {"max_gamma": "8"}, r"max_gamma must be of type int, not '8'"),
+     (RuntimeConfig, {"gamma": 2.5}, r"gamma must be of type int \| None, not 2.5"),
+     (RuntimeConfig, {"max_batch": True}, "max_batch must be of type int, not True"),
+     (RuntimeConfig, {"kv": ["gpu"]}, r"kv must be of type str, not \['gpu'\]"),
+     (RuntimeConfig, {"allow_special_tokens": 1}, "allow_special_tokens must be of type bool"),
+     (RuntimeConfig, {"speculation": "chain"}, "speculation must be of type SpeculationOptions, not 'chain'"),
+     (RuntimeConfig, {"trace": 5}, r"trace must be of type pathlib\S*Path \| None, not 5"),
+     (RuntimeConfig, {"draft": None}, "draft must be a model, ngram or none, not None"),
+     (RuntimeConfig, {"target": 5}, "target must be a directory, .* not 5"),
+     (SpeculationOptions, {"budget_tokens": "4096"}, "budget_tokens must be of type int"),
+     (SpeculationOptions, {"mode": 3}, "mode must be of type str"),
+     (SamplingParams, {"temperature": "0.6"}, "temperature must be of type float, not '0.6'"),
+     (SamplingParams, {"seed": None}, "seed must be of type int, not None"),
+     (GenerationParams, {"max_new_tokens": "5"}, "max_new_tokens must be of type int"),
+     (GenerationParams, {"sampling": 0.6}, "sampling must be of type SamplingParams"),
+     *((GenerationParams, {"stop": stop}, r"stop must be of type str \| Sequence\[str\], not ")
+       for stop in (None, 5, b"x", ["a", 5]))],
+    ids=str,
+)  # fmt: skip
+def test_values_of_the_wrong_type(options: Any, values: dict[str, Any], words: str) -> None:
+    needed = {"target": "a model"} if options is RuntimeConfig else {}
+    with pytest.raises(OptionError, match=words):
+        options(**{**needed, **values})
+
+
+def test_numbers_may_be_numpys() -> None:
+    assert SamplingParams(numpy.float32(0.5), numpy.int64(3)).filtered
+    assert SamplingParams(temperature=1).temperature == 1
 
 
 def test_sampling_knows_what_it_is() -> None:

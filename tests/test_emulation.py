@@ -62,15 +62,23 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("vram", "limit"), [(None, 350 * MB), ("300MB", 300 * MB), ("1GB", 350 * MB)])
+@pytest.mark.parametrize(("vram", "limit"), [(None, 350 * MB), ("300MB", 300 * MB)])
 def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> None:
     with load(target, emulate=TOY, vram=vram) as runtime:
         assert runtime.plan.limits.device_bytes == limit
         assert f"of {limit // MB}.0 MB of memory" in runtime.placement
 
 
+def test_more_than_the_emulated_card_has_is_refused(target: Path) -> None:
+    words = (
+        r"--vram 1\.0 GB is more than the 350\.0 MB of an emulated toy: lower it to 350\.0MB, or emulate a larger card"
+    )
+    with pytest.raises(BudgetError, match=words):
+        Runtime.load(target, device="cpu", emulate=TOY, vram="1GB")
+
+
 def test_what_does_not_fit_the_emulated_card_is_refused(target: Path) -> None:
-    with load(target), pytest.raises(BudgetError, match=r"device budget of 60\.0 MB is too small"):
+    with load(target), pytest.raises(BudgetError, match=r"the allowed memory of 60\.0 MB is too small"):
         Runtime.load(target, device="cpu", emulate=replace(TOY, vram_bytes=110 * MB))
 
 

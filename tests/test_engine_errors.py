@@ -168,6 +168,12 @@ class TestBeforeLoading:
         refused(DeviceError, target, word, device=device)
 
 
+def test_on_a_cpu_no_device_memory_is_a_way_out(target: Path) -> None:
+    options: dict[str, Any] = {"resident_layers": 0, "draft": "none", "ram": "3.01GB"}
+    message = refused(BudgetError, target, "--ram of 3.0 GB is too small by", "smaller model", **options)
+    assert "--vram" not in message and "device" not in message
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_failure_while_loading_leaves_nothing_running(target: Path, share: float) -> None:
@@ -206,7 +212,10 @@ def runtime(target: Path) -> Iterator[Runtime]:
         ([], {"max_new_tokens": 4}, OptionError, ["empty"]),
         ([5, 320], {"max_new_tokens": 4}, OptionError, ["320 is outside the vocabulary of 320"]),
         ([5, -1], {"max_new_tokens": 4}, OptionError, ["-1 is outside"]),
-        ([5, "fox"], {"max_new_tokens": 4}, OptionError, ["list of token ids"]),
+        *((wrong, {"max_new_tokens": 4}, OptionError, ["list of token ids"])
+          for wrong in (None, 5, b"fox", {5}, [True], [5, "fox"], {"role": "user", "content": "hi"})),
+        (PROMPT, {"max_new_tokens": "4"}, OptionError, ["max_new_tokens must be of type int, not '4'"]),
+        (PROMPT, {"params": 4}, OptionError, ["params is a GenerationParams"]),
         ([{"role": "user"}, "fox"], {"max_new_tokens": 4}, OptionError, ["list of chat messages"]),
     ],
     ids=str,
@@ -219,6 +228,14 @@ def test_requests_that_make_no_sense(
             call(prompt, **options)
         assert caught.type is kind and all(word in str(caught.value) for word in words)
     assert len(runtime.generate([5] * 60, max_new_tokens=4, ignore_eos=True).tokens) == 4
+
+
+@pytest.mark.parametrize("prompts", [None, 5, "fox", b"fox"])
+def test_prompts_that_are_none(runtime: Runtime, prompts: Any) -> None:
+    with pytest.raises(OptionError, match=r"prompts must be of type Sequence\[.*Any\], not"):
+        runtime.generate_batch(prompts)
+    with pytest.raises(OptionError, match=r"noise_ids must be of type Sequence\[int\], not 5"):
+        runtime.generate_batch([PROMPT], noise_ids=5)  # type: ignore[arg-type]
 
 
 def test_a_refused_request_does_not_disturb_a_running_one(runtime: Runtime) -> None:

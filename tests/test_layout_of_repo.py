@@ -274,6 +274,22 @@ def _private_words(source: str) -> set[str]:
     }  # fmt: skip
 
 
+# Imported where they happen to be there.
+NOT_REQUIRED = {"triton", "matplotlib"}
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "tomli_w": "tomli-w"}  # whose names are not those of what is imported
+
+
+def test_what_is_imported_is_required() -> None:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in required}
+    nodes = [node for path in RUNTIME.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    tops = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - NOT_REQUIRED
+    others = {DISTRIBUTIONS.get(top, top) for top in tops if not top.startswith("offload_runtime")}
+    assert not others - names, f"imported, but not among the dependencies: {sorted(others - names)}"
+
+
 def test_private_words_are_found() -> None:
     source = "def f(turn, told):  # forth\n    return _Turn(round(turn), turn.known, 'back', _lend)\n"
     assert _private_words(source) == {"told", "Turn", "known", "lend"}

@@ -63,7 +63,7 @@ def test_the_ledger_adds_up_to_the_last_byte() -> None:
     budget = DeviceBudget(CPU, 1000)
     budget.reserve("slots", 600)
     assert (budget.reserved_bytes, budget.free_bytes) == (600, 400)
-    with pytest.raises(BudgetError, match=r"KV cache needs 401 B of device memory but 400 B of 1.0 kB is left: raise"):
+    with pytest.raises(BudgetError, match=r"KV cache needs 401 B of memory but 400 B of 1.0 kB is left: raise"):
         budget.reserve("KV cache", 401)
     assert budget.reserved_bytes == 600  # a refused reservation leaves nothing behind
     assert budget.allocate("KV cache", 400).nbytes == 400

@@ -91,7 +91,7 @@ def test_auto_does_without_a_retrieval_verifier_that_does_not_fit(target: Path, 
     speculation = SpeculationOptions("chain", **SMALL)
     vram = least_vram(target, draft=draft, kv="host", speculation=speculation)
     said = placement(target, draft=draft, kv="host", vram=vram + 10_000)
-    assert re.search(r"\(not TriForce: its [0-9.]+ [kM]B do not fit the device\)$", said)
+    assert re.search(r"\(not TriForce: its [0-9.]+ [kM]B do not fit the memory\)$", said)
 
 
 def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_draft: Path) -> None:

@@ -97,10 +97,18 @@ def test_resident_layers_are_layers_of_the_model() -> None:
             plan_run(replace(request, resident_layers=resident), MACHINE)
 
 
+@pytest.mark.parametrize(("pinnable_bytes", "most"), [(10 * GB, "10.0"), (None, "900.0")])
+def test_no_more_is_page_locked_than_the_machine_does(pinnable_bytes: int | None, most: str) -> None:
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), pinned_bytes=901 * GB)
+    words = rf"--pinned 901\.0 GB is more than the {most} GB that some page-locks: lower it to {most}GB, or choose"
+    with pytest.raises(BudgetError, match=words):
+        plan_run(request, replace(MACHINE, pinnable_bytes=pinnable_bytes))
+
+
 def test_a_draft_and_a_verifier_are_named_with_ways_out_of_their_own() -> None:
     target, draft = describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b")
     request = RuntimeConfig(target, draft, context=32768, kv="gpu", vram_bytes=4 * GB)
-    with pytest.raises(BudgetError, match=r"(?s)draft weights [0-9.]+ GB, .*use a smaller\s+draft\s+or --draft ngram"):
+    with pytest.raises(BudgetError, match=r"draft weights [0-9.]+ GB, .*use a\ssmaller\s+draft\s+or --draft ngram"):
         plan_run(replace(request, speculation=replace(request.speculation, mode="chain")), MACHINE)
     with pytest.raises(BudgetError, match=r"(?s)retrieval cache [0-9.]+ [MG]B, .*lower --budget-tokens or\s+use"):
         plan_run(replace(request, speculation=replace(request.speculation, mode="triforce")), MACHINE)

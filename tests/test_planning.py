@@ -248,6 +248,8 @@ def test_a_limit_of_ones_own_is_raised_before_the_machine_is() -> None:
             plan_run(replace(request, vram_bytes=vram_bytes - GB // 10), machine)
     beyond = plan_or_refuse(replace(short_of_vram, vram_bytes=80 * GB), machine)
     assert isinstance(beyond, Refusal) and beyond.suggestions[0].change == "--vram 25.7GB"
+    beyond = plan_or_refuse(RuntimeConfig(model, context=8192, pinned_bytes=80 * GB), machine)
+    assert isinstance(beyond, Refusal) and beyond.suggestions[0].change == "--pinned 60.1GB"
 
 
 def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,62 @@ def test_a_budget_that_is_dropped_allows_nothing_any_more(card: Card) -> None:
     gc.collect()
     kept.release()
     assert card.share == 1.0
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Python goes from thread to thread as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_budgets_of_many_threads(card: Card, hasty_threads: None) -> None:
+    failures: list[Exception] = []
+
+    def use() -> None:
+        try:
+            for _ in range(15):
+                budgets = [DeviceBudget(CARD, GB) for _ in range(3)]
+                for budget in budgets:
+                    budget.release()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and card.share == 1.0
+
+
+def test_a_second_runtime_has_what_the_first_leaves(card: Card) -> None:
+    first = DeviceBudget(CARD, 20 * GB)
+    first.reserve("weights", 4 * GB)
+    second = DeviceBudget(CARD, None)
+    assert second.limit_bytes == 20 * GB
+    first.planned_bytes = round((11 + CONTEXT_GB) * GB)  # it still reads its weights
+    with pytest.raises(BudgetError, match=r"14\.0 GB is more than the 13\.0 GB .* \(open runtimes claim 11\.0 GB\)"):
+        DeviceBudget(CARD, 14 * GB)
+    second.reserve("weights", 13 * GB)
+    assert DeviceBudget(CARD, None).limit_bytes == 0
+    for budget in (first, second):
+        budget.release()
+    assert DeviceBudget(CARD, None).limit_bytes == 24 * GB
+
+
+def test_a_model_that_does_not_fit_beside_another_says_so(card: Card, target: Path) -> None:
+    first = DeviceBudget(CARD, None)
+    first.reserve("weights", round(23.1 * GB))
+    with pytest.raises(BudgetError, match=r"\(open runtimes claim 23\.1 GB\) of 900\.0 MB is .*: close\sone of these,"):
+        Runtime.load(target, device="cuda")
+    first.release()
+    again = DeviceBudget(CARD, GB)
+    with pytest.raises(BudgetError, match=r"needs 2\.0 GB of device memory but 200\.0 MB of .* left: raise --vram"):
+        again.reserve("weights", 2 * GB)
+    again.release()
 
 
 def refuse(_: object) -> None:

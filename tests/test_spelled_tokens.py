@@ -7,6 +7,7 @@ same otherwise: to that one nothing in the messages is a control token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import OptionError
@@ -43,12 +44,14 @@ TEMPLATES = {
 }
 
 
-def byte_level(names: list[str]) -> Tokenizer:
+def byte_level(names: list[str], *, normalized: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    return trained(tokenizer, trainers.BpeTrainer, names, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.normalizer = normalizers.NFC() if normalized else None
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trained(tokenizer, trainers.BpeTrainer, names, normalized=normalized, initial_alphabet=alphabet)
 
 
 def metaspace(names: list[str], *, prepend: str = "first") -> Tokenizer:
@@ -70,8 +73,11 @@ def unigram(names: list[str]) -> Tokenizer:
     return trained(tokenizer, trainers.UnigramTrainer, names, unk_token="?")
 
 
-def trained(tokenizer: Tokenizer, trainer: Callable[..., Any], names: list[str], **options: Any) -> Tokenizer:
-    special = [AddedToken(names[0], special=True), AddedToken(names[1], special=True, rstrip=True), "?"]
+def trained(
+    tokenizer: Tokenizer, trainer: Callable[..., Any], names: list[str], *, normalized: bool = False, **options: Any
+) -> Tokenizer:
+    token = partial(AddedToken, special=True, normalized=normalized)
+    special = [token(names[0]), token(names[1], rstrip=True), "?"]
     tokenizer.train_from_iterator(MORE, trainer(vocab_size=400, special_tokens=special, show_progress=False, **options))
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=True)])
     return tokenizer
@@ -79,6 +85,7 @@ def trained(tokenizer: Tokenizer, trainer: Callable[..., Any], names: list[str],
 
 KINDS: dict[str, Callable[[list[str]], Tokenizer]] = {
     "byte level": byte_level,
+    "searched for in normalised text": lambda names: byte_level(names, normalized=True),
     "metaspace at first": metaspace,
     "metaspace always": lambda names: metaspace(names, prepend="always"),
     "prepended": prepended,
@@ -204,6 +211,14 @@ def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused() -> None:
     assert room.encode(messages("a<sa")) == [0, 5, 4, 5, 0]
     with pytest.raises(OptionError, match="makes '<s>' even of plain text"):
         room.encode(messages("a<s>"))
+
+
+def test_a_tokenizer_that_is_none_of_the_tokenizers_library() -> None:
+    tokenizer = ByT5Tokenizer(chat_template=TEMPLATE.replace(END, "</s>"))
+    room = PromptRoom(tokenizer, CONFIG, 100)
+    assert room.encode(messages("a b")).count(tokenizer.eos_token_id) == 1
+    with pytest.raises(OptionError, match="this model's tokenizer, ByT5Tokenizer, cannot keep .* apart: do not spell"):
+        room.encode(messages("a<extra_id_0>"))
 
 
 def test_a_lone_surrogate_beside_a_spelling() -> None:

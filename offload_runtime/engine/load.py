@@ -108,10 +108,10 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, 
     parts = [where]
     if placement.staged_layers or placement.staged_kv_layers:
         parts.append(planning.describe_staging(placement))
-    memory = planning.memory_name(budget.device.type)
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    parts += [_describe_kv(plan.target), f"{format_bytes(budget.reserved_bytes)}{limit} of {memory} reserved"]
-    parts += [planning.describe_draft_cache(plan), planning.describe_speculation(plan)]
+    reserved = f"{format_bytes(budget.reserved_bytes)}{limit} of {budget.memory_name} reserved"
+    drafts = planning.describe_draft_cache(plan), planning.describe_speculation(plan)
+    parts += [_describe_kv(plan.target), reserved, *drafts]
     if emulation is not None:
         unpaced = " (but not the gathers of retrieved chunks)" if plan.has_verifier and plan.target.on_host else ""
         pace = f"{emulation.link_gbps:g} GB/s, {emulation.link_back_gbps:g} back"
@@ -152,7 +152,8 @@ def load_runtime(
     limit_bytes = config.vram_bytes
     if emulation is not None:
         require_memory(emulation, device)
-        limit_bytes = min(emulation.vram_bytes, emulation.vram_bytes if limit_bytes is None else limit_bytes)
+        whose, other = f"of an emulated {emulation.name}", "emulate a larger card"
+        limit_bytes = planning.within("--vram", limit_bytes, emulation.vram_bytes, whose, other)
     with device_errors(device), ExitStack() as undo:
         draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
@@ -167,8 +168,10 @@ def load_runtime(
             figures = replace(figures, link_gbps=emulation.link_gbps)
         draft = config.draft if draft_source is None else draft_source
         request = replace(config, target=target_source, draft=draft, device=device.type)
+        limits = replace(limits, device_name=budget.memory_name, device_way=budget.way_out)
         limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
         plan = find(request, figures, limits)
+        budget.planned_bytes = plan.device_bytes
         if on_plan is not None:
             on_plan(plan)
         if check is not None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from tokenizers import normalizers
+from tokenizers import PreTokenizedString, pre_tokenizers
 
-from offload_runtime.config import GenerationParams, ModelConfig, require, require_unicode
+from offload_runtime.config import GenerationParams, ModelConfig, is_of, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance, Tally
 
@@ -104,9 +104,9 @@ class SpelledTokens:
     writes.
 
     The first character of every such spelling is a private one while the template works on it, and while control tokens
-    are looked for. The normaliser of a second tokenizer puts it back behind that search, so text is normalised, split
-    and merged as a whole, as it would be if nothing in the messages were a control token. What only becomes such a
-    spelling where a template joins texts is the template's.
+    are looked for. A second tokenizer puts it back behind that search, before it splits text, so text is split and
+    merged as a whole, as it would be if nothing in the messages were a control token. What only becomes such a spelling
+    where a template joins texts is the template's.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -142,11 +142,17 @@ class SpelledTokens:
 
     @cached_property
     def _second(self) -> Any:
+        own_way, name = hasattr(self._tokenizer, "backend_tokenizer"), type(self._tokenizer).__name__
+        require(own_way, f"this model's tokenizer, {name}, cannot keep spelled control tokens apart: do not spell any")
         second = deepcopy(self._tokenizer)  # takes a second where the vocabulary is large
-        own = second.backend_tokenizer.normalizer
-        steps = [*map(normalizers.Replace, self._first, self._first.values()), *([] if own is None else [own])]
-        second.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+        own = second.backend_tokenizer.pre_tokenizer
+        steps = [pre_tokenizers.PreTokenizer.custom(self), *([] if own is None else [own])]
+        second.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         return second
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        """Put first characters back where they were, for the second tokenizer."""
+        text.normalize(lambda part: part.map(self.show))
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -177,12 +183,12 @@ class PromptRoom:
         if isinstance(prompt, str):
             require_unicode("the prompt", prompt)
             tokens = list(self.tokenizer.encode(prompt))
-        elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        elif is_of(prompt, Sequence[Mapping]) and prompt:
             _, tokens = self.encode_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
         else:
-            tokens = [item for item in prompt if isinstance(item, int)]
-            fine = len(tokens) == len(prompt)
+            fine = is_of(prompt, Sequence[int])
             require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
+            tokens = [int(item) for item in prompt if not isinstance(item, Mapping)]
         require(bool(tokens), "the prompt is empty: give it at least one token")
         return self._in_vocabulary(tokens)
 

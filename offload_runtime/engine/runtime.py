@@ -18,11 +18,13 @@ from offload_runtime.config import (
     RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
+    count_or_auto,
     format_bytes,
     params_of_each,
     params_once,
     parse_bytes,
     require,
+    require_type,
 )
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream
@@ -31,7 +33,6 @@ from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts, WindowSize
-from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
@@ -129,10 +130,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        try:
-            layers = None if resident_layers == "auto" else int(resident_layers)
-        except (TypeError, ValueError, OverflowError):
-            raise OptionError(f"resident_layers must be auto or a number of layers, not {resident_layers!r}") from None
+        layers = count_or_auto("resident_layers", resident_layers, "layers")
         vram_bytes, ram_bytes, pinned_bytes = (
             None if size is None else parse_bytes(size) for size in (vram, ram, pinned)
         )
@@ -140,7 +138,8 @@ class Runtime(AbstractContextManager["Runtime"]):
             target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
             pinned_bytes=pinned_bytes, resident_layers=layers, context=context, kv=kv,
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
-            tree_nodes=tree_nodes, emulate=emulate, profile=profile, trace=None if trace is None else Path(trace),
+            tree_nodes=tree_nodes, emulate=emulate, profile=profile,
+            trace=Path(trace) if isinstance(trace, str) else trace,
             allow_special_tokens=allow_special_tokens,
         )  # fmt: skip
         return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
@@ -192,6 +191,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
         asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        (asked,) = params_of_each(asked, None, 1)
         tokens = self._room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
@@ -243,6 +243,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             BudgetError: Memory ran out; once all prompts had been worked on, with what there is of every answer.
         """
         most = self.plan.target.batch
+        require_type("prompts", prompts, Sequence[Any])
         fine = 1 <= len(prompts) <= most
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)

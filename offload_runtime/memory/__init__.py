@@ -19,6 +19,7 @@ from offload_runtime.memory.device import (
     current_device,
     device_memory_used_by_others,
     download,
+    memory_name,
     overwrite,
     pack,
     packed_words,

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
-from threading import Lock
-from weakref import WeakSet
+from threading import Lock, RLock
+from weakref import WeakValueDictionary
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
@@ -29,7 +29,10 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 LAZY_MODULE_BYTES = 200_000_000
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
 _HELD_LOCK = Lock()  # around what `_held` gives, as several runtimes may share a device
-_OPEN_BUDGETS: WeakSet[DeviceBudget] = WeakSet()  # of all runtimes on CUDA that are not closed
+# By their ids, of all runtimes on CUDA that are not closed. The lock is around every change and what follows from it; a
+# finaliser may give a budget back in a thread that holds it.
+_OPEN_BUDGETS: WeakValueDictionary[int, DeviceBudget] = WeakValueDictionary()
+_BUDGETS_LOCK = RLock()
 
 
 class DeviceBudget:
@@ -37,7 +40,8 @@ class DeviceBudget:
 
     Args:
         device: Where the memory is. On the CPU the ledger only counts, so that the same plans can be tried anywhere.
-        limit_bytes: Most that this process may take on the device, everything included; None: all that is free.
+        limit_bytes: Most that this budget may take on the device, everything included that others do not claim; None:
+            all that is free beside the open ones.
         other_bytes: On CUDA, what other processes already held before this one touched the device.
     """
 
@@ -46,20 +50,24 @@ class DeviceBudget:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.reservations: dict[str, int] = {}  # bytes by what they are for
+        self.planned_bytes = 0  # what they will come to, context included, once that is known
+        # For messages.
+        self.memory_name, self.way_out = memory_name(device.type), "raise --vram"
         self._other_bytes = 0
         self.context_bytes = 0
         # What torch's allocator may hold for this budget, and what it held before the first of the open ones.
         self._allowed_bytes = self._held_before_bytes = 0
         if device.type == "cuda":
-            limit_bytes = self._limit_cuda(limit_bytes, other_bytes)
+            torch.zeros(1, device=device)  # creates the context
+            gc.collect()
+            with _BUDGETS_LOCK:
+                limit_bytes = self._limit_cuda(limit_bytes, other_bytes)
         self.limit_bytes = limit_bytes
         self._peak_bytes = 0
 
     def _limit_cuda(self, limit_bytes: int | None, other_bytes: int | None) -> int:
         """Find out what is free, and hold torch's allocator to the limits of all open budgets together: what exceeds
         them raises instead of being taken. Returns the limit."""
-        torch.zeros(1, device=self.device)  # creates the context
-        gc.collect()
         torch.cuda.empty_cache()  # what an earlier runtime's last tensors left with the allocator would count as ours
         torch.cuda.synchronize(self.device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
@@ -69,28 +77,43 @@ class DeviceBudget:
             other_bytes = max(0, used_bytes - TYPICAL_CONTEXT_BYTES)
         self._other_bytes = min(other_bytes, used_bytes)
         self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
-        available_bytes = total_bytes - self._other_bytes
+        others = self._open()
+        claimed_bytes = sum(other.claimed_bytes for other in others)
+        available_bytes = max(0, total_bytes - self._other_bytes - claimed_bytes)
+        claims = f" (open runtimes claim {format_bytes(claimed_bytes)})" if claimed_bytes else ""
         if limit_bytes is None:
             limit_bytes = available_bytes
+            if claimed_bytes:
+                self.memory_name, self.way_out = self.memory_name + claims, "close one of these"
         if limit_bytes > available_bytes:
             raise BudgetError(
                 f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(available_bytes)} that "
-                f"{self.device} has free: lower it to {size_option_down(available_bytes)} or close other programs "
-                "that use the card"
+                f"{self.device} has free{claims}: lower it to {size_option_down(available_bytes)} or close what else "
+                "uses the card"
             )
         self._allowed_bytes = max(0, limit_bytes - self.context_bytes)
         # What this process holds already belongs to other budgets' owners, within their limits, or to nobody's.
-        others = (other._held_before_bytes for other in _OPEN_BUDGETS if other.device == self.device)
-        self._held_before_bytes = next(others, held_bytes)
-        _OPEN_BUDGETS.add(self)
+        self._held_before_bytes = others[0]._held_before_bytes if others else held_bytes
+        _OPEN_BUDGETS[id(self)] = self
         self._cap_allocator()
         return limit_bytes
 
+    def _open(self) -> list[DeviceBudget]:
+        """All open budgets of this card."""
+        # Only this copy of the table is made at once: going through it may run a finaliser that changes it.
+        budgets = [reference() for reference in _OPEN_BUDGETS.valuerefs()]
+        return [budget for budget in budgets if budget is not None and budget.device == self.device]
+
     def _cap_allocator(self) -> None:
         """Hold torch's allocator to the sum of what the open budgets of this card allow, or to nothing without any."""
-        allowed = [budget._allowed_bytes for budget in _OPEN_BUDGETS if budget.device == self.device]
+        allowed = [budget._allowed_bytes for budget in self._open()]
         share = (self._held_before_bytes + sum(allowed)) / torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share) if allowed else 1.0, self.device)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """What no other budget of this process may have."""
+        return max(self.planned_bytes, self.reserved_bytes) - self.context_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -107,8 +130,8 @@ class DeviceBudget:
         free_bytes = self.free_bytes
         if free_bytes is not None and nbytes > free_bytes:
             raise BudgetError(
-                f"{name} needs {format_bytes(nbytes)} of device memory but {format_bytes(max(free_bytes, 0))} of "
-                f"{format_bytes(self.limit_bytes or 0)} is left: raise --vram, lower --context or "
+                f"{name} needs {format_bytes(nbytes)} of {self.memory_name} but {format_bytes(max(free_bytes, 0))} of "
+                f"{format_bytes(self.limit_bytes or 0)} is left: {self.way_out}, lower --context or "
                 "keep fewer layers resident"
             )
         self.reservations[name] = self.reservations.get(name, 0) + nbytes
@@ -120,7 +143,7 @@ class DeviceBudget:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"{name}: the device refused {format_bytes(nbytes)} although the budget allows it: "
+                f"{name}: {self.device} refused {format_bytes(nbytes)} although the budget allows it: "
                 "another program took the memory; close it or lower --vram"
             ) from error
 
@@ -129,8 +152,9 @@ class DeviceBudget:
         whoever holds it."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            _OPEN_BUDGETS.discard(self)
-            self._cap_allocator()
+            with _BUDGETS_LOCK:
+                _OPEN_BUDGETS.pop(id(self), None)
+                self._cap_allocator()
 
     def peak_bytes(self) -> int:
         """Most device memory seen: as the driver reports it on CUDA (context included), the ledger on the CPU."""
@@ -140,6 +164,11 @@ class DeviceBudget:
         else:
             self._peak_bytes = max(self._peak_bytes, self.reserved_bytes)
         return self._peak_bytes
+
+
+def memory_name(device_type: str) -> str:
+    """What the memory is called that a target on such a device works in: a CPU has no other one beside the host's."""
+    return "device memory" if device_type == "cuda" else "memory"
 
 
 def device_memory_used_by_others(index: int) -> int | None:

@@ -405,7 +405,7 @@ class RunPlan:
             MemoryPart("staged KV cache", staged_kv_bytes),
             MemoryPart("pieces to write KV through", placement.d2h_ring.nbytes, pinned),
             # Of a CPU, whose memory is the host's.
-            MemoryPart("all that is on the device", self.device_bytes if self.request.device == "cpu" else 0),
+            MemoryPart("all that a GPU would hold", self.device_bytes if self.request.device == "cpu" else 0),
             MemoryPart("Python and libraries", PROCESS_BYTES),
         )
         return tuple(part for part in parts if part.nbytes)

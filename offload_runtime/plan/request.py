@@ -54,11 +54,6 @@ def device_type_of(request: RuntimeConfig) -> str:
     return "cpu" if request.device == "cpu" else "cuda"
 
 
-def memory_name(device_type: str) -> str:
-    """What the memory is called that a target on such a device works in: a CPU has no other one beside the host's."""
-    return "device memory" if device_type == "cuda" else "memory"
-
-
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
     """Turn `auto`, `bf16`, `fp16` or `fp32` into a dtype; `auto` is the model's own on a GPU and fp32 on a CPU."""
     if name == "auto":
@@ -218,7 +213,7 @@ class MemoryLimits:
 
     `device_bytes` are of the device, of which `reserved_bytes` are taken already; `ram_bytes` of the host, and of these
     `pinned_bytes` page-locked, if `page_locks` says that the device's copies need that at all. The names say whose
-    limits these are, and `ram_way` how to have more, for messages.
+    limits these are, and the ways how to have more, for messages.
     """
 
     device_bytes: int | None
@@ -229,23 +224,23 @@ class MemoryLimits:
     pinned_bytes: int | None
     pinned_name: str
     page_locks: bool = True
+    device_name: str = "device memory"
+    device_way: str = "raise --vram"
 
 
 def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     """What a run may take of a machine that need not be here.
 
     Raises:
-        BudgetError: More device or host memory is asked for than there is.
+        BudgetError: More device, host or page-locked memory is asked for than there is.
     """
-    device_bytes = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
-    ram_bytes = machine.ram_bytes if request.ram_bytes is None else request.ram_bytes
-    _require_there(
-        "--vram", device_bytes, machine.vram_bytes, f"of a card of {machine.name}", "choose another --profile"
-    )
-    _require_there("--ram", ram_bytes, machine.ram_bytes, f"of {machine.name}", "choose another --profile")
-    pinned_bytes, pinned_name = machine.pinnable_bytes, machine.name
-    if request.pinned_bytes is not None and (pinned_bytes is None or request.pinned_bytes < pinned_bytes):
-        pinned_bytes, pinned_name = request.pinned_bytes, "--pinned"
+    name, other = machine.name, "choose another --profile"
+    device_bytes = within("--vram", request.vram_bytes, machine.vram_bytes, f"of a card of {name}", other)
+    ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
+    pinned_bytes, pinned_name = machine.pinnable_bytes, name
+    if request.pinned_bytes is not None:
+        lockable_bytes, pinned_name = pinned_bytes or machine.ram_bytes, "--pinned"
+        pinned_bytes = within("--pinned", request.pinned_bytes, lockable_bytes, f"that {name} page-locks", other)
     ram_name, ram_way = "the host memory", f"add memory: {machine.name} has no more"
     if ram_bytes < machine.ram_bytes:
         ram_name, ram_way = "--ram", "allow more with --ram"
@@ -254,12 +249,14 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     )  # fmt: skip
 
 
-def _require_there(option: str, asked_bytes: int, there_bytes: int, whose: str, other_way: str) -> None:
-    if asked_bytes > there_bytes:
+def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, other_way: str) -> int:
+    """What is asked for of some memory, or all of it. Raises `BudgetError` where there is less."""
+    if asked_bytes is not None and asked_bytes > there_bytes:
         raise BudgetError(
             f"{option} {format_bytes(asked_bytes)} is more than the {format_bytes(there_bytes)} {whose}: lower it to "
             f"{size_option_down(there_bytes)}, or {other_way}"
         )
+    return there_bytes if asked_bytes is None else asked_bytes
 
 
 def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
@@ -284,8 +281,8 @@ def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
         ram_bytes = there_bytes - kept_bytes
         ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
     else:
-        _require_there("--ram", asked_ram, there_bytes, "of host memory available here", "close other programs")
-        ram_bytes, ram_name = asked_ram, "--ram"
+        ram_name, whose = "--ram", "of host memory available here"
+        ram_bytes = within(ram_name, asked_ram, there_bytes, whose, "close other programs")
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
     if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"

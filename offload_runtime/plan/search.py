@@ -76,7 +76,9 @@ def check_host_memory(plan: RunPlan) -> None:
         return
     loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
     parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
-    ways = [] if loading or not plan.placement.num_streamed else ["raise --vram, which keeps more layers there"]
+    # On a CPU all layers are in host memory.
+    moves = not loading and plan.placement.num_streamed and plan.request.device != "cpu"
+    ways = ["raise --vram, which keeps more layers there"] if moves else []
     if target.on_host and not loading:
         ways.append(f"lower --context (now {target.context_tokens})")
     if plan.draft is not None:
@@ -231,7 +233,7 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
             else:
                 reason, error = obstacle
     except BudgetError as short:
-        reason, error = f"its {format_bytes(plan.verifier_bytes)} do not fit the device", short
+        reason, error = f"its {format_bytes(plan.verifier_bytes)} do not fit the {plan.limits.device_name}", short
     if found:
         return [*chains, *found], ""
     if mode == "triforce":
@@ -409,7 +411,7 @@ def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tup
 
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
     least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
-    ways = ["raise --vram", "lower --context"]
+    ways = [plan.limits.device_way, "lower --context"]
     if plan.has_verifier:
         ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
     elif plan.draft is not None:
@@ -417,7 +419,7 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
     if resident:
         ways.append("keep fewer layers resident")
     return BudgetError(
-        f"the device budget of {format_bytes(available_bytes)} is too small by "
+        f"the allowed {plan.limits.device_name} of {format_bytes(available_bytes)} is too small by "
         f"{format_bytes(least.device_bytes - available_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
         f"({_listed(least.device)}): {', '.join(ways)}"
     )
