@@ -217,7 +217,7 @@ def test_a_tokenizer_that_is_none_of_the_tokenizers_library() -> None:
     tokenizer = ByT5Tokenizer(chat_template=TEMPLATE.replace(END, "</s>"))
     room = PromptRoom(tokenizer, CONFIG, 100)
     assert room.encode(messages("a b")).count(tokenizer.eos_token_id) == 1
-    with pytest.raises(OptionError, match="this model's tokenizer, ByT5Tokenizer, cannot keep .* apart: do not spell"):
+    with pytest.raises(OptionError, match=r"this model's tokenizer, ByT5Tokenizer, cannot keep .* apart: do not spell"):
         room.encode(messages("a<extra_id_0>"))
 
 
