@@ -190,12 +190,14 @@ def require_types(options: object) -> None:
         require_type(name, getattr(options, name), hint)
 
 
-def count_or_auto(name: str, value: Any, of: str) -> int | None:
-    """A number, which may be typed, of something; None for `auto`. Raises `OptionError` for anything else."""
+def count_or_auto(name: str, value: Any, *, least: int = 0) -> int | None:
+    """A number, which may be typed; None for `auto`. Raises `OptionError` for anything else."""
     try:
-        return None if value == "auto" else int(value)
+        count = None if value == "auto" else int(value)
     except (TypeError, ValueError, OverflowError):
-        raise OptionError(f"{name} must be auto or a number of {of}, not {value!r}") from None
+        count = -1
+    require(count is None or count >= least, f"{name} must be auto or a count of at least {least}, not {value!r}")
+    return count
 
 
 def require_unicode(name: str, text: str) -> None:
@@ -350,13 +352,16 @@ OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationPar
 
 
 def params_once(
-    by_name: GenerationParams, params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens
-) -> GenerationParams | OneOrMany:
-    """The options of a call, which were given by name or all of them as `params`; `max_new_tokens` is its usual number.
+    by_name: GenerationParams, params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens,
+    kind: Any = GenerationParams | None,
+) -> GenerationParams | OneOrMany:  # fmt: skip
+    """The options of a call, which were given by name or all of them as `params`, of this `kind`; `max_new_tokens` is
+    its usual number.
 
     Raises:
-        OptionError: They were given in both ways.
+        OptionError: They were given in both ways, or are of another kind.
     """
+    require_type("params", params, kind)
     once = params is None or by_name == GenerationParams(max_new_tokens)
     require(once, "options are given twice, by name and as params: put all of them into params")
     return by_name if params is None else params
@@ -510,7 +515,7 @@ class RuntimeConfig:
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
             is_model = isinstance(value, str | Path) or hasattr(value, "config")
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
-        tokens = count_or_auto("context", self.context, "tokens")
+        tokens = count_or_auto("context", self.context)
         object.__setattr__(self, "context", "auto" if tokens is None else tokens)
         require_types(self)
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")

@@ -132,7 +132,7 @@ def test_a_second_runtime_has_what_the_first_leaves(card: Card) -> None:
     second = DeviceBudget(CARD, None)
     assert second.limit_bytes == 20 * GB
     first.planned_bytes = round((11 + CONTEXT_GB) * GB)  # it still reads its weights
-    with pytest.raises(BudgetError, match=r"14\.0 GB is more than the 13\.0 GB .* \(open runtimes claim 11\.0 GB\)"):
+    with pytest.raises(BudgetError, match=r"14\.0 GB is more than the 13\.0 GB .*\(open runtimes claim 11\.0 GB\)"):
         DeviceBudget(CARD, 14 * GB)
     second.reserve("weights", 13 * GB)
     assert DeviceBudget(CARD, None).limit_bytes == 0

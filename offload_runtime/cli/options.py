@@ -21,6 +21,7 @@ from offload_runtime.config import (
     RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
+    count_or_auto,
     idle_options,
     parse_bytes,
     require,
@@ -48,14 +49,7 @@ def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: st
     """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
-        if text == "auto":
-            return None
-        try:
-            count = int(text)
-        except ValueError:
-            count = -1
-        require(count >= least, f"{param.opts[0]} must be auto or a count of at least {least}, not {text!r}")
-        return count
+        return count_or_auto(param.opts[0], text, least=least)
 
     return option("auto", metavar=metavar, parser=str, callback=read, help=help)
 

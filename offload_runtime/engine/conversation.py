@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload_runtime.config import (
-    GenerationParams,
-    SamplingParams,
-    params_of_each,
-    params_once,
-    require,
-    require_unicode,
-)
+from offload_runtime.config import GenerationParams, SamplingParams, params_once, require, require_unicode
 from offload_runtime.engine.generate import OnProgress, TokenStream
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -58,7 +51,7 @@ class Conversation:
             raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
-        (asked,) = params_of_each(params_once(by_name, params, max_new_tokens=1024), None, 1)
+        asked = params_once(by_name, params, max_new_tokens=1024)
         asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
 
         def join(stream: TokenStream) -> None:

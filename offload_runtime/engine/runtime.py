@@ -44,6 +44,9 @@ from offload_runtime.weights import CheckpointSource
 class Runtime(AbstractContextManager["Runtime"]):
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
 
+    One that is dropped without that is closed when Python collects it. A Ctrl-C that lands just then is printed and
+    forgotten, as Python does with whatever a finaliser raises; only the command raises it again.
+
     Any thread may call it. Calls wait for one another, `close` too: `generate` and `generate_batch` until all their
     answers are there, a stream or a turn of a conversation for every piece by itself. Between two pieces another call
     may begin; the stream then cannot go on, in whatever thread, and its next piece is an `OptionError`. So is a call
@@ -130,7 +133,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        layers = count_or_auto("resident_layers", resident_layers, "layers")
+        layers = count_or_auto("resident_layers", resident_layers)
         vram_bytes, ram_bytes, pinned_bytes = (
             None if size is None else parse_bytes(size) for size in (vram, ram, pinned)
         )
@@ -191,7 +194,6 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
         asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
-        (asked,) = params_of_each(asked, None, 1)
         tokens = self._room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
@@ -248,7 +250,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
-        asked = params_of_each(params_once(by_name, params), noise_ids, len(prompts))
+        asked = params_of_each(params_once(by_name, params, kind=Any), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
         with self._locked():

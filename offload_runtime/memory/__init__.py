@@ -26,4 +26,5 @@ from offload_runtime.memory.device import (
     resolve_device,
     unpack,
     upload,
+    within,
 )

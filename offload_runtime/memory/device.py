@@ -78,19 +78,13 @@ class DeviceBudget:
         self._other_bytes = min(other_bytes, used_bytes)
         self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
         others = self._open()
-        claimed_bytes = sum(other.claimed_bytes for other in others)
+        claimed_bytes = sum(max(one.planned_bytes, one.reserved_bytes) - one.context_bytes for one in others)
         available_bytes = max(0, total_bytes - self._other_bytes - claimed_bytes)
         claims = f" (open runtimes claim {format_bytes(claimed_bytes)})" if claimed_bytes else ""
-        if limit_bytes is None:
-            limit_bytes = available_bytes
-            if claimed_bytes:
-                self.memory_name, self.way_out = self.memory_name + claims, "close one of these"
-        if limit_bytes > available_bytes:
-            raise BudgetError(
-                f"--vram {format_bytes(limit_bytes)} is more than the {format_bytes(available_bytes)} that "
-                f"{self.device} has free{claims}: lower it to {size_option_down(available_bytes)} or close what else "
-                "uses the card"
-            )
+        if limit_bytes is None and claimed_bytes:
+            self.memory_name, self.way_out = self.memory_name + claims, "close one of these"
+        whose, other_way = f"that {self.device} has free{claims}", "close what else uses the card"
+        limit_bytes = within("--vram", limit_bytes, available_bytes, whose, other_way)
         self._allowed_bytes = max(0, limit_bytes - self.context_bytes)
         # What this process holds already belongs to other budgets' owners, within their limits, or to nobody's.
         self._held_before_bytes = others[0]._held_before_bytes if others else held_bytes
@@ -109,11 +103,6 @@ class DeviceBudget:
         allowed = [budget._allowed_bytes for budget in self._open()]
         share = (self._held_before_bytes + sum(allowed)) / torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share) if allowed else 1.0, self.device)
-
-    @property
-    def claimed_bytes(self) -> int:
-        """What no other budget of this process may have."""
-        return max(self.planned_bytes, self.reserved_bytes) - self.context_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -164,6 +153,16 @@ class DeviceBudget:
         else:
             self._peak_bytes = max(self._peak_bytes, self.reserved_bytes)
         return self._peak_bytes
+
+
+def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, other_way: str) -> int:
+    """What is asked for of some memory, or all of it. Raises `BudgetError` where there is less."""
+    if asked_bytes is not None and asked_bytes > there_bytes:
+        raise BudgetError(
+            f"{option} {format_bytes(asked_bytes)} is more than the {format_bytes(there_bytes)} {whose}: lower it to "
+            f"{size_option_down(there_bytes)}, or {other_way}"
+        )
+    return there_bytes if asked_bytes is None else asked_bytes
 
 
 def memory_name(device_type: str) -> str:

@@ -6,7 +6,7 @@ that means in tokens per second, and `plan_or_refuse` what would fit where it do
 large it is; this room adds up, reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.memory import memory_name
+from offload_runtime.memory import memory_name, within
 from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time
 from offload_runtime.plan.forecast import (
     RunForecast,
@@ -27,7 +27,6 @@ from offload_runtime.plan.request import (
     machine_figures,
     require_dtype,
     resolve_dtype,
-    within,
 )
 from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, with_staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades

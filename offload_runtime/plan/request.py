@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes, size_option_down
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes
 from offload_runtime.copy import MOST_THREADS
-from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError, ProfileError
+from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
-from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES
+from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights import DescribedModel, describe_model
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
@@ -247,16 +247,6 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     return MemoryLimits(
         device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name
     )  # fmt: skip
-
-
-def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, other_way: str) -> int:
-    """What is asked for of some memory, or all of it. Raises `BudgetError` where there is less."""
-    if asked_bytes is not None and asked_bytes > there_bytes:
-        raise BudgetError(
-            f"{option} {format_bytes(asked_bytes)} is more than the {format_bytes(there_bytes)} {whose}: lower it to "
-            f"{size_option_down(there_bytes)}, or {other_way}"
-        )
-    return there_bytes if asked_bytes is None else asked_bytes
 
 
 def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
