@@ -165,20 +165,20 @@ def require(fine: bool, message: str) -> None:
 def require_type(name: str, value: object, hint: Any) -> None:
     """Raise `OptionError` unless a value is of an annotated type."""
     wanted = str(hint).replace("collections.abc.", "") if get_args(hint) else hint.__name__
-    require(is_of(value, hint), f"{name} must be of type {wanted}, not {reprlib.repr(value)}")
+    require(is_of_type(value, hint), f"{name} must be of type {wanted}, not {reprlib.repr(value)}")
 
 
 _NUMBERS = {int: Integral, float: Real}  # numpy's as well
 
 
-def is_of(value: Any, hint: Any) -> bool:
+def is_of_type(value: Any, hint: Any) -> bool:
     """Whether a value is of an annotated type; True is no number, and a text is no sequence."""
     parts = get_args(hint)
     if isinstance(hint, UnionType):
-        return any(is_of(value, one) for one in parts)
+        return any(is_of_type(value, one) for one in parts)
     if parts:
         listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        return listed and all(is_of(item, parts[0]) for item in value)
+        return listed and all(is_of_type(item, parts[0]) for item in value)
     if hint is Any or isinstance(value, bool):
         return hint in (Any, bool)
     return isinstance(value, _NUMBERS.get(hint, hint))
@@ -383,7 +383,7 @@ def params_of_each(
     if isinstance(params, GenerationParams):
         first = params.sampling.noise_id
         params, noise_ids = [params] * count, range(first, first + count) if noise_ids is None else noise_ids
-    fine = is_of(params, Sequence[GenerationParams])
+    fine = is_of_type(params, Sequence[GenerationParams])
     require(fine, "params is a GenerationParams for all prompts, or a sequence with one for each of them")
     require(len(params) == count, f"{len(params)} params for {count} prompts: give one for each, or one for all")
     if noise_ids is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import PreTokenizedString, pre_tokenizers
 
-from offload_runtime.config import GenerationParams, ModelConfig, is_of, require, require_unicode
+from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance, Tally
 
@@ -142,8 +142,8 @@ class SpelledTokens:
 
     @cached_property
     def _second(self) -> Any:
-        own_way, name = hasattr(self._tokenizer, "backend_tokenizer"), type(self._tokenizer).__name__
-        require(own_way, f"this model's tokenizer, {name}, cannot keep spelled control tokens apart: do not spell any")
+        fine, name = hasattr(self._tokenizer, "backend_tokenizer"), type(self._tokenizer).__name__
+        require(fine, f"this model's tokenizer, {name}, cannot keep spelled control tokens apart: do not spell any")
         second = deepcopy(self._tokenizer)  # takes a second where the vocabulary is large
         own = second.backend_tokenizer.pre_tokenizer
         steps = [pre_tokenizers.PreTokenizer.custom(self), *([] if own is None else [own])]
@@ -183,10 +183,10 @@ class PromptRoom:
         if isinstance(prompt, str):
             require_unicode("the prompt", prompt)
             tokens = list(self.tokenizer.encode(prompt))
-        elif is_of(prompt, Sequence[Mapping]) and prompt:
+        elif is_of_type(prompt, Sequence[Mapping]) and prompt:
             _, tokens = self.encode_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
         else:
-            fine = is_of(prompt, Sequence[int])
+            fine = is_of_type(prompt, Sequence[int])
             require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
             tokens = [int(item) for item in prompt if not isinstance(item, Mapping)]
         require(bool(tokens), "the prompt is empty: give it at least one token")

@@ -129,6 +129,11 @@ class MachineFigures:
     launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
     staging_gbps: float = _DEFAULT_STAGING_GBPS
 
+    @property
+    def lockable_bytes(self) -> int:
+        """Most that can be page-locked."""
+        return self.ram_bytes if self.pinnable_bytes is None else self.pinnable_bytes
+
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in `dtype`; 16-bit types stand for each other."""
         name = DTYPE_NAMES[dtype]
@@ -239,8 +244,8 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
     pinned_bytes, pinned_name = machine.pinnable_bytes, name
     if request.pinned_bytes is not None:
-        lockable_bytes, pinned_name = pinned_bytes or machine.ram_bytes, "--pinned"
-        pinned_bytes = within("--pinned", request.pinned_bytes, lockable_bytes, f"that {name} page-locks", other)
+        pinned_name, whose = "--pinned", f"that {name} page-locks"
+        pinned_bytes = within(pinned_name, request.pinned_bytes, machine.lockable_bytes, whose, other)
     ram_name, ram_way = "the host memory", f"add memory: {machine.name} has no more"
     if ram_bytes < machine.ram_bytes:
         ram_name, ram_way = "--ram", "allow more with --ram"

@@ -104,8 +104,8 @@ def _with(what: Changed, field: str, value: Any) -> Changed:
 
 def _within(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, str], RuntimeConfig]:
     """Options that lower limits beyond what the machine has to nearly all of it, and the request that follows."""
-    options, lockable_bytes = {}, machine.pinnable_bytes or machine.ram_bytes
-    for name, there_bytes in (("vram", machine.vram_bytes), ("ram", machine.ram_bytes), ("pinned", lockable_bytes)):
+    options, there = {}, {"vram": machine.vram_bytes, "ram": machine.ram_bytes, "pinned": machine.lockable_bytes}
+    for name, there_bytes in there.items():
         asked_bytes = getattr(request, f"{name}_bytes")
         if asked_bytes is not None and asked_bytes > there_bytes:
             options[f"--{name}"] = size_option_down(there_bytes)
