@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from offload_runtime_kernels.attention import attention_reference, attention_triton
-from offload_runtime_kernels.few_row_linear import MOST_ROWS, RowNorm, few_row_linear
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError
-from offload_runtime.model import RopeTable, RowBuilder, Window, padded_rows
-from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.runners.target import window_pass
+from offload_runtime.model import RopeTable, RowBuilder, Window
+from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import open_checkpoint
-from offload_runtime.weights.encoding import Weight
 from tests.helpers.assembly import make_runner
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
 from tests.helpers.models import (
@@ -37,10 +34,6 @@ CUDA = torch.device("cuda")
 GPU_ERROR = 5e-5
 # Two roots, a bushy and a deep branch, listed so that no path is a contiguous run.
 PARENTS = (-1, -1, 0, 1, 0, 2, 5, 3, 6)
-
-
-def tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile_rows: int) -> torch.Tensor:
-    return Weight(weight, bias).linear(x, tile_rows)
 
 
 def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float = 1e-5) -> None:
@@ -84,56 +77,6 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     made.close()
 
 
-def _few_row_logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [T, V] of a window's pass that promises no bits."""
-    runner.cache.begin_window([0], [len(tokens)])
-    device = runner.decoder.embedding.device
-    builder = RowBuilder(RopeTable(runner.decoder.config, device))
-    rows = builder.build([Window(tuple(tokens))], [runner.cache.length(0)], [0])
-    return window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
-
-
-def _check_passes_of_few_rows(runner: ModelRunner, name: str, *, most: float) -> None:
-    """Passes of one, two, many and more than the fused products' rows, on each other's keys and on ordinary ones."""
-    model, tokens = random_model(name), random_tokens(MOST_ROWS + 30)
-    expected = all_logits(model, tokens)
-    start = 0
-    for count in (1, 1, 2, 12, MOST_ROWS + 1, 5):
-        part = slice(start, start + count)
-        few = _few_row_logits(runner, tokens[part])
-        _assert_logits(few, expected[part], most=most)
-        runner.cache.commit(0, count)
-        start += count
-    _assert_logits(_window_logits(runner, tokens[start:]), expected[start:], most=most)
-    runner.cache.truncate(0, 0)
-    runner.prefill(0, tokens[:20])
-    _assert_logits(_few_row_logits(runner, tokens[20 : 20 + MOST_ROWS]), expected[20 : 20 + MOST_ROWS], most=most)
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_passes_of_few_rows_match_transformers(name: str) -> None:
-    made = make_runner(random_model(name), slots=2)
-    _check_passes_of_few_rows(made.runner, name, most=1e-5)
-    made.close()
-
-
-@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
-def test_products_of_few_rows_are_the_fused_kernels_and_of_more_the_same_in_steps(rows: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, matrix, bias, scale, stream = (
-        torch.randn(*shape, generator=generator) for shape in ((rows, 48), (32, 48), (32,), (48,), (rows, 32))
-    )
-    weight, norm = Weight(matrix, bias), RowNorm(scale, 1e-5)
-    normed = torch.nn.functional.rms_norm(x, (48,), scale, 1e-5) @ matrix.t() + bias
-    gate, up = normed.chunk(2, dim=1)
-    residual = stream.clone()
-    assert weight.fused_linear(x, norm=norm, residual=residual).data_ptr() == residual.data_ptr()
-    _assert_logits(residual, stream + normed)
-    _assert_logits(weight.fused_linear(x, norm=norm, gated=True), torch.nn.functional.silu(gate) * up)
-    if rows <= MOST_ROWS:
-        assert torch.equal(weight.fused_linear(x, norm=norm), few_row_linear(x, matrix, bias=bias, norm=norm))
-
-
 @pytest.mark.parametrize("prompt_length", [SHORT_LENGTH - 4, SHORT_LENGTH, SHORT_LENGTH + 11])
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
 def test_length_dependent_rope_matches_transformers_across_the_boundary(name: str, prompt_length: int) -> None:
@@ -152,7 +95,7 @@ def test_a_prompt_in_two_parts_matches_transformers_across_the_boundary(name: st
     model, tokens = random_model(name), random_tokens(SHORT_LENGTH + 16)
     first, second = tokens[: SHORT_LENGTH - 4], tokens[SHORT_LENGTH - 4 :]
     expected = cached_logits(model, [first, second])
-    made = make_runner(model, shape=PassShape(8, 4, 8))
+    made = make_runner(model, chunk_tokens=8)
     _assert_logits(made.runner.prefill(0, first), expected[:1])
     _assert_logits(made.runner.prefill(0, second), expected[1:])
     made.close()
@@ -207,11 +150,11 @@ def test_the_kernel_reads_the_rows_of_a_ragged_tree_as_the_reference_does() -> N
         torch.testing.assert_close(attention_triton(q, kv, rows, scale=0.5), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [PassShape(1, 1, 1), PassShape(3, 7, 7), PassShape(64, 8, 64), PassShape(5, 64, 64)])
-def test_chunks_and_tile_heights_do_not_matter(shape: PassShape) -> None:
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+def test_chunks_do_not_matter(chunk_tokens: int) -> None:
     model, tokens = random_model("mistral-window"), random_tokens(45)
     expected = all_logits(model, tokens)
-    made = make_runner(model, slots=1, shape=shape)
+    made = make_runner(model, slots=1, chunk_tokens=chunk_tokens)
     done: list[tuple[int, int]] = []
     logits = made.runner.prefill(0, tokens[:40], on_layer=lambda layer, layers: done.append((layer, layers)))
     _assert_logits(logits, expected[39:40])
@@ -264,21 +207,12 @@ def test_matches_transformers_on_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BUILDERS)
-def test_passes_of_few_rows_match_transformers_on_the_gpu(name: str) -> None:
-    made = make_runner(random_model(name), slots=2, device=CUDA)
-    _check_passes_of_few_rows(made.runner, name, most=GPU_ERROR)
-    made.close()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-biases", "mistral-window", "qwen3", "smollm3"])
 def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str) -> None:
     model, tokens = random_model(name), random_tokens(300)
-    shape = PassShape(window_rows=64, prefill_rows=128, prefill_chunk_tokens=128)
 
     def make(slots: int) -> ModelRunner:
-        runner = make_runner(model, slots=slots, shape=shape, capacity_tokens=512, device=CUDA, dtype=BF16).runner
+        runner = make_runner(model, slots=slots, chunk_tokens=128, capacity_tokens=512, device=CUDA, dtype=BF16).runner
         runner.prefill(0, tokens[:250])
         return runner
 
@@ -292,34 +226,3 @@ def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str) -> 
     nodes = [tokens[250 + index // 2] if index % 2 else 5 for index in range(60)]
     tree = runner.verify([Window(tuple(nodes), tuple(parents))], [0])
     assert torch.equal(tree[1::2], stepped[:30])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tile_rows", [64, 512])
-@pytest.mark.parametrize(("outputs", "inputs"), [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)])
-def test_rows_of_a_tiled_product_do_not_depend_on_place_neighbours_or_address(
-    outputs: int, inputs: int, tile_rows: int
-) -> None:
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    weight = torch.randn(outputs, inputs, device=CUDA, generator=generator).to(BF16)
-    x = torch.randn(tile_rows, inputs, device=CUDA, generator=generator).to(BF16)
-    expected = tiled_linear(x, weight, None, tile_rows)
-    order = torch.randperm(tile_rows, device=CUDA, generator=generator)
-    assert torch.equal(tiled_linear(x[order].contiguous(), weight, None, tile_rows), expected[order])
-    for count in (1, 17, tile_rows // 2 + 1):
-        padded = torch.zeros(padded_rows(count, tile_rows), inputs, dtype=BF16, device=CUDA)
-        padded[:count] = x[:count]
-        assert torch.equal(tiled_linear(padded, weight, None, tile_rows)[:count], expected[:count])
-    twice = torch.cat((x.flip(0), x))
-    assert torch.equal(tiled_linear(twice, weight, None, tile_rows), torch.cat((expected.flip(0), expected)))
-    # 256 bytes further in another allocation, as in another slot of the ring.
-    moved = torch.empty(weight.numel() + 128, dtype=BF16, device=CUDA)[128:].view_as(weight).copy_(weight)
-    assert torch.equal(tiled_linear(x, moved, None, tile_rows), expected)
-
-
-def test_tiled_products_match_one_product() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((12, 7), (5, 7), (5,)))
-    for tile_rows in (1, 3, 4, 12):
-        _assert_logits(tiled_linear(x, weight, bias, tile_rows), x @ weight.t() + bias)
-        _assert_logits(tiled_linear(x, weight, None, tile_rows), x @ weight.t())

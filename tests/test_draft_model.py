@@ -20,17 +20,15 @@ from offload_runtime.runners import (
     DeviceWindow,
     DraftModel,
     ModelRunner,
-    PassShape,
     StepGraphs,
     WindowInput,
     device_window_bytes,
 )
-from tests.helpers.assembly import CPU, Assembled, make_runner
+from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered, sample
 
-SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
 SINKS, RECENT, WINDOW, BATCH = 4, 100, 16, 3
 NOISY = SamplingParams(temperature=0.8, seed=5)
 
@@ -62,14 +60,14 @@ def make_draft(
 ) -> Draft:  # fmt: skip
     """A small random model that keeps `sinks` and at least `recent` tokens."""
     hf_model = random_model(name, seed=7)
-    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=device)
+    made = make_runner(hf_model, capacity_tokens=BLOCK_TOKENS, device=device)
     config = made.runner.decoder.config
     cache = StreamingDraftCache(
         config, torch.float32, sink_tokens=sinks, recent_tokens=recent, window_tokens=window, batch=BATCH,
         budget=DeviceBudget(device, None),
     )  # fmt: skip
     rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
-    runner = ModelRunner(made.runner.decoder, made.runner.streamer, cache, RowBuilder(rope), SHAPE)
+    runner = ModelRunner(made.runner.decoder, made.runner.streamer, cache, RowBuilder(rope), CHUNK_TOKENS)
     return Draft(hf_model, made, cache, runner)
 
 

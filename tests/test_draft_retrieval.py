@@ -18,15 +18,14 @@ from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
 from offload_runtime.plan.memory import ModelPlan, all_resident
-from offload_runtime.runners import DraftModel, ModelRunner, PassShape, StepGraphs
+from offload_runtime.runners import DraftModel, ModelRunner, StepGraphs
 from offload_runtime.weights.layout import ModelLayout
-from tests.helpers.assembly import CPU, Assembled, make_runner
+from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered
 from tests.test_draft_model import propose
 
-SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=64)
 CAPACITY, CHUNK, FEW, ALL, BATCH = 1400, 8, 96, 1408, 3
 NOISY = SamplingParams(temperature=0.8, seed=5)
 
@@ -53,7 +52,7 @@ class Base:
                 batch=BATCH, budget=budget,
             )  # fmt: skip
         rows = RowBuilder(RopeTable(config, self.device))
-        runner = ModelRunner(self.made.runner.decoder, self.made.runner.streamer, cache, rows, SHAPE)
+        runner = ModelRunner(self.made.runner.decoder, self.made.runner.streamer, cache, rows, CHUNK_TOKENS)
         return Draft(runner, loop(runner, params, num_sequences=num_sequences))
 
 
@@ -75,7 +74,7 @@ def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: 
 @pytest.fixture(scope="module")
 def base() -> Iterator[Base]:
     hf_model = random_model("llama-gqa", seed=7)
-    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(hf_model, capacity_tokens=BLOCK_TOKENS)
     yield Base(made, CPU)
     made.close()
 
@@ -180,7 +179,7 @@ def test_a_context_that_budget_and_recent_blocks_hold_is_a_full_cache(base: Base
 
 def test_layers_with_a_sliding_window_attend_to_it() -> None:
     hf_model = random_model("qwen2-window", seed=7)
-    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(hf_model, capacity_tokens=BLOCK_TOKENS)
     windows = Base(made, CPU)
     play(windows.draft(ALL), windows.draft(None), random_tokens(750, seed=1), requests=5)
     made.close()
@@ -231,7 +230,7 @@ def test_what_it_holds_is_reserved_as_planned_and_bounded(base: Base) -> None:
     sizes = {"capacity_tokens": 700, "budget_tokens": FEW, "chunk_size": CHUNK, "batch": 3}
     cache = RetrievedDraftCache(config, torch.bfloat16, **sizes, budget=budget)
     planned = ModelPlan(
-        config, ModelLayout.plain(config, torch.bfloat16), PassShape(8, 8, 8), context_tokens=sizes["capacity_tokens"],
+        config, ModelLayout.plain(config, torch.bfloat16), CHUNK_TOKENS, context_tokens=sizes["capacity_tokens"],
         window_tokens=8, batch=3, placement=all_resident(config.num_layers),
         options=SpeculationOptions(budget_tokens=FEW, chunk_size=CHUNK), cache="retrieval",
     )  # fmt: skip
@@ -250,7 +249,7 @@ GPU = torch.device("cuda")
 @pytest.fixture(scope="module")
 def gpu_base() -> Iterator[Base]:
     hf_model = random_model("llama-gqa", seed=7)
-    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=BLOCK_TOKENS, device=GPU)
+    made = make_runner(hf_model, capacity_tokens=BLOCK_TOKENS, device=GPU)
     yield Base(made, GPU)
     made.close()
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from offload_runtime.engine import Runtime
-from offload_runtime.runners import PassShape
 from tests.helpers.engine import NUM_LAYERS, PROMPT, load, one_thread  # noqa: F401
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -101,7 +100,7 @@ def _vram_for(target: Path, layers: int) -> int:
 def test_pieces_of_the_prompt_change_nothing(target: Path, expected: list[list[int]]) -> None:
     with load(target, resident_layers=0) as runtime:
         for chunk in (16, 24, 64):
-            runtime.parts.target.runner.shape = PassShape(8, 8, chunk)
+            runtime.parts.target.runner.chunk_tokens = chunk
             assert_same(runtime, expected)
 
 

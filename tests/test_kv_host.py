@@ -137,7 +137,7 @@ def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(
     assert writes is not None
     block = runner.cache.blocks.block_bytes  # type: ignore[attr-defined]
     layers, weights = streamer.num_layers, streamer.bytes_per_pass
-    assert weights > 0 and runner.shape.prefill_chunk_tokens < 100
+    assert weights > 0 and runner.chunk_tokens < 100
     runner.prefill(0, random_tokens(700))
     writes.drain()
     assert (streamer.bytes_begun, writes.bytes_copied) == (weights, layers * 2 * block)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offload_runtime.config import GB, RuntimeConfig, parse_bytes
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
-from offload_runtime.runners.target import DRAFT_SHAPES, workspace_bytes
+from offload_runtime.runners.target import workspace_bytes
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, models
 
@@ -115,14 +115,14 @@ def test_a_draft_and_a_verifier_are_named_with_ways_out_of_their_own() -> None:
 
 
 def test_workspace_grows_with_everything_it_is_for() -> None:
-    config, shape = describe_model(CONFIGS / "tinyllama-1.1b").config(), DRAFT_SHAPES["cuda"]
-    sizes = {"context_tokens": 512, "rows": 600, "sampled_rows": 64}
-    base = workspace_bytes(config, 2, shape, **sizes)
-    assert workspace_bytes(config, 4, shape, **sizes) > base
+    config = describe_model(CONFIGS / "tinyllama-1.1b").config()
+    sizes = {"chunk_tokens": 512, "context_tokens": 1024, "rows": 300, "sampled_rows": 64}
+    base = workspace_bytes(config, 2, **sizes)
+    assert workspace_bytes(config, 4, **sizes) > base
     for name, value in sizes.items():
-        assert workspace_bytes(config, 2, shape, **{**sizes, name: 2 * value}) > base
+        assert workspace_bytes(config, 2, **{**sizes, name: 2 * value}) > base
     # At least the logits and the residual stream themselves.
-    assert base > 600 * config.vocab_size * 2 + 512 * config.hidden_size * 2
+    assert base > 300 * config.vocab_size * 2 + 1024 * config.hidden_size * 2
 
 
 @PROPERTY

@@ -528,4 +528,4 @@ def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, refuse)
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=32768)
     plan = plan_run(request, machine_figures(load_profile("rtx4090")))
-    assert plan.target.shape.window_rows == 256 and plan.target.dtype == torch.bfloat16
+    assert plan.target.chunk_tokens == 1024 and plan.target.dtype == torch.bfloat16

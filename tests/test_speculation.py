@@ -21,7 +21,7 @@ from offload_runtime.speculation import (
     Proposer,
     accepted_path,
 )
-from tests.helpers.assembly import SMALL_SHAPE, make_runner
+from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import Decoder, numbered
@@ -121,7 +121,7 @@ def test_a_rejection_at_every_place_of_the_window_changes_nothing(runner: ModelR
     plain, plain_logits, _ = decode(runner, prompt, NoProposer(), params, gamma=0, count=40)
     assert len(set(plain[21:])) > 5
     # Windows narrower than, equal to and wider than a tile of the matrix products.
-    for gamma in (1, 2, SMALL_SHAPE.window_rows - 1, SMALL_SHAPE.window_rows, 2 * SMALL_SHAPE.window_rows + 1):
+    for gamma in (1, 2, 7, 8, 17):
         for wrong_at in (*range(gamma), None):
             proposer = ScriptedProposer(plain, wrong_at)
             tokens, logits, accepted = decode(runner, prompt, proposer, params, gamma=gamma, count=24)

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.model import PassRows, Window
-from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftProposer, DraftRequest
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import Decoder, numbered, sample
 
-DRAFT_SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=32)
 SHORT_CONTEXT = 48
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=5), SamplingParams(temperature=1.0, seed=6)]
 
 
 def runners(capacity_tokens: int) -> Iterator[ModelRunner]:
     """A small random model with all layers resident."""
-    made = make_runner(random_model("llama", seed=7), shape=DRAFT_SHAPE, capacity_tokens=capacity_tokens)
+    made = make_runner(random_model("llama", seed=7), capacity_tokens=capacity_tokens)
     yield made.runner
     made.close()
 

@@ -15,7 +15,7 @@ from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import compact_path
 from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposal
 from tests.helpers.assembly import HostKV, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
@@ -205,7 +205,7 @@ def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> 
         assert torch.equal(kv, setup.kv[0][sequence])
 
 
-GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": PassShape(64, 128, 256)}
+GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "chunk_tokens": 256}
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixt
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.sampling import numbered
-from tests.test_draft_model import BATCH, NOISY, SHAPE, make_draft
+from tests.test_draft_model import BATCH, NOISY, make_draft
 from tests.test_draft_retrieval import Base
 from tests.test_triforce import CONTEXT, SMALL
 from tests.test_triforce import PROMPT as LONG_PROMPT
@@ -148,7 +148,7 @@ def small_draft(kind: str) -> tuple[PlayedDraft, Any, Any]:
     if kind == "streaming":
         made = make_draft("llama-gqa")
         return PlayedDraft(made.runner), made.cache, made.made
-    made = make_runner(random_model("llama-gqa", seed=7), shape=SHAPE, capacity_tokens=BLOCK_TOKENS)
+    made = make_runner(random_model("llama-gqa", seed=7), capacity_tokens=BLOCK_TOKENS)
     runner = Base(made, CPU).draft(96 if kind == "retrieval" else None, retrieved=PlayedCache).runner
     return PlayedDraft(runner), runner.cache, made
 

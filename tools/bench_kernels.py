@@ -1,12 +1,12 @@
 """Time kernels: each Triton kernel beside its torch reference, and beside its bound.
 
     python tools/bench_kernels.py attention [--out FILE] [--commit HASH]
-    python tools/bench_kernels.py few_row_linear --tune
+    python tools/bench_kernels.py linear --tune
 
 The bound of a case is the larger of its bytes over the device's own copy bandwidth (the link's, if it brings them)
 and its operations over a matrix product's own speed, all measured in the same call. Kernels run in a CUDA graph, over
-inputs that are taken in turn. Prints a line a case, then one JSON line. `--tune` tries ways to cut each product of few
-rows instead, and shows the best five beside the reference.
+inputs that are taken in turn. Prints a line a case, then one JSON line. `--tune` tries ways to cut each product
+instead, and shows the best five beside the reference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness import check_out, emit, percentiles, provenance
 from kernel_cases import kv, rows
 from kernel_cases.attention import attention
 from kernel_cases.case import DEVICE, Case
-from kernel_cases.linear import few_row_linear, tuned
+from kernel_cases.linear import linear, tuned
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
 from offload_runtime.config import GB
@@ -30,7 +30,7 @@ from offload_runtime.errors import DeviceError, OptionError
 
 OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
     "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
-    "compact_rows": kv.compact_rows, "few_row_linear": few_row_linear, "gather_chunks": kv.gather_chunks_cases,
+    "compact_rows": kv.compact_rows, "linear": linear, "gather_chunks": kv.gather_chunks_cases,
     "gumbel_argmax": rows.gumbel_argmax, "rms_norm": rows.rms_norm, "rope_store": rows.rope_store,
     "swiglu": rows.swiglu,
 }  # fmt: skip
@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure one kernel's cases."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("operation", choices=OPERATIONS)
-    parser.add_argument("--tune", action="store_true", help="few_row_linear: try ways to cut each product")
+    parser.add_argument("--tune", action="store_true", help="linear: try ways to cut each product")
     harness.add_report_options(parser)
     options = parser.parse_args(argv)
-    if options.tune and options.operation != "few_row_linear":
-        raise OptionError(f"--tune does nothing for {options.operation}: only few_row_linear is tuned")
+    if options.tune and options.operation != "linear":
+        raise OptionError(f"--tune does nothing for {options.operation}: only linear is tuned")
     check_out(options.out)
     if not torch.cuda.is_available():
         raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
@@ -207,7 +208,7 @@ def connect_model(
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
         kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
     )  # fmt: skip
-    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.shape)
+    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.chunk_tokens)
     return LoadedModel(runner, weights, link_peak_gbps, rope, engine, memory)
 
 
@@ -251,15 +252,16 @@ def _on_device(blocks: list[torch.Tensor], budget: DeviceBudget, name: str) -> l
 
 
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
-    """Compile kernels, load library modules and let the allocator take its blocks, with products of their full height.
+    """Compile kernels, load library modules and let the allocator take its blocks, with every way to cut a product.
 
     With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. Leaves the cache empty.
     """
     runner, cache = model.runner, model.runner.cache
-    most = runner.shape.window_rows
-    tokens = max(1, min(runner.shape.prefill_chunk_tokens, cache.capacity_tokens - most))
+    tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
     runner.prefill(0, [0] * tokens)
-    rows = min(most, cache.capacity_tokens - tokens)
+    rows = min(TILE_ROWS[-1], cache.capacity_tokens - tokens)
+    for fewer in (count for count in TILE_ROWS if count < rows):
+        runner.verify([Window((0,) * fewer)], [0])
     window, branches = Window((0,) * rows), trees and rows > 2
     if branches:
         if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too

@@ -1,5 +1,5 @@
 """Decoder maths of the Llama family; weights, cache and rows are passed in."""
 
-from offload_runtime.model.decoder import Decoder, Weights, padded_rows
+from offload_runtime.model.decoder import Decoder, Weights
 from offload_runtime.model.rope import RopeTable, RowFrequencies
 from offload_runtime.model.rows import PassRows, RowBuilder, Window, depths_of

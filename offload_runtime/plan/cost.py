@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.config import GB
-from offload_runtime.model import padded_rows
 from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
 from offload_runtime.runners.graphs import STEP_ROWS
@@ -36,9 +36,11 @@ _HOST_LAYER_S = 180e-6
 _HOST_LAUNCH_S = 18e-6
 # Touching and locking new host memory: 63 GB in 16 s.
 _GROWTH_GBPS = 4.0
-# Launches of a layer: norms, rotation, attention in two, activation, four products each once a tile; more in a step.
-_LAYER_LAUNCHES = 10
+# Launches of a layer: norms, rotation, attention in two; four products, each once a slice of many rows.
+_LAYER_LAUNCHES = 5
 _PRODUCTS = 4
+# Slices of products of many rows, which read the weights once each.
+_SLICE_ROWS = LIBRARY_ROWS["cuda"][0]
 _PIECE_LAUNCHES = 3
 _STEP_LAUNCHES = 12  # head, sampling, moving the window
 _CHOICE_LAUNCHES = 4
@@ -129,8 +131,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     ring of copies running across passes."""
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
-    tile = target.shape.window_rows
-    height = padded_rows(batch * rows, tile)
+    height = batch * rows
+    slices = -(-height // _SLICE_ROWS)
     # What crosses the link.
     streamed = {layer: target.streamed_kv_bytes(layer, length_tokens) for layer in target.kv_layers_on_host}
     weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
@@ -150,11 +152,11 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     for (reach, layer_bytes), count in kinds.items():
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
-        stages.append((count, height // tile * layer_bytes / attained_hbm, matrix_s))
+        stages.append((count, slices * layer_bytes / attained_hbm, matrix_s))
         key_bytes = 2 * target.config.kv_size * target.dtype.itemsize  # with its value, in one layer
         stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
     layers = target.config.num_layers
-    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS * height // tile) + _PIECE_LAUNCHES * pieces
+    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS * slices) + _PIECE_LAUNCHES * pieces
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
         hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
@@ -190,7 +192,7 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
     kv_bytes = draft.batch * kept * draft.config.kv_bytes_per_token(draft.dtype.itemsize)
-    return _step_s(draft, machine, rows=draft.batch, kv_bytes=kv_bytes, layer_launches=_LAYER_LAUNCHES)
+    return _step_s(draft, machine, rows=draft.batch, kv_bytes=kv_bytes, choice_launches=0)
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
@@ -205,20 +207,20 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     return _step_s(
         target, machine, rows=batch * (1 + gamma_draft(plan)),
         kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // options.refresh_steps,
-        layer_launches=_LAYER_LAUNCHES + _PRODUCTS + _CHOICE_LAUNCHES // options.refresh_steps,
+        choice_launches=_CHOICE_LAUNCHES // options.refresh_steps,
         fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
     )  # fmt: skip
 
 
 def _step_s(
-    model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, layer_launches: int, fetched_bytes: int = 0
+    model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, choice_launches: int, fetched_bytes: int = 0
 ) -> float:
     """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
     layers = model.config.num_layers
     hbm_bytes = sum(model.layout.layer_bytes) + model.layout.head_bytes + kv_bytes
     operations = 2 * rows * layers * model.layer_elements + _head_operations(model, rows)
     compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
-    launches = layers * layer_launches + _STEP_LAUNCHES
+    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
 
 
@@ -456,8 +458,8 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     for reach in config.layer_windows:
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
         attention_operations += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
-    tiles = -(-prompt_tokens // target.shape.prefill_rows)  # the weights are read for every one of them
-    hbm_s = batch * tiles * sum(target.layout.layer_bytes) / machine.attained_hbm
+    slices = -(-prompt_tokens // _SLICE_ROWS)
+    hbm_s = batch * slices * sum(target.layout.layer_bytes) / machine.attained_hbm
     arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
     compute_s = max(hbm_s, arithmetic_s)

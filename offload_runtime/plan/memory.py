@@ -30,12 +30,12 @@ from offload_runtime.plan.request import (
     resolve_context,
     resolve_dtype,
 )
-from offload_runtime.runners import PassShape, draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners import draft_graph_bytes, step_graph_bytes, tree_slots
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
-from offload_runtime.runners.target import DRAFT_SHAPES, target_shape, workspace_bytes
+from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.weights import ModelLayout, packed_bytes
+from offload_runtime.weights import ModelLayout
 
 # Where nothing is staged.
 NO_RING = RingShape(0, 0)
@@ -100,7 +100,7 @@ class ModelPlan:
 
     config: ModelConfig
     layout: ModelLayout
-    shape: PassShape
+    chunk_tokens: int  # pieces that a prompt is worked on in
     context_tokens: int
     window_tokens: int
     batch: int
@@ -281,8 +281,8 @@ class ModelPlan:
         rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
         return workspace_bytes(
-            self.config, self.dtype.itemsize, self.shape, context_tokens=self.context_tokens, rows=rows,
-            sampled_rows=sampled_rows,
+            self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
+            rows=rows, sampled_rows=sampled_rows,
         )  # fmt: skip
 
 
@@ -466,16 +466,15 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    # By the weights as they are computed with: no bit may depend on how they are stored.
-    shape = target_shape(packed_bytes(config, dtype), device_type)
     layout, placement = ModelLayout.plain(config, dtype), all_resident(config.num_layers)
-    target = ModelPlan(config, layout, shape, tokens, window, request.max_batch, placement, request.speculation)
+    chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
+    target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
-    draft = _plan_draft(request, target, DRAFT_SHAPES[device_type], tree_nodes) if has_draft else None
+    draft = _plan_draft(request, target, tree_nodes) if has_draft else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
 
 
-def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tree_nodes: int) -> ModelPlan:
+def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> ModelPlan:
     """Plan of a draft model. A full cache ends where the draft's own positions do.
 
     Raises:
@@ -493,8 +492,9 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, shape: PassShape, tre
             "--draft-cache streaming or full, or --tree-nodes 0"
         )
     plan = ModelPlan(
-        config, ModelLayout.plain(config, target.dtype), shape, context, target.window_tokens, target.batch,
-        all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes, step_rows=max(STEP_ROWS, target.batch),
+        config, ModelLayout.plain(config, target.dtype), target.chunk_tokens, context, target.window_tokens,
+        target.batch, all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes,
+        step_rows=max(STEP_ROWS, target.batch),
     )  # fmt: skip
     if cache == "streaming":
         return plan.with_streaming_cache()

@@ -198,9 +198,8 @@ class DraftModel:
         )  # fmt: skip
         sequences = self._sequences[:num_rows]
         rows = PassRows.of_step(step, sequences, max_length=reach)
-        # A guess promises no bits: the quickest products will do.
         runner = self.runner
-        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)  # [B * count, V]
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)  # [B * count, V]
         newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
         token = sample(newest, self._sampling, step.ahead, sequences)
         window.put(cursor, token, self._cursor[:num_rows])

@@ -347,7 +347,7 @@ class DraftTree:
         )  # fmt: skip
         rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners), prefill=False)
         runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows, None)
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         self._logits[:num_rows].copy_(logits)
 
     def _choose(self, shape: StepShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:

@@ -99,8 +99,7 @@ class RetrievalVerifier:
         window, count = self.window, num_proposals + 1
         step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
         rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
-        # The retrieval verifier promises no bits, so its products only have to be quick.
-        logits = window_pass(self._decoder, self._layers, self.cache, rows, None)  # [B*T, V]
+        logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.sequences)
         window.accept(samples.view(window.num_rows, count), self._counts)
 

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.few_row_linear import MOST_ROWS, RowNorm, few_row_linear
-from offload_runtime_kernels.rms_norm import add_rms_norm
-from offload_runtime_kernels.swiglu import swiglu
+from offload_runtime_kernels.linear import linear
 
 # Fills a contiguous CPU tensor of the checkpoint tensor's shape, converting to that tensor's dtype. It opens its file,
 # reads and closes it again, so nothing stays mapped, and fills may run in parallel threads.
@@ -44,45 +42,10 @@ class Weight:
         """Let `fill` write the rows `[row_start, row_end)`, which stay as they are stored; in host memory only."""
         fill(self.stored[row_start:row_end])
 
-    def linear(self, x: torch.Tensor, tile_rows: int) -> torch.Tensor:
-        """x W^T + b in products of exactly `tile_rows` rows, so that a row's bits do not depend on its company.
-
-        A library chooses its kernel, and with it the order of its sums, by the shape of the product. At one fixed
-        height the rows of cuBLAS bf16 products are bitwise independent of their place and neighbours (measured on an
-        H200 for heights 1 to 1024). So every product has exactly `tile_rows` rows; longer inputs are cut, shorter ones
-        are padded beforehand.
-
-        Args:
-            x: [N, K], contiguous, N a multiple of `tile_rows`.
-            tile_rows: Rows of every product.
-
-        Returns:
-            [N, M].
-        """
-        assert x.shape[0] % tile_rows == 0
-        transposed = self.dense.t()
-        out = x.new_empty(x.shape[0], transposed.shape[1])
-        for x_tile, out_tile in zip(x.split(tile_rows), out.split(tile_rows), strict=True):
-            if self.bias is None:
-                torch.mm(x_tile, transposed, out=out_tile)
-            else:
-                torch.addmm(self.bias, x_tile, transposed, out=out_tile)
-        return out
-
-    def fused_linear(
-        self, x: torch.Tensor, *, norm: RowNorm | None = None, residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        """The same of few rows and without promised bits, in as few launches as there is a way to: `few_row_linear`,
-        which also describes the arguments, or the same in ordinary kernels where there are too many rows for it."""
-        if x.shape[0] <= MOST_ROWS:
-            return few_row_linear(x, self.dense, bias=self.bias, norm=norm, residual=residual, gated=gated)
-        if norm is not None:
-            x = add_rms_norm(x, None, norm.weight, norm.eps)
-        y = self.linear(x, x.shape[0])
-        if gated:
-            y = swiglu(y)
-        return y if residual is None else residual.add_(y)
+    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+        """x W^T + b, added to a residual or gated: `offload_runtime_kernels.linear.linear`, which describes the
+        arguments. A row's bits depend on nothing but the row."""
+        return linear(x, self.dense, bias=self.bias, residual=residual, gated=gated)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
-from offload_runtime.runners import ModelRunner, PassShape
+from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
 from tests.helpers.models import model_config_from_transformers
 
 CPU = torch.device("cpu")
-SMALL_SHAPE = PassShape(window_rows=8, prefill_rows=16, prefill_chunk_tokens=32)
+CHUNK_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def make_runner(
     *,
     slots: int = 0,
     resident: tuple[int, ...] | None = None,
-    shape: PassShape = SMALL_SHAPE,
+    chunk_tokens: int = CHUNK_TOKENS,
     capacity_tokens: int = 160,
     batch: int = 3,
     device: torch.device = CPU,
@@ -99,7 +99,7 @@ def make_runner(
         model: An opened checkpoint, or a transformers model.
         slots: Slots of the ring; 0 keeps every layer resident.
         resident: Layers that stay on the device when there is a ring; by default none.
-        shape: Heights of the matrix products.
+        chunk_tokens: Pieces that a prompt is worked on in.
         capacity_tokens: Of the cache, per sequence.
         batch: Sequences of the cache.
         device: Where to compute.
@@ -148,7 +148,7 @@ def make_runner(
     )
     shared = layout.shared.views(weights.block(None).to(device))
     rows = RowBuilder(RopeTable(config, device))
-    runner = ModelRunner(Decoder(config, shared), streamer, cache, rows, shape)
+    runner = ModelRunner(Decoder(config, shared), streamer, cache, rows, chunk_tokens)
     return Assembled(runner, engine, weights, tuple(rings), writeback)
 
 

@@ -13,13 +13,12 @@ from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
-from offload_runtime.runners import DraftTree, ModelRunner, PassShape, tree_slots
+from offload_runtime.runners import DraftTree, ModelRunner, tree_slots
 from offload_runtime.speculation import CandidateTree, DraftProposer, NgramProposer, TreeDraftProposer
-from tests.helpers.assembly import CPU, Assembled, make_runner
+from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner
 from tests.helpers.models import VOCAB_SIZE, all_logits, random_model
 from tests.helpers.sampling import numbered, perturbed_logits
 
-SHAPE = PassShape(window_rows=1, prefill_rows=16, prefill_chunk_tokens=32)
 BATCH = 3
 
 
@@ -60,7 +59,7 @@ def make_tree_draft(
 ) -> TreeDraft:  # fmt: skip
     """A draft whose trees may have `tree_nodes`; `kept` sinks and recent tokens, where its cache does not keep all."""
     hf_model = hf_model or random_model(name, seed=seed)
-    made = make_runner(hf_model, shape=SHAPE, capacity_tokens=capacity_tokens, device=device, dtype=dtype)
+    made = make_runner(hf_model, capacity_tokens=capacity_tokens, device=device, dtype=dtype)
     config = made.runner.decoder.config
     options: dict[str, Any] = {
         "batch": BATCH, "budget": DeviceBudget(device, None), "spare_slots": tree_slots(tree_nodes)
@@ -75,7 +74,7 @@ def make_tree_draft(
         )
         rope = RopeTable(config, device, fixed_length=cache.capacity_tokens)
     rows = RowBuilder(rope)
-    return TreeDraft(hf_model, made, ModelRunner(made.runner.decoder, made.runner.streamer, cache, rows, SHAPE))
+    return TreeDraft(hf_model, made, ModelRunner(made.runner.decoder, made.runner.streamer, cache, rows, CHUNK_TOKENS))
 
 
 def scores_by_the_book(

@@ -1,27 +1,23 @@
-"""`add_rms_norm`: the Triton kernel against plain torch, and rows that do not know of each other."""
+"""`rms_norm`: the Triton kernel against plain torch, and rows that do not know of each other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from offload_runtime_kernels.rms_norm import add_rms_norm_reference, add_rms_norm_triton
+from offload_runtime_kernels.rms_norm import rms_norm_reference, rms_norm_triton
 
 from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poisoned_outputs, random_tensor
 
 EPS = 1e-5
 
 
-def _check(rows: int, width: int, *, with_delta: bool, dtype: torch.dtype) -> None:
-    residual = random_tensor(rows, width, seed=1, dtype=dtype, scale=3.0)
-    delta = random_tensor(rows, width, seed=2, dtype=dtype) if with_delta else None
+def _check(rows: int, width: int, *, dtype: torch.dtype) -> None:
+    x = random_tensor(rows, width, seed=1, dtype=dtype, scale=3.0)
     weight = random_tensor(width, seed=3, dtype=dtype)
-    expected_residual = residual.clone()
-    expected = add_rms_norm_reference(expected_residual, delta, weight, EPS)
-    before = residual.clone()
+    expected, before = rms_norm_reference(x, weight, EPS), x.clone()
     with poisoned_outputs():
-        normed = add_rms_norm_triton(residual, delta, weight, EPS)
-    # The sum is one rounding of the exact one in both, so it is equal; without a delta nothing may be written.
-    assert torch.equal(residual, expected_residual if with_delta else before)
+        normed = rms_norm_triton(x, weight, EPS)
+    assert torch.equal(x, before)
     # Sums in another order and rsqrt move the normalised value across at most one rounding boundary, and the product
     # with the weight is rounded once more: three roundings between them, in fp32 a few more for the sum itself.
     roundings = 16 if dtype == torch.float32 else 4
@@ -30,24 +26,22 @@ def _check(rows: int, width: int, *, with_delta: bool, dtype: torch.dtype) -> No
     assert_within(normed, expected, atol=atol, rtol=roundings * 2 * UNIT_ROUNDOFF[dtype])
 
 
-@pytest.mark.parametrize("with_delta", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 77), (5, 576), (2, 1030)])
-def test_matches_reference(rows: int, width: int, with_delta: bool) -> None:
-    _check(rows, width, with_delta=with_delta, dtype=torch.float32)
+def test_matches_reference(rows: int, width: int) -> None:
+    _check(rows, width, dtype=torch.float32)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (17, 77), (33, 576), (9, 4096), (3, 5120)])
 def test_matches_reference_in_half_precision(rows: int, width: int, dtype: torch.dtype) -> None:
-    for with_delta in (True, False):
-        _check(rows, width, with_delta=with_delta, dtype=dtype)
+    _check(rows, width, dtype=dtype)
 
 
 def test_eps_matters_for_a_tiny_row() -> None:
     residual = random_tensor(2, 48, seed=4, scale=1e-3)
     weight = torch.ones_like(residual[0])
-    normed = add_rms_norm_triton(residual, None, weight, 1e-2)
+    normed = rms_norm_triton(residual, weight, 1e-2)
     expected = residual.double() / (residual.double().square().mean(-1, keepdim=True) + 1e-2).sqrt()
     assert_within(normed, expected, atol=1e-30, rtol=1e-5)
 
@@ -55,10 +49,9 @@ def test_eps_matters_for_a_tiny_row() -> None:
 @pytest.mark.gpu
 def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
     residual = random_tensor(512, 4096, seed=5, dtype=torch.bfloat16)
-    delta = random_tensor(512, 4096, seed=6, dtype=torch.bfloat16)
     weight = random_tensor(4096, seed=7, dtype=torch.bfloat16)
-    together = add_rms_norm_triton(residual.clone(), delta, weight, EPS)
+    together = rms_norm_triton(residual, weight, EPS)
     for start, count in ((0, 1), (100, 1), (100, 17), (511, 1), (3, 200)):
         rows = slice(start, start + count)
-        alone = add_rms_norm_triton(residual[rows].clone(), delta[rows].clone(), weight, EPS)
+        alone = rms_norm_triton(residual[rows], weight, EPS)
         assert torch.equal(alone, together[rows])

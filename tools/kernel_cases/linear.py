@@ -1,7 +1,7 @@
-"""The fused products of few rows at the shapes of Llama-2-7B, SmolLM2-135M and a Llama of 68M, and ways to cut them.
+"""Matrix products of few and many rows at the shapes of Llama-2-7B and SmolLM2-135M, and ways to cut them.
 
-The reference is what the same part of a pass was before: cuBLAS, with the kernels of RMSNorm and SwiGLU around it; the
-residual is added by the norm that comes next. The bound is reading the weights once.
+The reference is cuBLAS with the kernels that round as the fused ones do. The bound is the longer of reading the weights
+once and of multiplying.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 from kernel_cases.case import Case, num_inputs, random_bf16
-from offload_runtime_kernels.few_row_linear import LANE_ROWS, LinearConfig, RowNorm, few_row_linear_triton
-from offload_runtime_kernels.rms_norm import add_rms_norm
-from offload_runtime_kernels.swiglu import swiglu
+from offload_runtime_kernels import linear as kernel
+from offload_runtime_kernels.linear import LinearTile, linear_library, linear_triton
 from timing import graph_times_ms
 from triton.runtime.errors import OutOfResources
 
 from offload_runtime.config import GB
-from offload_runtime.weights.encoding import Weight
 
-_EPS = 1e-5
 _COMPILING_THREADS = 8
 _SHOWN = 5
 
@@ -38,7 +35,6 @@ class Product:
     name: str
     m: int
     k: int
-    normed: bool = False
     gated: bool = False
     residual: bool = False
 
@@ -46,18 +42,17 @@ class Product:
 def layer_products(model: str, hidden: int, qkv: int, inner: int, vocab: int) -> list[Product]:
     """The four products of a layer and the head."""
     return [
-        Product(model, "qkv", qkv, hidden, normed=True),
+        Product(model, "qkv", qkv, hidden),
         Product(model, "o", hidden, hidden, residual=True),
-        Product(model, "gate_up", 2 * inner, hidden, normed=True, gated=True),
+        Product(model, "gate_up", 2 * inner, hidden, gated=True),
         Product(model, "down", hidden, inner, residual=True),
-        Product(model, "head", vocab, hidden, normed=True),
+        Product(model, "head", vocab, hidden),
     ]
 
 
 PRODUCTS = {
-    "7b": (layer_products("7b", 4096, 12288, 11008, 32000), (1, 5, 17)),
-    "135m": (layer_products("135m", 576, 960, 1536, 49152), (1,)),
-    "68m": (layer_products("68m", 768, 2304, 3072, 32000), (1,)),
+    "7b": (layer_products("7b", 4096, 12288, 11008, 32000), (1, 5, 17, 64, 200, 1024)),
+    "135m": (layer_products("135m", 576, 960, 1536, 49152), (1, 17)),
 }
 
 
@@ -71,29 +66,22 @@ class Inputs:
         self.count = num_inputs(self.moved_bytes)
         self._weight = random_bf16(self.count, product.m, product.k).mul_(product.k**-0.5)
         self._x = random_bf16(rows, product.k)
-        self._delta = random_bf16(rows, product.k)
-        self._norm = RowNorm(random_bf16(product.k), _EPS)
-        self._residual = random_bf16(rows, product.m)
+        self._out = random_bf16(rows, product.m // 2 if product.gated else product.m)
 
-    def fused(self, index: int, config: LinearConfig | None = None) -> torch.Tensor:
-        """The kernel."""
-        product = self.product
-        return few_row_linear_triton(
-            self._x, self._weight[index], norm=self._norm if product.normed else None,
-            residual=self._residual if product.residual else None, gated=product.gated, config=config,
-        )  # fmt: skip
+    def linear(self, index: int) -> torch.Tensor:
+        """As a pass does it."""
+        residual = self._out if self.product.residual else None
+        return kernel.linear(self._x, self._weight[index], residual=residual, gated=self.product.gated)
 
-    def unfused(self, index: int) -> torch.Tensor:
+    def tiled(self, index: int, tile: LinearTile) -> None:
+        """The kernel, cut in one way."""
+        linear_triton(
+            self._x, self._weight[index], self._out, add=self.product.residual, gated=self.product.gated, tile=tile
+        )
+
+    def library(self, index: int) -> None:
         """cuBLAS and the kernels around it."""
-        x = self._x
-        if self.product.normed:
-            x = add_rms_norm(x, self._delta, self._norm.weight, _EPS)
-        y = Weight(self._weight[index]).linear(x, self.rows)
-        return swiglu(y) if self.product.gated else y
-
-    def added_by_cublas(self, index: int) -> torch.Tensor:
-        """cuBLAS adds its product to the residual."""
-        return self._residual.addmm_(self._x, self._weight[index].t())
+        linear_library(self._x, self._weight[index], self._out, add=self.product.residual, gated=self.product.gated)
 
     def time_ms(self, run: Callable[[int], object]) -> float:
         """Median of one `run` in a CUDA graph of at least 16."""
@@ -106,67 +94,61 @@ def make_case(product: Product, rows: int) -> Case:
     inputs = Inputs(product, rows)
     return Case(
         configuration={"model": product.model, "product": product.name, "rows": rows, "m": product.m, "k": product.k},
-        kernel=inputs.fused,
-        reference=inputs.unfused,
+        kernel=inputs.linear,
+        reference=inputs.library,
         num_inputs=inputs.count,
         moved_bytes=inputs.moved_bytes,
         operations=2 * rows * product.m * product.k,
     )
 
 
-def few_row_linear() -> Iterator[Callable[[], Case]]:
+def linear() -> Iterator[Callable[[], Case]]:
     """All cases."""
     for products, model_rows in PRODUCTS.values():
         for rows in model_rows:
             yield from (partial(make_case, product, rows) for product in products)
 
 
-def lane_configs(k: int) -> Iterator[LinearConfig]:
-    """Ways to cut a product of one or two rows: tiles that are as wide as their warps."""
-    for block_k in (512, 1024, 2048):
-        if block_k < 2 * k:
-            for block_m in (2, 4, 8):
-                for num_stages in (1, 3) if 2 * block_k <= k else (1,):
-                    yield LinearConfig(block_m, block_k, block_k // 256, num_stages)
-
-
-def dot_configs() -> Iterator[LinearConfig]:
-    """Ways to cut a product of more rows; some need more shared memory than there is and are left out when tried."""
-    cuts = (
-        (16, 256, 2), (16, 512, 4), (32, 128, 2), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4),
-        (128, 128, 8),
+def tiles(rows: int) -> Iterator[LinearTile]:
+    """Ways to cut a product of `rows` rows; some need more shared memory than there is and are left out when tried."""
+    few = (
+        (16, 128, 1, 4), (16, 128, 1, 6), (16, 256, 1, 4), (32, 128, 2, 4), (64, 64, 4, 6), (64, 128, 4, 4),
+        (128, 64, 4, 4),
     )  # fmt: skip
-    for cut in cuts:
-        for num_stages in (3, 4):
-            yield LinearConfig(*cut, num_stages)
+    many = (
+        (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 3), (256, 128, 64, 8, 3),
+        (128, 256, 64, 8, 3),
+    )  # fmt: skip
+    if rows <= 32:
+        height = next(height for height in (8, 16, 32) if rows <= height)
+        yield from (LinearTile(height, *cut, True) for cut in few)
+    else:
+        yield from (LinearTile(*cut, w_first) for cut in many for w_first in (True, False))
 
 
 def tune(product: Product, rows: int, copy_gbps: float) -> dict[str, Any]:
     """Times of every way that runs, best first, as JSON."""
     inputs = Inputs(product, rows)
 
-    def runs(config: LinearConfig) -> bool:
+    def runs(tile: LinearTile) -> bool:
         try:
-            inputs.fused(0, config)
+            inputs.tiled(0, tile)
         except OutOfResources:
             return False
         return True
 
-    configs = list(lane_configs(product.k) if rows <= LANE_ROWS else dot_configs())
+    ways = list(tiles(rows))
     # Compiling takes longer than timing, and mostly outside of Python.
     with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
-        fitting = [config for config, fits in zip(configs, pool.map(runs, configs), strict=True) if fits]
+        fitting = [tile for tile, fits in zip(ways, pool.map(runs, ways), strict=True) if fits]
     torch.cuda.synchronize()
-    times = [(inputs.time_ms(partial(inputs.fused, config=config)), config) for config in fitting]
-    best = [{**asdict(config), "ms": time} for time, config in sorted(times, key=lambda pair: pair[0])[:_SHOWN]]
-    result = {
+    times = [(inputs.time_ms(partial(inputs.tiled, tile=tile)), tile) for tile in fitting]
+    best = [{**asdict(tile), "ms": time} for time, tile in sorted(times, key=lambda pair: pair[0])[:_SHOWN]]
+    return {
         "model": product.model, "product": product.name, "rows": rows, "m": product.m, "k": product.k, "best": best,
-        "default_ms": inputs.time_ms(inputs.fused), "unfused_ms": inputs.time_ms(inputs.unfused),
+        "default_ms": inputs.time_ms(inputs.linear), "library_ms": inputs.time_ms(inputs.library),
         "bound_ms": inputs.moved_bytes / (copy_gbps * GB) * 1e3,
     }  # fmt: skip
-    if product.residual:
-        result["added_by_cublas_ms"] = inputs.time_ms(inputs.added_by_cublas)
-    return result
 
 
 def tuned(copy_gbps: float) -> Iterator[dict[str, Any]]:
@@ -178,6 +160,8 @@ def tuned(copy_gbps: float) -> Iterator[dict[str, Any]]:
                 times = ", ".join(f"{key} {value:.4f}" for key, value in result.items() if key.endswith("_ms"))
                 print(f"{result['model']} {result['product']}, {rows} rows: {times}")
                 for way in result["best"]:
-                    cut = ", ".join(f"{way[key]}" for key in ("block_m", "block_k", "num_warps", "num_stages"))
+                    cut = ", ".join(
+                        f"{way[key]}" for key in ("block_n", "block_m", "block_k", "num_warps", "num_stages", "w_first")
+                    )
                     print(f"    ({cut}): {way['ms']:.4f} ms", flush=True)
                 yield result

@@ -1,0 +1,288 @@
+"""`linear`: every way to multiply against the formula in double precision, and bits that depend on the row alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from offload_runtime_kernels.linear import (
+    LIBRARY_ROWS,
+    TILE_ROWS,
+    LinearTile,
+    default_tile,
+    library_agrees,
+    linear,
+    linear_library,
+    linear_triton,
+)
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Largest relative error of one rounding.
+ROUNDOFF = {FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
+# What a block may have on consumer cards of compute capability 8.6, 8.9 and 12.0.
+CONSUMER_BYTES = 99 << 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one product."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    gated: bool = False
+
+    def rows(self, chosen: slice) -> Problem:
+        """The same for some rows of x."""
+        residual = None if self.residual is None else self.residual[chosen]
+        return replace(self, x=self.x[chosen], residual=residual)
+
+    @property
+    def out(self) -> torch.Tensor:
+        """Where a result goes: what it is added to, or NaN."""
+        if self.residual is not None:
+            return self.residual.clone()
+        m = self.weight.shape[0]
+        return self.x.new_full((self.x.shape[0], m // 2 if self.gated else m), float("nan"))
+
+    def by_kernel(self, tile: LinearTile | None = None) -> torch.Tensor:
+        """What the kernel makes of it."""
+        out, add = self.out, self.residual is not None
+        linear_triton(self.x, self.weight, out, bias=self.bias, add=add, gated=self.gated, tile=tile)
+        return out
+
+    def by_library(self) -> torch.Tensor:
+        """What the library and the kernels around it make of it."""
+        out, add = self.out, self.residual is not None
+        linear_library(self.x, self.weight, out, bias=self.bias, add=add, gated=self.gated)
+        return out
+
+    def solved(self) -> torch.Tensor:
+        """What a pass makes of it."""
+        residual = None if self.residual is None else self.residual.clone()
+        return linear(self.x, self.weight, bias=self.bias, residual=residual, gated=self.gated)
+
+    def check(self, out: torch.Tensor) -> None:
+        """Raise unless every element is within what roundings can do of the formula in double precision."""
+        roundoff, k = ROUNDOFF[self.x.dtype], self.x.shape[1]
+        x, weight = self.x.double(), self.weight.double()
+        y = x @ weight.t()
+        error = (x.abs() @ weight.abs().t()) * (k + 16) * ROUNDOFF[FP32]
+        if self.bias is not None:
+            y = y + self.bias.double()
+        error = error + roundoff * y.abs()
+        if self.gated:
+            (gate, up), (gate_error, up_error) = y.chunk(2, dim=-1), error.chunk(2, dim=-1)
+            silu = gate * gate.sigmoid()
+            # The derivative of silu is at most 1.1; it is rounded, and the fast exponential costs a few fp32 roundings.
+            silu_error = 1.1 * gate_error + (roundoff + 32 * ROUNDOFF[FP32]) * silu.abs()
+            error = silu_error * (up.abs() + up_error) + silu.abs() * up_error
+            y = silu * up
+        if self.residual is not None:
+            y = y + self.residual.double()
+        excess = (out.double() - y).abs() - (1.01 * (error + roundoff * y.abs()) + 1e-7)
+        assert out.shape == y.shape and bool(out.isfinite().all())
+        assert float(excess.max()) <= 0, f"{float(excess.max()):.2e} beyond what roundings can do"
+
+
+def make_problem(
+    rows: int, m: int, k: int, *, dtype: torch.dtype = FP32, bias: bool = False, residual: bool = False,
+    gated: bool = False,
+) -> Problem:  # fmt: skip
+    """Random inputs with heavy tails: weights that keep the size of the rows."""
+    return Problem(
+        (random_tensor(rows, k, seed=1) * random_tensor(rows, k, seed=6).exp()).to(dtype),
+        random_tensor(m, k, seed=2, dtype=dtype, scale=k**-0.5),
+        random_tensor(m, seed=3, dtype=dtype) if bias else None,
+        random_tensor(rows, m, seed=5, dtype=dtype) if residual else None,
+        gated,
+    )
+
+
+def check_kernel(problem: Problem, tile: LinearTile | None = None) -> None:
+    """Kernel and library are both right, and the kernel writes everything it has to and nothing it reads."""
+    before = problem.x.clone()
+    problem.check(problem.by_kernel(tile))
+    assert torch.equal(problem.x, before)
+    problem.check(problem.by_library())
+    with poisoned_outputs():
+        problem.check(problem.solved())
+
+
+FUSED = [
+    {"bias": bias, "residual": end == "residual", "gated": end == "gated"}
+    for bias, end in product((False, True), ("plain", "residual", "gated"))
+]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("fused", FUSED, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 17, 70])
+def test_everything_that_can_be_fused(rows: int, fused: dict[str, bool]) -> None:
+    check_kernel(make_problem(rows, 22, 69, **fused))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("m", "k"), [(2, 1), (16, 16), (4, 128), (48, 575), (66, 9)])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_odd_shapes(rows: int, m: int, k: int) -> None:
+    check_kernel(make_problem(rows, m, k, gated=True, bias=True))
+    check_kernel(make_problem(rows, m, k, residual=True))
+
+
+# Whole and broken steps along K, either operand first, more tiles of W than programs of a group.
+@pytest.mark.few(2)
+@pytest.mark.parametrize("k", [128, 192, 200])
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [
+        (1, LinearTile(16, 16, 64, 1, 2, True)),
+        (7, LinearTile(16, 32, 32, 4, 3, True)),
+        (37, LinearTile(16, 16, 64, 2, 3, False)),
+        (20, LinearTile(32, 32, 128, 8, 2, False)),
+    ],
+)
+def test_every_way_to_cut(rows: int, tile: LinearTile, k: int) -> None:
+    check_kernel(make_problem(rows, 234, k, gated=True), tile)
+    check_kernel(make_problem(rows, 234, k, bias=True, residual=True), tile)
+
+
+def test_large_gates_saturate_without_nan() -> None:
+    problem = make_problem(3, 16, 32, gated=True)
+    problem.weight[:4].mul_(200)
+    check_kernel(problem)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype) -> None:
+    """Alone, in windows of every size, at every place and where the library does the most of it."""
+    for fused in FUSED[::2]:
+        most = make_problem(LIBRARY_ROWS[KERNEL_DEVICE.type][0] + 70, 96, 200, dtype=dtype, **fused)
+        expected = most.solved()
+        for start, count in ((0, 1), (5, 1), (69, 2), (3, 7), (64, 9), (1, 20), (20, 40), (0, 64), (2, 65), (7, 127)):
+            rows = slice(start, start + count)
+            assert torch.equal(most.rows(rows).solved(), expected[rows]), f"{count} rows from {start}, {fused}"
+
+
+def test_the_library_does_only_what_it_has_the_same_bits_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that sums in another order is found out the first time, and not used."""
+    calls, height = [], LIBRARY_ROWS[KERNEL_DEVICE.type][-1]
+    problem = make_problem(2 * height + 1, 40, 168)
+    honest = problem.solved()
+    true_mm = torch.mm
+
+    def other_order(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] < height:
+            return true_mm(x, w, out=out)
+        calls.append(x.shape[0])
+        return out.copy_(true_mm(x[:, :84], w[:84]) + true_mm(x[:, 84:], w[84:]))
+
+    monkeypatch.setattr(torch, "mm", other_order)
+    other = replace(problem, weight=problem.weight[:38].contiguous())  # a shape that was not checked yet
+    assert torch.equal(other.solved(), honest[:, :38])
+    assert not library_agrees(height, other.weight, None, gated=False)
+    before = len(calls)
+    other.solved()
+    assert len(calls) == before > 0
+
+
+def test_it_adds_in_place_and_refuses_what_does_not_fit() -> None:
+    problem = make_problem(3, 24, 24, residual=True)
+    assert problem.residual is not None
+    residual = problem.residual.clone()
+    assert linear(problem.x, problem.weight, residual=residual) is residual
+    problem.check(residual)
+    with pytest.raises(AssertionError):
+        linear(problem.x, problem.weight, residual=residual, gated=True)
+    with pytest.raises(AssertionError):  # a program would read what another has written already
+        linear(problem.x, problem.weight, residual=problem.x)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_way_to_cut_fits_a_consumer_card(dtype: torch.dtype) -> None:
+    for rows, m in product((*TILE_ROWS, 1000), (576, 4096, 8192, 128256)):
+        tile = default_tile(rows, m, dtype)
+        assert (tile.block_n + tile.block_m) * tile.block_k * dtype.itemsize * tile.num_stages <= CONSUMER_BYTES
+
+
+# Rows of W and K of Llama-2-7B's layers, and of SmolLM2-135M's.
+REAL = [
+    (12288, 4096, {}),
+    (4096, 4096, {"residual": True, "bias": True}),
+    (22016, 4096, {"gated": True}),
+    (4096, 11008, {"residual": True}),
+    (960, 576, {"bias": True}),
+    (576, 576, {"residual": True}),
+    (3072, 576, {"gated": True}),
+    (576, 1536, {"residual": True}),
+]
+REAL_CASES = [(BF16, *shape) for shape in REAL] + [(FP16, *REAL[number]) for number in (2, 3, 4, 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "m", "k", "fused"), REAL_CASES)
+def test_rows_of_real_shapes_have_the_same_bits_in_every_company(
+    dtype: torch.dtype, m: int, k: int, fused: dict[str, bool]
+) -> None:
+    most = make_problem(1100, m, k, dtype=dtype, **fused)
+    expected = most.solved()
+    for rows in (slice(0, 3), slice(1000, 1030)):
+        most.rows(rows).check(expected[rows])
+    for start, count in (
+        (0, 1),
+        (500, 1),
+        (1099, 1),
+        (3, 8),
+        (600, 13),
+        (2, 30),
+        (64, 64),
+        (9, 127),
+        (0, 256),
+        (7, 511),
+    ):
+        rows = slice(start, start + count)
+        assert torch.equal(most.rows(rows).solved(), expected[rows]), f"{count} rows from {start}"
+        assert torch.equal(most.rows(rows).by_kernel(), expected[rows])
+    # 256 bytes further in another allocation, as in another slot of the ring.
+    moved = torch.empty(most.weight.numel() + 128, dtype=dtype, device=KERNEL_DEVICE)[128:].view_as(most.weight)
+    assert torch.equal(replace(most, weight=moved.copy_(most.weight)).solved(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(FUSED)), ids=lambda number: str(FUSED[number]))
+@pytest.mark.parametrize("rows", [1, 3, 17, 40, 100])
+def test_half_precision(rows: int, number: int) -> None:
+    """Ragged shapes in one dtype and even ones in the other: over all rows whatever is fused meets both in both."""
+    dtypes = (BF16, FP16) if (rows + number) % 2 else (FP16, BF16)
+    for dtype, (m, k) in zip(dtypes, ((70, 133), (256, 1024)), strict=True):
+        check_kernel(make_problem(rows, m, k, dtype=dtype, **FUSED[number]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_in_a_graph_it_reads_what_is_there_and_gives_the_same_bits_again(rows: int) -> None:
+    first = make_problem(rows, 4096, 4096, dtype=BF16, gated=True)
+    second = make_problem(rows, 4096, 2048, dtype=BF16, residual=True)
+    x, residual = first.x.clone(), torch.zeros(rows, 4096, dtype=BF16, device=KERNEL_DEVICE)
+
+    def run() -> None:
+        linear(linear(x, first.weight, gated=True), second.weight, residual=residual)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    seen = []
+    for _ in range(3):
+        x.copy_(first.x * 2)
+        residual.copy_(second.residual)
+        graph.replay()
+        seen.append(residual.clone())
+    activation = replace(first, x=first.x * 2).solved()
+    expected = replace(second, x=activation).solved()
+    assert all(torch.equal(residual, expected) for residual in seen)
