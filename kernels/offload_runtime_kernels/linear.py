@@ -30,8 +30,8 @@ from offload_runtime_kernels.swiglu import swiglu
 # had the rule's bits in every shape of models of 135M to 70B that was tried on an H100 and an H200; at 256 it splits
 # the longest K, and at 128 it gains little.
 LIBRARY_ROWS = {"cuda": (512, 256), "cpu": (64,)}
-# On a CPU the rule is the library's product of so many rows. It does 1 to 3 rows in another order than 4 and more.
-_CPU_ROWS = 8
+# On a CPU the rule is the library's product of so many rows: 1 to 3 it does in another order than more.
+_CPU_ROWS = 4
 # Programs whose W stays in the L2 cache while each multiplies rows of its own with it.
 _GROUP = 8
 # Most rows of each way to cut a product; the last way is for more too.
