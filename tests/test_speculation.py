@@ -90,8 +90,8 @@ def decode(
         result = decoder.step(tokens, gamma)
         tokens += result.tokens
         rows.append(target.logits.pop()[: len(result.tokens)])
-        accepted.append(result.num_accepted)
-        assert len(result.tokens) == result.num_accepted + 1 <= result.num_proposed + 1 <= gamma + 1
+        accepted.append(len(result.path))
+        assert len(result.tokens) == len(result.path) + 1 <= len(result.proposal) + 1 <= gamma + 1
         assert runner.cache.length(sequence) == len(tokens) - 1
     return tokens, torch.cat(rows), accepted
 

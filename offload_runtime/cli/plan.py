@@ -105,7 +105,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     words = [
         describe_draft_cache(plan),
         f"weights: {_layers(placement.resident_layers, placement.num_layers)}",
-        describe_staging(placement) if plan.is_staged else "",
+        describe_staging(placement),
         f"KV cache of {target.batch} x {target.context_tokens} tokens: "
         f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",

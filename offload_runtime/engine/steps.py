@@ -107,12 +107,11 @@ class WindowLimits:
 
     def window(self, choice: Choice) -> WindowSize:
         """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
-        if self.tree_nodes != 0:
-            if choice.may_branch:
-                return WindowSize(choice.size, choice.size)
-            if choice.mode == "chain":
-                return WindowSize(choice.size, extra_ngrams=max(0, self.free - choice.size))
-        return WindowSize(choice.size)
+        if self.tree_nodes == 0 or choice == PLAIN:
+            return WindowSize(choice.size)
+        if choice.mode == "chain":
+            return WindowSize(choice.size, extra_ngrams=max(0, self.free - choice.size))
+        return WindowSize(choice.size, choice.size)
 
 
 @dataclass(frozen=True)
@@ -264,12 +263,12 @@ class StepRunner:
         )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.
-        actual = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
+        actual = replace(choice, size=min(choice.size, max(len(result.proposal) for result in results)))
         self._taken.append((actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)))
         if parts.recorder is not None:
             parts.recorder.decided(
-                window=self.window, proposed=[result.num_proposed for result in results],
-                accepted=[result.num_accepted for result in results],
+                window=self.window, proposed=[len(result.proposal) for result in results],
+                accepted=[len(result.path) for result in results],
                 # Numbers of the window's proposals, and who made each.
                 path=[list(result.path) for result in results],
                 sources=[result.accepted_sources for result in results],
