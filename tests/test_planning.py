@@ -314,7 +314,7 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
 def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
     """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
     machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context="auto", max_batch=2, kv="host")
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=None, max_batch=2, kv="host")
     plan = plan_run(request, machine)
     check_limits(plan, machine)
     assert 100_000 < plan.target.context_tokens < 131_072

@@ -142,7 +142,6 @@ class RunOptions:
             options["max_gamma"] = max(RuntimeConfig.max_gamma, gamma)
             # A gamma alone asks for chains, and room for trees would be of no use.
             options["tree_nodes"] = self.tree_nodes or 0
-        options["context"] = "auto" if self.context is None else self.context
         options["speculation"] = self._speculation()
         return RuntimeConfig(**options)
 

@@ -133,13 +133,13 @@ class Runtime(AbstractContextManager["Runtime"]):
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        layers = count_or_auto("resident_layers", resident_layers)
+        layers, tokens = count_or_auto("resident_layers", resident_layers), count_or_auto("context", context)
         vram_bytes, ram_bytes, pinned_bytes = (
             None if size is None else parse_bytes(size) for size in (vram, ram, pinned)
         )
         config = RuntimeConfig(
             target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
-            pinned_bytes=pinned_bytes, resident_layers=layers, context=context, kv=kv,
+            pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv,
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile,
             trace=Path(trace) if isinstance(trace, str) else trace,

@@ -69,12 +69,11 @@ def require_dtype(dtype: torch.dtype, device: torch.device) -> None:
         raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
 
 
-def resolve_context(context: int | str, config: ModelConfig, *, kv: str) -> int:
+def resolve_context(tokens: int | None, config: ModelConfig, *, kv: str) -> int:
     """Tokens to reserve for: asked for, or the model's maximum, up to 8192 unless the KV cache grows on the host."""
-    if context == "auto":
+    if tokens is None:
         longest = config.max_position_embeddings
         return longest if kv == "host" else min(longest, AUTO_CONTEXT_TOKENS)
-    tokens = int(context)
     if tokens < 2:
         raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
     longest = longest_context(config)

@@ -56,11 +56,11 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
 
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
-    asked for, or where it is `auto` of the longest one that host memory has room for. Errors as of `plan_run`."""
+    asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
     plan = _with_tree_room(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
-    while request.context == "auto" and (shorter := _shorter_context(plan)) is not None:
+    while request.context is None and (shorter := _shorter_context(plan)) is not None:
         plan = _with_tree_room(replace(request, context=shorter), machine, limits)
     return replace(plan, request=request)
 
