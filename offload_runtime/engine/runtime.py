@@ -328,9 +328,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
-        cache = parts.target.runner.cache
         for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
-            cache.truncate(slot, 0 if slot else num_kept)
+            parts.target.runner.cache.truncate(slot, 0 if slot else num_kept)
         requests = [
             Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
             for slot, (tokens, params) in enumerate(prompts)

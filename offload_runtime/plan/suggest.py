@@ -147,9 +147,8 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
 
 
 def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
-    whole = machine.vram_bytes
     if request.vram_bytes is not None:
-        sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, whole + 1, _VRAM_STEP)
+        sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, machine.vram_bytes + 1, _VRAM_STEP)
         if (vram_bytes := _least_vram(request, machine, sizes)) is not None:
             yield f"--vram {size_option_down(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
     yield from _shorter(request, machine)
