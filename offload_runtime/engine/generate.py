@@ -18,6 +18,7 @@ from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
+from offload_runtime.memory import current_device
 from offload_runtime.speculation import Acceptance, OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
@@ -231,8 +232,7 @@ class TokenStream(Iterator[str]):
 def device_errors(device: torch.device) -> Iterator[None]:
     """Around work on a device: it is the current one, and its failures are typed errors."""
     try:
-        # Kernels, events and page-locking go where the current device is.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current_device(device):
             yield
     except torch.OutOfMemoryError as error:
         ways = "raise --vram, lower --context or keep fewer layers resident"

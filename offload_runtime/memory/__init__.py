@@ -16,6 +16,7 @@ from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
     DeviceBudget,
+    current_device,
     device_memory_used_by_others,
     download,
     memory_name,

@@ -7,6 +7,7 @@ into one tensor, which a kernel brings past the copies that wait for the link.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from array import array
 from collections import deque
@@ -189,6 +190,11 @@ def device_memory_used_by_others(index: int) -> int | None:
     except Exception:  # no driver library, or one that does not say: nothing to measure by
         return None
     return used_by_uuid.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one for a while: kernels, events and page-locking go where the current device is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def resolve_device(name: str) -> torch.device:
