@@ -216,8 +216,7 @@ class TraceRecorder:
     def decided(self, **outcome: Any) -> None:
         """What came of the last pass, whose tokens the host has just read."""
         self._pass_args |= outcome
-        args = {"pass": self._pass_args["pass"]}
-        self.add_host("wait and accept", self._launched_s, time.perf_counter(), args)
+        self.add_host("wait and accept", self._launched_s, time.perf_counter(), {"pass": self._pass_args["pass"]})
         self.settle()
 
     def settle(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftRequest, NoProposer, Proposal, Proposer, StepResult
+from offload_runtime.speculation import DraftRequest, Proposal, Proposer, StepResult
 from offload_runtime.speculation.calibration import MatchRates
 from offload_runtime.speculation.step import Watch
 from tests.helpers.assembly import make_runner
@@ -101,7 +101,7 @@ def plain_texts(target: ModelRunner) -> Plain:
 
     @cache
     def said(params: SamplingParams, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
-        return decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=count)[0]
+        return decode(target, Proposer(), params, prompts, gamma=0, tree_nodes=None, count=count)[0]
 
     return lambda params, prompts, count: said(params, tuple(map(tuple, prompts)), count)
 
@@ -380,7 +380,7 @@ def test_on_a_stream_of_its_own_beside_a_pass(params: SamplingParams) -> None:
     )  # fmt: skip
     draft = make_tree_draft(hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT, device=device)
     prompts = [random_tokens(length, seed=length) for length in (30, 1, 77)]
-    plain, _ = decode(made.runner, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=60)
+    plain, _ = decode(made.runner, Proposer(), params, prompts, gamma=0, tree_nodes=None, count=60)
     hogs = list[torch.Tensor]()
 
     def beside(logits: torch.Tensor) -> Callable[[], bool]:

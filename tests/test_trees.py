@@ -16,7 +16,7 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import compact_path
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner, PassShape
-from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposal
+from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer
 from tests.helpers.assembly import HostKV, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
@@ -182,7 +182,7 @@ def test_trees_of_n_grams(setup: Setup) -> None:
         accepted.append(len(played.path))
         runner.cache.truncate(0, len(text) - 1)
         for token in played.tokens:
-            assert run_step(runner, params, NoProposer(), [DraftRequest(0, text, 0)])[0].tokens == [token]
+            assert run_step(runner, params, Proposer(), [DraftRequest(0, text, 0)])[0].tokens == [token]
             text.append(token)
     assert 0 in accepted
 
@@ -198,7 +198,7 @@ def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> 
         texts[request.slot] += played.tokens
     while any(len(text) < len(truth[sequence]) for sequence, text in texts.items()):
         requests = [DraftRequest(s, text, 0) for s, text in texts.items() if len(text) < len(truth[s])]
-        for request, played in zip(requests, run_step(runner, params, NoProposer(), requests), strict=True):
+        for request, played in zip(requests, run_step(runner, params, Proposer(), requests), strict=True):
             texts[request.slot] += played.tokens
     assert texts == truth
     for sequence, kv in all_kv(runner, setup.resident).items():

@@ -100,7 +100,7 @@ def planned_figures(plan: RunPlan) -> MachineFigures | None:
 
 def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, emulation: Emulation | None) -> str:
     """One line: what is resident, what is streamed and how, what is reserved, who drafts, and what is emulated."""
-    placement, streamed = model.placement, model.placement.num_streamed
+    placement, streamed = model.placement, len(model.placement.streamed_layers)
     where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass

@@ -22,7 +22,6 @@ from offload_runtime.speculation import (
     Controller,
     Cost,
     DraftRequest,
-    NoProposer,
     OnLogits,
     Proposer,
     StepResult,
@@ -85,7 +84,7 @@ class WindowLimits:
         """
         gamma = self.gamma if params.gamma is None else params.gamma
         nodes = self.tree_nodes if params.tree_nodes is None else params.tree_nodes
-        most, plain = self.max_gamma, isinstance(proposer, NoProposer)
+        most, plain = self.max_gamma, proposer.name is None
         require((gamma or 0) <= most, f"gamma {gamma} exceeds the {most} this runtime was loaded for (max_gamma)")
         fine = params.gamma is None or not plain
         require(fine, "gamma does nothing without a draft: drop it or choose --draft ngram")
@@ -174,7 +173,7 @@ class StepRunner:
     ) -> None:
         self._parts, self._windows, self._on_logits = parts, windows, on_logits
         plain = isinstance(windows, WindowSize) and not windows.gamma
-        self.proposer, self.window = NoProposer() if plain else parts.proposer, ""
+        self.proposer, self.window = Proposer() if plain else parts.proposer, ""
         self._taken: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
 
     @property
@@ -220,10 +219,9 @@ class StepRunner:
         most = max(request.room for request in requests)
         longest = [request for request in requests if request.room == most]
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
-        rooms = {"chain": size_for(most)}
         most_nodes = max(map(self._most_nodes, requests))
         found = {
-            mode: min(limits[mode], rooms.get(mode, most_nodes))
+            mode: min(limits[mode], size_for(most) if mode == "chain" else most_nodes)
             for mode in able
             if mode in limits and all(self._is_able(request, mode) for request in longest)
         }

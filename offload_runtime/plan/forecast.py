@@ -103,7 +103,7 @@ def describe_draft_cache(plan: RunPlan) -> str:
 def describe_staging(placement: Placement) -> str:
     """One phrase: how many of the streamed layers are not page-locked; empty where all are."""
     weights, kv = len(placement.staged_layers), len(placement.staged_kv_layers)
-    whose = [f"{weights} of {placement.num_streamed} streamed layers"] if weights else []
+    whose = [f"{weights} of {len(placement.streamed_layers)} streamed layers"] if weights else []
     whose += [f"the KV cache of {kv} layers"] if kv else []
     are = "is" if not weights and kv else "are"
     return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""

@@ -280,5 +280,4 @@ def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
     if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
-    ram_way = "allow more with --ram"
-    return MemoryLimits(None, 0, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name, page_locks)
+    return MemoryLimits(None, 0, ram_bytes, ram_name, "allow more with --ram", pinned_bytes, pinned_name, page_locks)

@@ -7,7 +7,6 @@ from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
 from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (
     DraftRequest,
-    NoProposer,
     OnLogits,
     Proposer,
     StepResult,

@@ -69,7 +69,8 @@ class DraftRequest:
 
 
 class Proposer:
-    """Guesses what the target will say, for several sequences at once. As it is, it never has any idea."""
+    """Guesses what the target will say, for several sequences at once. As it is, it never has any idea, and the target
+    decodes plainly."""
 
     # Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none.
     name: str | None = None
@@ -101,10 +102,6 @@ class Proposer:
         """What levels of its own have decided about a slot since `start`, the first level first. May wait for the
         device."""
         return ()
-
-
-class NoProposer(Proposer):
-    """Plain decoding."""
 
 
 def makes_trees(proposer: Proposer) -> bool:
