@@ -304,9 +304,8 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: It is a directory, a device or the like, or nothing can be written beside it.
     """
-    real = regular_file(path, way_out=_WAY_OUT)
     with writing(path, _WAY_OUT):
-        tempfile.TemporaryFile(dir=real.parent).close()
+        tempfile.TemporaryFile(dir=regular_file(path, way_out=_WAY_OUT).parent).close()
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
