@@ -200,9 +200,9 @@ def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
             raise ProfileError(f"{prefix}{entry.name} must be {rule.wanted}, not {value!r}")
 
 
-def _guess(word: str, known: Iterable[str], prefix: str = "") -> str:
+def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:
     """What a word may have been meant for, as the beginning of a sentence; empty where nothing is like it."""
-    nearest = difflib.get_close_matches(word, known, n=1)
+    nearest = difflib.get_close_matches(word, allowed, n=1)
     return f"did you mean {prefix}{nearest[0]}? " if nearest else ""
 
 
