@@ -16,6 +16,6 @@ for context in (2048, 8192):
     if isinstance(plan, Refusal):
         print(f"{context} tokens: {plan.problem}")
         continue
-    layers = f"{plan.placement.num_streamed} of {plan.placement.num_layers} layers over the link"
+    layers = f"{len(plan.placement.streamed_layers)} of {plan.placement.num_layers} layers over the link"
     speed = forecast(plan, figures).plain.seconds
     print(f"{context} tokens: {layers}, {format_bytes(plan.streamed_bytes)} a pass in {speed:.3f} s")

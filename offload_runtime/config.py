@@ -482,10 +482,10 @@ class RuntimeConfig:
     """What a runtime is loaded with: the keywords of `Runtime.load`, made by it, the command line and the tools alike.
 
     `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
-    Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit. `gamma` is what a
-    pass proposes where nothing else is asked for (None chooses) and `max_gamma` the longest chain to make room for.
-    `tree_nodes` None leaves trees to the runtime, 0 makes no room for any. `allow_special_tokens` makes control tokens
-    of what spells them in chat messages.
+    Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit, and `context` None
+    is what suits the model and the place of its KV cache. `gamma` is what a pass proposes where nothing else is asked
+    for (None chooses) and `max_gamma` the longest chain to make room for. `tree_nodes` None leaves trees to the
+    runtime, 0 makes no room for any. `allow_special_tokens` makes control tokens of what spells them in chat messages.
     """
 
     target: Any
@@ -496,7 +496,7 @@ class RuntimeConfig:
     ram_bytes: int | None = None
     pinned_bytes: int | None = None
     resident_layers: int | None = None
-    context: int | str = "auto"
+    context: int | None = None
     kv: str = "auto"
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     max_batch: int = 1
@@ -515,8 +515,6 @@ class RuntimeConfig:
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
             is_model = isinstance(value, str | Path) or hasattr(value, "config")
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
-        tokens = count_or_auto("context", self.context)
-        object.__setattr__(self, "context", "auto" if tokens is None else tokens)
         require_types(self)
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         for name in ("max_batch", "max_gamma", "gamma"):

@@ -64,10 +64,7 @@ def _smallest_allowed(scaled: Tensor, maximum: Tensor, params: SamplingParams) -
     """Threshold of top-k, then top-p: scaled [R, V] fp32, maximum [R, 1] fp32 -> [R, 1] fp32, ties with it included."""
     vocab_size = scaled.shape[1]
     kept = min(params.top_k or vocab_size, vocab_size)
-    if kept < vocab_size:
-        ordered = scaled.topk(kept, dim=1).values
-    else:
-        ordered = scaled.sort(dim=1, descending=True).values
+    ordered = scaled.topk(kept, dim=1).values if kept < vocab_size else scaled.sort(dim=1, descending=True).values
     if params.top_p == 1:
         return ordered[:, -1:]
     # Ties with the k-th largest are part of the total too, and are not all in `ordered`.

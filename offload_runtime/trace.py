@@ -194,11 +194,11 @@ class TraceRecorder:
         yield args
         self.add(row, name, started, self.mark(), args)
         if host:
-            self.add_host(HOST, name, started_s, time.perf_counter(), {})
+            self.add_host(name, started_s, time.perf_counter(), {})
 
-    def add_host(self, row: str, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
-        """A span by `time.perf_counter`."""
-        self._keep(Span(row, name, start_s, end_s, args, on_device=False))
+    def add_host(self, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
+        """A span of the host's own work, by `time.perf_counter`."""
+        self._keep(Span(HOST, name, start_s, end_s, args, on_device=False))
 
     def begin_pass(self, nbytes: int) -> None:
         """A pass of the target begins; the link has begun so many bytes so far."""
@@ -210,14 +210,13 @@ class TraceRecorder:
         (started_s, started, bytes_before), number = self._pass_start, {"pass": self._passes}
         self._pass_args = {**number, "kind": kind, "tokens": tokens, "bytes": nbytes - bytes_before}
         self.add(PASSES, f"{kind} {self._passes}", started, ended, self._pass_args)
-        self.add_host(HOST, "launch", started_s, self._launched_s, number)
+        self.add_host("launch", started_s, self._launched_s, number)
         self._passes += 1
 
     def decided(self, **outcome: Any) -> None:
         """What came of the last pass, whose tokens the host has just read."""
         self._pass_args |= outcome
-        args = {"pass": self._pass_args["pass"]}
-        self.add_host(HOST, "wait and accept", self._launched_s, time.perf_counter(), args)
+        self.add_host("wait and accept", self._launched_s, time.perf_counter(), {"pass": self._pass_args["pass"]})
         self.settle()
 
     def settle(self) -> None:
@@ -274,7 +273,7 @@ class CopyLog:
 
     def staged(self, start_s: float, end_s: float) -> None:
         """The host waited for pageable memory to be staged."""
-        self.recorder.add_host(HOST, f"staging for the {self.row}", start_s, end_s, {})
+        self.recorder.add_host(f"staging for the {self.row}", start_s, end_s, {})
 
 
 Interval = tuple[float, float]
@@ -305,9 +304,8 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: It is a directory, a device or the like, or nothing can be written beside it.
     """
-    real = regular_file(path, way_out=_WAY_OUT)
     with writing(path, _WAY_OUT):
-        tempfile.TemporaryFile(dir=real.parent).close()
+        tempfile.TemporaryFile(dir=regular_file(path, way_out=_WAY_OUT).parent).close()
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from offload_runtime.speculation import (
     Choice,
     Controller,
     NgramProposer,
-    NoProposer,
+    Proposer,
     WithNgrams,
     drafting,
     size_for,
@@ -411,7 +411,7 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
         assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
         held_bytes = runtime.plan.device_bytes
     with load(target, draft=draft, vram=held_bytes, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 0 and runtime.plan.placement.num_streamed == 0
+        assert runtime.plan.tree_room == 0 and len(runtime.plan.placement.streamed_layers) == 0
         assert "no trees: room for them would cost more than they bring" in runtime.placement
     with load(target, draft="ngram", resident_layers=2, profile=SLOW_LINK) as runtime:
         assert runtime.plan.tree_room == 256 and "trees of up to 256 tokens" in runtime.placement
@@ -420,7 +420,7 @@ def test_room_for_trees(target: Path, draft: Path) -> None:
             assert runtime.plan.tree_room == 0 and "trees" not in runtime.placement
             held_bytes = runtime.plan.device_bytes
     with load(target, vram=held_bytes, profile=SLOW_LINK) as runtime:
-        assert runtime.plan.tree_room == 0 and runtime.plan.placement.num_streamed == 0
+        assert runtime.plan.tree_room == 0 and len(runtime.plan.placement.streamed_layers) == 0
 
 
 def test_room_for_copies_takes_nothing_from_anybody(target: Path) -> None:
@@ -453,7 +453,7 @@ def test_limits_of_what_is_chosen() -> None:
     assert limits.settle(GenerationParams(tree_nodes=30), ngrams) == WindowSize(30, 30)
     assert replace(limits, gamma=8).settle(GenerationParams(), ngrams) == WindowSize(8)
     assert replace(limits, gamma=8).settle(GenerationParams(gamma=3, tree_nodes=30), ngrams) == WindowSize(3, 30)
-    assert limits.settle(GenerationParams(), NoProposer()) == WindowSize(0)
+    assert limits.settle(GenerationParams(), Proposer()) == WindowSize(0)
     assert limits.window(PLAIN) == WindowSize(0)
     assert limits.window(Choice("chain", 8)) == WindowSize(8)
     for mode in ("tree", "ngram", "unigram"):
@@ -461,7 +461,7 @@ def test_limits_of_what_is_chosen() -> None:
         assert chains.window(Choice(mode, 8)) == WindowSize(8)
 
 
-class Named(NoProposer):
+class Named(Proposer):
     """Who could propose in these ways."""
 
     def __init__(self, *modes: str) -> None:

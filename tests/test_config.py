@@ -11,18 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_runtime import Runtime
 from offload_runtime.config import (
     GenerationParams,
     ModelConfig,
     RuntimeConfig,
     SamplingParams,
     SpeculationOptions,
+    count_or_auto,
     format_bytes,
     parse_bytes,
     size_option_down,
     write_atomically,
 )
-from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.errors import CheckpointError, OffloadError, OptionError, StorageError
 
 
 @pytest.mark.parametrize(
@@ -73,19 +75,20 @@ def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
 @pytest.mark.parametrize("context", [None, "long", [4096], float("nan"), float("inf")])
 def test_a_context_is_a_number_or_auto(context: Any) -> None:
     with pytest.raises(OptionError, match="context must be auto or a count of at least 0, not"):
-        RuntimeConfig("a model", context=context)
+        Runtime.load("a model", context=context)
 
 
 def test_a_context_may_be_typed() -> None:
-    assert [RuntimeConfig("a model", context=context).context for context in ("auto", "4096", 4096)] == [
-        "auto", 4096, 4096,
-    ]  # fmt: skip
+    assert [count_or_auto("context", context) for context in ("auto", "4096", 4096)] == [None, 4096, 4096]
+    with pytest.raises(CheckpointError, match="a model does not exist"):
+        Runtime.load("a model", context="4096")
 
 
 @pytest.mark.parametrize(
     ("options", "values", "words"),
     [(RuntimeConfig, {"max_gamma": "8"}, r"max_gamma must be of type int, not '8'"),
      (RuntimeConfig, {"gamma": 2.5}, r"gamma must be of type int \| None, not 2.5"),
+     (RuntimeConfig, {"context": "4096"}, r"context must be of type int \| None, not '4096'"),
      (RuntimeConfig, {"max_batch": True}, "max_batch must be of type int, not True"),
      (RuntimeConfig, {"kv": ["gpu"]}, r"kv must be of type str, not \['gpu'\]"),
      (RuntimeConfig, {"allow_special_tokens": 1}, "allow_special_tokens must be of type bool"),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.speculation import PLAIN, AcceptanceModel, Choice, Controller, LatencyModel, guessed_cost
+from offload_runtime.speculation import PLAIN, Choice, Controller
+from offload_runtime.speculation.controller import AcceptanceModel, LatencyModel, guessed_cost
 from tests.helpers.step_models import (
     WAY,
     ByProbability,

@@ -62,12 +62,12 @@ def test_an_impossible_arena_is_a_budget_error() -> None:
 def test_the_ledger_adds_up_to_the_last_byte() -> None:
     budget = DeviceBudget(CPU, 1000)
     budget.reserve("slots", 600)
-    assert (budget.reserved_bytes, budget.free_bytes) == (600, 400)
+    assert (budget.reserved_bytes, budget.limit_bytes) == (600, 1000)
     with pytest.raises(BudgetError, match=r"KV cache needs 401 B of memory but 400 B of 1.0 kB is left: raise"):
         budget.reserve("KV cache", 401)
     assert budget.reserved_bytes == 600  # a refused reservation leaves nothing behind
     assert budget.allocate("KV cache", 400).nbytes == 400
-    assert (budget.reserved_bytes, budget.free_bytes, budget.peak_bytes()) == (1000, 0, 1000)
+    assert (budget.reserved_bytes, budget.peak_bytes()) == (1000, 1000)
     with pytest.raises(BudgetError, match="0 B of"):
         budget.allocate("one more", 1)
     assert budget.reservations == {"slots": 600, "KV cache": 400}
@@ -76,7 +76,7 @@ def test_the_ledger_adds_up_to_the_last_byte() -> None:
 def test_without_a_limit_the_ledger_only_counts() -> None:
     budget = DeviceBudget(CPU, None)
     budget.reserve("everything", 1 << 50)
-    assert budget.free_bytes is None
+    assert budget.limit_bytes is None
     assert budget.peak_bytes() == 1 << 50
 
 
@@ -100,7 +100,7 @@ def test_the_kv_cache_is_reserved_in_full_and_says_when_it_is_full() -> None:
         DeviceKVCache(config, torch.float32, capacity_tokens=10, batch=2, budget=DeviceBudget(CPU, needed_bytes - 1))
     budget = DeviceBudget(CPU, needed_bytes)
     cache = DeviceKVCache(config, torch.float32, capacity_tokens=10, batch=2, budget=budget)
-    assert budget.free_bytes == 0
+    assert budget.reserved_bytes == needed_bytes
     data = cache.store(2).data
     assert data.shape == (2, 1, 2, 2, 256, 8)
     assert not bool(data.any())

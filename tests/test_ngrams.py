@@ -14,8 +14,8 @@ from offload_runtime.speculation import (
     DraftRequest,
     NgramLookup,
     NgramProposer,
-    NoProposer,
     Proposal,
+    Proposer,
     WithNgrams,
     accepted_path,
 )
@@ -290,7 +290,7 @@ def test_every_sequence_is_looked_up_in_its_own_text() -> None:
     assert [proposal.tokens for proposal in others] == [(9,), ()]
 
 
-class Chains(NoProposer):
+class Chains(Proposer):
     """A draft that has nothing to say."""
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:

@@ -52,7 +52,7 @@ def test_a_pass_is_as_long_as_what_binds_it(
     if plan is None:
         return
     predicted = pass_time(plan, machine, length_tokens=length, rows=rows)
-    assert predicted.weight_bytes == plan.placement.num_streamed * plan.target.layer_bytes
+    assert predicted.weight_bytes == len(plan.placement.streamed_layers) * plan.target.layer_bytes
     assert predicted.link_s == pytest.approx(predicted.bytes_streamed / (machine.link_gbps * 1e9))
     assert predicted.staging_s == pytest.approx(predicted.staged_bytes / (machine.staging_gbps * 1e9))
     assert predicted.seconds == max(predicted.copies_s, predicted.compute_s, predicted.launch_s)

@@ -59,11 +59,12 @@ def test_layers_fill_what_is_left_and_no_more(problem: tuple[RunPlan, int, int |
     assert plan.fixed_bytes == whole.fixed_bytes and plan.device_bytes <= available
     kept = placement.resident_layers
     assert list(kept) == sorted(set(kept)) and set(kept) <= set(range(layers))
-    assert placement.num_streamed == layers - len(kept)
-    assert min(2, placement.num_streamed) <= placement.num_slots <= min(RING_SLOTS, placement.num_streamed)
+    streamed = len(placement.streamed_layers)
+    assert streamed == layers - len(kept)
+    assert min(2, streamed) <= placement.num_slots <= min(RING_SLOTS, streamed)
     if resident is not None:
         assert len(kept) == resident
-    elif placement.num_streamed:
+    elif placement.streamed_layers:
         assert available - plan.device_bytes < layer_bytes
         assert placement.num_slots == RING_SLOTS or not kept
     if kept:  # evenly spread

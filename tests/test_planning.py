@@ -81,10 +81,10 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     # Weights are on the device or on the host, and the device's share of a draft is all of it.
     host = {part.name: part.nbytes for part in plan.host}
     resident = parts.get("resident layers", 0) + parts["embedding and head"]
-    streamed = placement.num_streamed * target.layer_bytes
+    streamed = len(placement.streamed_layers) * target.layer_bytes
     assert resident + streamed == packed_bytes(target.config, target.dtype)
     on_host = host.get("streamed layers", 0) + host.get("staged layers", 0)
-    assert streamed <= on_host <= streamed + 4096 * placement.num_streamed
+    assert streamed <= on_host <= streamed + 4096 * len(placement.streamed_layers)
     # Layers are staged only for want of page-locked memory, and then for not much less than there is.
     assert bool(placement.staged_layers) == ("staged layers" in host)
     assert bool(placement.staged_kv_layers) == ("staged KV cache" in host)
@@ -124,7 +124,7 @@ def test_a_forecast_streams_what_is_streamed(case: tuple[RuntimeConfig, MachineF
     predicted = forecast(plan, machine)
     target = plan.target
     host_kv = sum(part.nbytes for part in plan.host if part.name in ("KV cache", "staged KV cache"))
-    streamed = plan.placement.num_streamed * target.layer_bytes
+    streamed = len(plan.placement.streamed_layers) * target.layer_bytes
     assert streamed <= predicted.plain.bytes_streamed <= streamed + host_kv
     assert predicted.prefill.link_bytes >= target.batch * streamed
     assert plan.is_staged == (predicted.plain.staging_s > 0) or predicted.context_tokens <= 256
@@ -314,7 +314,7 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
 def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
     """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
     machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context="auto", max_batch=2, kv="host")
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=None, max_batch=2, kv="host")
     plan = plan_run(request, machine)
     check_limits(plan, machine)
     assert 100_000 < plan.target.context_tokens < 131_072

@@ -72,7 +72,7 @@ def test_plain_decoding_is_a_pass() -> None:
     predicted = _step_s(plan, "plain", 0, length=1200)
     assert predicted == _pass_s(plan, length=1200, rows=1)
     # 13B of which most is streamed at 25 GB/s.
-    assert predicted == pytest.approx(plan.placement.num_streamed * 634_408_960 / 25e9, rel=0.01)
+    assert predicted == pytest.approx(len(plan.placement.streamed_layers) * 634_408_960 / 25e9, rel=0.01)
 
 
 def test_keys_and_values_take_their_time() -> None:
@@ -89,7 +89,7 @@ def test_a_full_context_leaves_room_for_the_window() -> None:
 
 def test_a_draft_takes_its_steps_as_far_as_the_ring_does_not_hide_them() -> None:
     plan = _plan("llama-3.1-8b", "llama-3.2-1b", mode="chain")
-    assert plan.placement.num_streamed == 0
+    assert len(plan.placement.streamed_layers) == 0
     passed_s, step_s = _pass_s(plan, length=1200, rows=6), draft_step_s(plan, CARD)
     assert _step_s(plan, "chain", 5, length=1200) == pytest.approx(passed_s + 5 * step_s)
     streamed = _plan("llama-2-13b", "llama-68m", mode="chain")

@@ -16,7 +16,6 @@ from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
     DraftRequest,
-    NoProposer,
     Proposal,
     Proposer,
     accepted_path,
@@ -90,8 +89,8 @@ def decode(
         result = decoder.step(tokens, gamma)
         tokens += result.tokens
         rows.append(target.logits.pop()[: len(result.tokens)])
-        accepted.append(result.num_accepted)
-        assert len(result.tokens) == result.num_accepted + 1 <= result.num_proposed + 1 <= gamma + 1
+        accepted.append(len(result.path))
+        assert len(result.tokens) == len(result.path) + 1 <= len(result.proposal) + 1 <= gamma + 1
         assert runner.cache.length(sequence) == len(tokens) - 1
     return tokens, torch.cat(rows), accepted
 
@@ -118,7 +117,7 @@ def test_of_a_chain_the_common_beginning_is_accepted(proposals: list[int], sampl
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_a_rejection_at_every_place_of_the_window_changes_nothing(runner: ModelRunner, params: SamplingParams) -> None:
     prompt = random_tokens(21, seed=1)
-    plain, plain_logits, _ = decode(runner, prompt, NoProposer(), params, gamma=0, count=40)
+    plain, plain_logits, _ = decode(runner, prompt, Proposer(), params, gamma=0, count=40)
     assert len(set(plain[21:])) > 5
     # Windows narrower than, equal to and wider than a tile of the matrix products.
     for gamma in (1, 2, 7, 8, 17):
@@ -133,7 +132,7 @@ def test_a_rejection_at_every_place_of_the_window_changes_nothing(runner: ModelR
 
 def test_other_sequences_of_the_cache_have_other_noise_and_stay_untouched(runner: ModelRunner) -> None:
     params, prompt = PARAMS[1], random_tokens(9, seed=2)
-    first, _, _ = decode(runner, prompt, NoProposer(), params, gamma=0, count=14)
+    first, _, _ = decode(runner, prompt, Proposer(), params, gamma=0, count=14)
     second, _, _ = decode(runner, prompt, ScriptedProposer(first, None), params, gamma=5, count=12, sequence=2)
     assert second[:9] == first[:9] and second[9:21] != first[9:21]
     again, _, accepted = decode(runner, prompt, ScriptedProposer(first, None), params, gamma=5, count=11)
@@ -182,6 +181,6 @@ def test_nan_counts_only_where_plain_decoding_would_meet_it(nan_row: int) -> Non
 
 
 def test_nan_behind_the_prompt(runner: ModelRunner) -> None:
-    decoder = Decoder(FakeTarget(3, torch.zeros(1, 6)), NoProposer(), GREEDY)
+    decoder = Decoder(FakeTarget(3, torch.zeros(1, 6)), Proposer(), GREEDY)
     with pytest.raises(NumericalError, match="position 3 are NaN"):
         decoder.first_token(torch.full((1, 6), float("nan")))

@@ -225,7 +225,7 @@ def test_a_draft_that_is_the_target_gets_everything_accepted(
     tokens = [*prompt, decoder.first_token(draft.prefill(row, prompt))]
     for _ in range(8):
         result = decoder.step(tokens, gamma)
-        assert (result.num_proposed, result.num_accepted) == (gamma, gamma)
+        assert (len(result.proposal), len(result.path)) == (gamma, gamma)
         tokens += result.tokens
     # In the same row, which the target needs no more.
     assert tokens == prompt + plain_decoding(draft, prompt, len(tokens) - 37, params, noise_sequence=sequence)

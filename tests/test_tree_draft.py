@@ -13,7 +13,7 @@ import torch
 from offload_runtime.config import SamplingParams
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftRequest, NoProposer, Proposal, Proposer, StepResult
+from offload_runtime.speculation import DraftRequest, Proposal, Proposer, StepResult
 from offload_runtime.speculation.calibration import MatchRates
 from offload_runtime.speculation.step import Watch
 from tests.helpers.assembly import make_runner
@@ -101,14 +101,14 @@ def plain_texts(target: ModelRunner) -> Plain:
 
     @cache
     def said(params: SamplingParams, prompts: tuple[tuple[int, ...], ...], count: int) -> list[list[int]]:
-        return decode(target, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=count)[0]
+        return decode(target, Proposer(), params, prompts, gamma=0, tree_nodes=None, count=count)[0]
 
     return lambda params, prompts, count: said(params, tuple(map(tuple, prompts)), count)
 
 
 def mean_accepted(rounds: Sequence[Sequence[StepResult]]) -> float:
     played = [one for of_sequence in rounds for one in of_sequence]
-    return sum(one.num_accepted for one in played) / len(played)
+    return sum(len(one.path) for one in played) / len(played)
 
 
 @pytest.mark.few(1)
@@ -137,7 +137,7 @@ def test_the_tokens_are_those_of_plain_decoding(
             target, proposer, params, prompts, gamma=5, tree_nodes=tree_nodes, count=14, watch=steps(ahead)
         )
         assert said == plain
-        accepted = {one.num_accepted for of_sequence in rounds for one in of_sequence}
+        accepted = {len(one.path) for of_sequence in rounds for one in of_sequence}
         assert len(accepted) > 1, "some are rejected, some accepted"
         if tree_nodes and tree_nodes > 5:
             assert any(not one.proposal.is_chain for one in rounds[0])
@@ -227,7 +227,7 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     proposer = sure_proposer(SureModel([*prompts[0], *wrong, *wrong]))
     said, rounds = decode(target, proposer, params, prompts, gamma=4, tree_nodes=9, count=20, watch=steps(ahead))
     assert said == plain and 90 not in plain[0] and 91 not in plain[0]
-    assert all(one.num_accepted == 0 for one in rounds[0]) and rounds[0][0].num_proposed == 9
+    assert all(len(one.path) == 0 for one in rounds[0]) and len(rounds[0][0].proposal) == 9
 
 
 def test_close_to_the_end_of_the_drafts_context(
@@ -246,7 +246,7 @@ def test_close_to_the_end_of_the_drafts_context(
             deepest = max(one.proposal.depths, default=0)
             assert deepest <= max(0, 48 - length + int(length <= 48)), f"behind {length} tokens"
             length += len(one.tokens)
-        assert rounds[0][0].num_proposed == 20
+        assert len(rounds[0][0].proposal) == 20
 
 
 def test_to_the_end_of_the_targets_context(target: ModelRunner, plain_texts: Plain, draft: TreeDraft) -> None:
@@ -380,7 +380,7 @@ def test_on_a_stream_of_its_own_beside_a_pass(params: SamplingParams) -> None:
     )  # fmt: skip
     draft = make_tree_draft(hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT, device=device)
     prompts = [random_tokens(length, seed=length) for length in (30, 1, 77)]
-    plain, _ = decode(made.runner, NoProposer(), params, prompts, gamma=0, tree_nodes=None, count=60)
+    plain, _ = decode(made.runner, Proposer(), params, prompts, gamma=0, tree_nodes=None, count=60)
     hogs = list[torch.Tensor]()
 
     def beside(logits: torch.Tensor) -> Callable[[], bool]:

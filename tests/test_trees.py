@@ -16,7 +16,7 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import compact_path
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposal
+from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer
 from tests.helpers.assembly import HostKV, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
@@ -97,7 +97,7 @@ def test_any_tree_gives_plain_decodings_tokens_and_keys(
     script, recorder = TreeScript(truth, seed=seed), observed(setup.runner)
     texts, history = decode(setup.runner, PROMPTS, params, script, count=COUNT, gamma=gamma, nodes=nodes)
     assert texts == truth
-    accepted = {played.num_accepted for rounds in history for played in rounds.values()}
+    accepted = {len(played.path) for rounds in history for played in rounds.values()}
     assert accepted == set(range(gamma + 1)), "every length, none and all"
     shapes = {played.proposal.is_chain for rounds in history for played in rounds.values()}
     moved = [played.path != tuple(range(len(played.path))) for rounds in history for played in rounds.values()]
@@ -118,7 +118,7 @@ def test_each_tree_is_accepted_as_far_as_it_is_right(setup: Setup) -> None:
         for _ in range(5):
             requests = [DraftRequest(sequence, text, 5, 60) for sequence, text in texts.items()]
             for request, played in zip(requests, run_step(setup.runner, params, script, requests), strict=True):
-                assert played.num_accepted == script.agreeing[request.slot]
+                assert len(played.path) == script.agreeing[request.slot]
                 texts[request.slot] += played.tokens
 
 
@@ -162,7 +162,7 @@ def test_branches_fill_what_is_left_of_a_context(setup: Setup) -> None:
     script = TreeScript(truth, seed=1, most_branches=20)
     texts, history = decode(runner, prompts, params, script, count=13, gamma=4, nodes=60)
     assert texts == truth and len(truth[0]) == CAPACITY + 1
-    sizes = [rounds[0].num_proposed for rounds in history]
+    sizes = [len(rounds[0].proposal) for rounds in history]
     assert 0 < sizes[0] <= 11 and sizes[-1] <= 1
 
 
@@ -179,10 +179,10 @@ def test_trees_of_n_grams(setup: Setup) -> None:
         proposer.start([params])
         played = run_step(runner, params, proposer, [DraftRequest(0, text, 4, 24)])[0]
         assert not played.proposal.is_chain and len(played.proposal) <= 24 and max(played.proposal.depths) == 4
-        accepted.append(played.num_accepted)
+        accepted.append(len(played.path))
         runner.cache.truncate(0, len(text) - 1)
         for token in played.tokens:
-            assert run_step(runner, params, NoProposer(), [DraftRequest(0, text, 0)])[0].tokens == [token]
+            assert run_step(runner, params, Proposer(), [DraftRequest(0, text, 0)])[0].tokens == [token]
             text.append(token)
     assert 0 in accepted
 
@@ -198,7 +198,7 @@ def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> 
         texts[request.slot] += played.tokens
     while any(len(text) < len(truth[sequence]) for sequence, text in texts.items()):
         requests = [DraftRequest(s, text, 0) for s, text in texts.items() if len(text) < len(truth[s])]
-        for request, played in zip(requests, run_step(runner, params, NoProposer(), requests), strict=True):
+        for request, played in zip(requests, run_step(runner, params, Proposer(), requests), strict=True):
             texts[request.slot] += played.tokens
     assert texts == truth
     for sequence, kv in all_kv(runner, setup.resident).items():
@@ -224,7 +224,7 @@ def test_bits_on_the_gpu(name: str) -> None:
             recorder, script = observed(runner), TreeScript(truth, seed=index)
             texts, history = decode(runner, PROMPTS, params, script, count=COUNT, gamma=gamma, nodes=nodes)
             assert texts == truth
-            assert {played.num_accepted for rounds in history for played in rounds.values()} == set(range(gamma + 1))
+            assert {len(played.path) for rounds in history for played in rounds.values()} == set(range(gamma + 1))
             assert all(torch.equal(kv, expected[sequence]) for sequence, kv in all_kv(runner, resident).items())
             assert recorder.seen.keys() == blocks.keys()
             assert all(torch.equal(block, blocks[place]) for place, block in recorder.seen.items())
@@ -268,5 +268,5 @@ def test_a_tree_makes_the_host_wait_once() -> None:
                 rounds = speculation.run_step(runner, sampling, script, requests)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert [played.num_accepted for played in rounds] == [1, 1, 1]
+        assert [len(played.path) for played in rounds] == [1, 1, 1]
     made.close()

@@ -14,7 +14,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.errors import OptionError
-from offload_runtime.speculation import NoProposer, WithNgrams, drafting
+from offload_runtime.speculation import WithNgrams, drafting
 from offload_runtime.verify.equality import loaded_proposers
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.trees import Foreknown
@@ -33,7 +33,7 @@ SMALL = {"budget_tokens": 128, "chunk_size": 8, "recent_tokens": 64, "sink_token
 
 def generate(runtime: Runtime, **options: Any) -> list[list[int]]:
     """Without a gamma of their own, in windows that do not depend on how long anything takes."""
-    gamma = None if isinstance(runtime.parts.proposer, NoProposer) else 12
+    gamma = None if runtime.parts.proposer.name is None else 12
     asked = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": gamma, **options}
     results = [runtime.generate(PROMPT, **asked, **sampling) for sampling in SAMPLINGS]
     return [result.tokens for result in results]

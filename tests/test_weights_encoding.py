@@ -172,7 +172,7 @@ def test_unlike_layers_fill_a_budget_and_no_more(halved: list[tuple[str, ...]], 
     assert placed.device_bytes <= available and placed.device_bytes == placed.fixed_bytes + target.held_bytes(placement)
     assert placed.streamed_bytes == sum(sizes[layer] for layer in placement.streamed_layers)
     assert pass_time(placed, MACHINE, length_tokens=10, rows=4).weight_bytes == placed.streamed_bytes
-    if placement.num_streamed:
+    if placement.streamed_layers:
         assert available - placed.device_bytes < 3 * max(sizes)
         pages = [-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in sizes]
         limit = sum(pages[layer] for layer in placement.streamed_layers) - 1

@@ -29,7 +29,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.memory import resolve_device
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import DraftRequest, NgramProposer, NoProposer, Proposer, first_token, run_step
+from offload_runtime.speculation import DraftRequest, NgramProposer, Proposer, first_token, run_step
 from offload_runtime.verify.equality import ScriptedProposer, differing_rows
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -76,7 +76,7 @@ def run_model(
     vocab_size = resident.config.vocab_size
     for temperature in (float(part) for part in arguments.temperatures.split(",")):
         params = SamplingParams(temperature=temperature, seed=arguments.seed)
-        plain = decode(runner_of(resident), prompt, NoProposer(), params, gamma=0, count=arguments.tokens)
+        plain = decode(runner_of(resident), prompt, Proposer(), params, gamma=0, count=arguments.tokens)
         runs: list[tuple[str, Runtime, Proposer, int]] = [("ngram", resident, NgramProposer(), 16)]
         for accuracy, gamma, model in ((0.8, 8, resident), (0.95, 40, resident), (0.99, 200, resident),
                                        (0.97, 200, streamed)):  # fmt: skip

@@ -40,7 +40,7 @@ from offload_runtime.config import GB, SamplingParams, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv import HostKVCache
 from offload_runtime.memory import resolve_device
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.speculation import Proposer
 from offload_runtime.weights import packed_bytes
 
 
@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report["decoding"] = []
         for temperature in arguments.temperatures:
             params = SamplingParams(temperature, seed=1)
-            plain = bench.decode(NoProposer(), params, 0, arguments.plain_tokens)
+            plain = bench.decode(Proposer(), params, 0, arguments.plain_tokens)
             _show("plain", plain)
             for gamma_draft, refresh_steps, gamma in arguments.variants:
                 set_variant(proposer, gamma_draft=gamma_draft, refresh_steps=refresh_steps)

@@ -34,9 +34,7 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 # How options are grouped in the help, in this order; those of one command alone come first, and have no group.
 _GROUPS = (None, "Model", "Sampling", "Speculation (none of it changes the output)", "Machine", "Output")
-_model, _sampling, _proposing, _machine, _output = (
-    partial(typer.Option, rich_help_panel=group) for group in _GROUPS[1:]
-)
+_model, _sampling, _proposing, _machine = (partial(typer.Option, rich_help_panel=group) for group in _GROUPS[1:5])
 # Of an option that takes no value typer would say that it is a <bool>.
 _switch = partial(typer.Option, False, metavar="")
 
@@ -144,7 +142,6 @@ class RunOptions:
             options["max_gamma"] = max(RuntimeConfig.max_gamma, gamma)
             # A gamma alone asks for chains, and room for trees would be of no use.
             options["tree_nodes"] = self.tree_nodes or 0
-        options["context"] = "auto" if self.context is None else self.context
         options["speculation"] = self._speculation()
         return RuntimeConfig(**options)
 

@@ -105,7 +105,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     words = [
         describe_draft_cache(plan),
         f"weights: {_layers(placement.resident_layers, placement.num_layers)}",
-        describe_staging(placement) if plan.is_staged else "",
+        describe_staging(placement),
         f"KV cache of {target.batch} x {target.context_tokens} tokens: "
         f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
@@ -194,8 +194,7 @@ def _steps_table(predicted: RunForecast) -> Table:
         ("accepted", "tokens a pass", "drafting", "hidden", "round", "tokens/s", "bound by"),
     )
     plain = predicted.plain
-    speed = f"{predicted.plain_tok_per_s:.2f}"
-    table.add_row("plain", "1", "", "", _seconds(plain.seconds), speed, plain.bound_by)
+    table.add_row("plain", "1", "", "", _seconds(plain.seconds), f"{predicted.plain_tok_per_s:.2f}", plain.bound_by)
     rows = {row.acceptance: row for row in (*predicted.steps, predicted.usual)}  # the usual one may be among them
     for row in sorted(rows.values(), key=lambda row: row.acceptance):
         name = f"{row.acceptance:.2f}" + (" (usual)" if row is predicted.usual else "")
@@ -215,8 +214,7 @@ def refusal_lines(refusal: Refusal) -> list[str]:
     lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
     lines.append("what fits instead:" if refusal.suggestions else "no change of these settings fits")
     for one in refusal.suggestions:
-        sizes = one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes
-        device, host, pinned = map(format_bytes, sizes)
+        device, host, pinned = map(format_bytes, (one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes))
         lines.append(f"  {one.change}  (then {device} of device memory, {host} of host memory, {pinned} page-locked)")
     return lines
 

@@ -21,7 +21,6 @@ from offload_runtime.speculation import (
     DraftProposer,
     DraftRequest,
     NgramProposer,
-    NoProposer,
     Proposer,
     StepWorth,
     TreeDraftProposer,
@@ -53,7 +52,7 @@ def make_proposer(
         hierarchy = _make_triforce(plan, target, draft, budget, recorder, make_policy)
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
     if draft is None:
-        return NoProposer() if plan.proposer == "none" else NgramProposer()
+        return Proposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams = draft.runner, NgramProposer()
     chains = DraftProposer(runner, vocab_size=target.config.vocab_size, batch=batch)
     if budget.device.type == "cuda":

@@ -100,18 +100,15 @@ def planned_figures(plan: RunPlan) -> MachineFigures | None:
 
 def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, emulation: Emulation | None) -> str:
     """One line: what is resident, what is streamed and how, what is reserved, who drafts, and what is emulated."""
-    placement, streamed = model.placement, model.placement.num_streamed
+    placement, streamed = model.placement, len(model.placement.streamed_layers)
     where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
-    parts = [where]
-    if placement.staged_layers or placement.staged_kv_layers:
-        parts.append(planning.describe_staging(placement))
     limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
     reserved = f"{format_bytes(budget.reserved_bytes)}{limit} of {budget.memory_name} reserved"
     drafts = planning.describe_draft_cache(plan), planning.describe_speculation(plan)
-    parts += [_describe_kv(plan.target), reserved, *drafts]
+    parts = [where, planning.describe_staging(placement), _describe_kv(plan.target), reserved, *drafts]
     if emulation is not None:
         unpaced = " (but not the gathers of retrieved chunks)" if plan.has_verifier and plan.target.on_host else ""
         pace = f"{emulation.link_gbps:g} GB/s, {emulation.link_back_gbps:g} back"

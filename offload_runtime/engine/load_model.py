@@ -162,8 +162,7 @@ def load_model(
     registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again."""
-    stage = f"{name} weights"
-    report = None if on_progress is None else (lambda done, total: on_progress(stage, done, total))
+    report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)

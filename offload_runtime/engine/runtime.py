@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload_runtime.config import (
+    GB,
     GenerationParams,
     ModelConfig,
     RuntimeConfig,
@@ -60,8 +61,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.device = parts.budget.device
         self.dtype = weights.layout.dtype
         self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
-        speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
-        self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}"
+        nbytes, seconds = weights.layout.total_bytes, weights.load_seconds
+        self.load_report = f"loaded {format_bytes(nbytes)} in {seconds:.1f} s ({nbytes / GB / seconds:.1f} GB/s)"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens
@@ -133,13 +134,13 @@ class Runtime(AbstractContextManager["Runtime"]):
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        layers = count_or_auto("resident_layers", resident_layers)
+        layers, tokens = count_or_auto("resident_layers", resident_layers), count_or_auto("context", context)
         vram_bytes, ram_bytes, pinned_bytes = (
             None if size is None else parse_bytes(size) for size in (vram, ram, pinned)
         )
         config = RuntimeConfig(
             target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
-            pinned_bytes=pinned_bytes, resident_layers=layers, context=context, kv=kv,
+            pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv,
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile,
             trace=Path(trace) if isinstance(trace, str) else trace,
@@ -328,9 +329,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
         self._let_go_of_current()
-        cache = parts.target.runner.cache
         for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
-            cache.truncate(slot, 0 if slot else num_kept)
+            parts.target.runner.cache.truncate(slot, 0 if slot else num_kept)
         requests = [
             Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
             for slot, (tokens, params) in enumerate(prompts)

@@ -22,7 +22,6 @@ from offload_runtime.speculation import (
     Controller,
     Cost,
     DraftRequest,
-    NoProposer,
     OnLogits,
     Proposer,
     StepResult,
@@ -85,7 +84,7 @@ class WindowLimits:
         """
         gamma = self.gamma if params.gamma is None else params.gamma
         nodes = self.tree_nodes if params.tree_nodes is None else params.tree_nodes
-        most, plain = self.max_gamma, isinstance(proposer, NoProposer)
+        most, plain = self.max_gamma, proposer.name is None
         require((gamma or 0) <= most, f"gamma {gamma} exceeds the {most} this runtime was loaded for (max_gamma)")
         fine = params.gamma is None or not plain
         require(fine, "gamma does nothing without a draft: drop it or choose --draft ngram")
@@ -107,12 +106,11 @@ class WindowLimits:
 
     def window(self, choice: Choice) -> WindowSize:
         """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
-        if self.tree_nodes != 0:
-            if choice.may_branch:
-                return WindowSize(choice.size, choice.size)
-            if choice.mode == "chain":
-                return WindowSize(choice.size, extra_ngrams=max(0, self.free - choice.size))
-        return WindowSize(choice.size)
+        if self.tree_nodes == 0 or choice == PLAIN:
+            return WindowSize(choice.size)
+        if choice.mode == "chain":
+            return WindowSize(choice.size, extra_ngrams=max(0, self.free - choice.size))
+        return WindowSize(choice.size, choice.size)
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class StepRunner:
     ) -> None:
         self._parts, self._windows, self._on_logits = parts, windows, on_logits
         plain = isinstance(windows, WindowSize) and not windows.gamma
-        self.proposer, self.window = NoProposer() if plain else parts.proposer, ""
+        self.proposer, self.window = Proposer() if plain else parts.proposer, ""
         self._taken: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
 
     @property
@@ -221,10 +219,9 @@ class StepRunner:
         most = max(request.room for request in requests)
         longest = [request for request in requests if request.room == most]
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
-        rooms = {"chain": size_for(most)}
         most_nodes = max(map(self._most_nodes, requests))
         found = {
-            mode: min(limits[mode], rooms.get(mode, most_nodes))
+            mode: min(limits[mode], size_for(most) if mode == "chain" else most_nodes)
             for mode in able
             if mode in limits and all(self._is_able(request, mode) for request in longest)
         }
@@ -264,12 +261,12 @@ class StepRunner:
         )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.
-        actual = replace(choice, size=min(choice.size, max(result.num_proposed for result in results)))
+        actual = replace(choice, size=min(choice.size, max(len(result.proposal) for result in results)))
         self._taken.append((actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)))
         if parts.recorder is not None:
             parts.recorder.decided(
-                window=self.window, proposed=[result.num_proposed for result in results],
-                accepted=[result.num_accepted for result in results],
+                window=self.window, proposed=[len(result.proposal) for result in results],
+                accepted=[len(result.path) for result in results],
                 # Numbers of the window's proposals, and who made each.
                 path=[list(result.path) for result in results],
                 sources=[result.accepted_sources for result in results],

@@ -126,9 +126,9 @@ class LinkBench:
         """Enqueue the whole buffer to the device on the current stream, in copies of `piece_bytes`."""
         _copy(self._sink_gpu, self._source_pinned, piece_bytes)
 
-    def copy_back(self, piece_bytes: int = _PIECE_BYTES) -> None:
-        """Enqueue the whole buffer to the host on the current stream, in copies of `piece_bytes`."""
-        _copy(self._sink_pinned, self._source_gpu, piece_bytes)
+    def copy_back(self) -> None:
+        """Enqueue the whole buffer to the host on the current stream, piece by piece."""
+        _copy(self._sink_pinned, self._source_gpu, _PIECE_BYTES)
 
     def by_copy_mib(self, sizes_mib: Sequence[float], *, budget_s: float) -> tuple[dict[float, float], float]:
         """Host to device in GB/s by MiB of one copy, and the best of these. Copies walk through the buffer, not over
@@ -162,9 +162,8 @@ class LinkBench:
 
 
 def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
-    for offset in range(0, src.nbytes, piece_bytes):
-        piece = slice(offset, offset + piece_bytes)
-        dst[piece].copy_(src[piece], non_blocking=True)
+    for target, piece in zip(dst.split(piece_bytes), src.split(piece_bytes), strict=True):
+        target.copy_(piece, non_blocking=True)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import GB, GIB, format_bytes, user_directory
-from offload_runtime.errors import BudgetError, DeviceError, OptionError, StorageError
+from offload_runtime.config import GB, GIB, format_bytes, require, user_directory
+from offload_runtime.errors import BudgetError, DeviceError, StorageError
 from offload_runtime.hardware import gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
@@ -46,10 +46,8 @@ class MeasureOptions:
     disk_file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.disk_file is not None and not os.path.isfile(self.disk_file):
-            raise OptionError(
-                f"--disk-file {self.disk_file} is not a file: name one of 16 MiB or more, such as a model"
-            )
+        fine = self.disk_file is None or os.path.isfile(self.disk_file)
+        require(fine, f"--disk-file {self.disk_file} is not a file: name one of 16 MiB or more, such as a model")
 
 
 @dataclass(frozen=True)
@@ -237,8 +235,8 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
     started_s = time.perf_counter()
     host = host_bench.read_host_info()
     device, why_none = _choose_device(options.device)
-    if options.full and device is None:
-        raise OptionError(f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it")
+    fine = device is not None or not options.full
+    require(fine, f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it")
     found, gpu = Findings(on_progress), None
     effort = _QUICK if options.quick else _THOROUGH
     # Far larger than the caches and small beside what is free.

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -200,13 +200,18 @@ def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
             raise ProfileError(f"{prefix}{entry.name} must be {rule.wanted}, not {value!r}")
 
 
+def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:
+    """What a word may have been meant for, as the beginning of a sentence; empty where nothing is like it."""
+    nearest = difflib.get_close_matches(word, allowed, n=1)
+    return f"did you mean {prefix}{nearest[0]}? " if nearest else ""
+
+
 def _check_keys(given: Mapping[str, Any], record: type[CpuFigures] | type[MachineProfile], prefix: str) -> None:
     """Refuse keys that the record does not have, and name those that it needs."""
     allowed = [entry.name for entry in fields(record)]
     for key in given:
         if key not in allowed:
-            nearest = difflib.get_close_matches(key, allowed, n=1)
-            guess = f"did you mean {prefix}{nearest[0]}? " if nearest else ""
+            guess = _guess(key, allowed, prefix)
             raise ProfileError(f"{prefix}{key} is not a key of a profile: {guess}allowed are {', '.join(allowed)}")
     needed = ("name", "cores") if record is CpuFigures else ("name", "source", "gpus", "ram_bytes")
     missing = [prefix + key for key in needed if key not in given]
@@ -306,10 +311,8 @@ def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
         return _read(Path(os.path.expanduser(name_or_path)))  # what ~ does not stand for is not found
     files = list_profiles()
     if text not in files:
-        nearest = difflib.get_close_matches(text, files, n=1)
-        guess = f"did you mean {nearest[0]}? " if nearest else ""
         raise ProfileError(
-            f"there is no profile {text!r}: {guess}there are {', '.join(files) or 'none'}; "
+            f"there is no profile {text!r}: {_guess(text, files)}there are {', '.join(files) or 'none'}; "
             f"`offload-runtime profile --save {text}` measures this machine"
         )
     return _read(files[text])

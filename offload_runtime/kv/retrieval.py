@@ -107,8 +107,7 @@ class RetrievedChunks:
         Until their next update layers that held such a chunk are of no use. A slice does so to several sequences.
         """
         resident = self.resident[:, sequence]
-        kept_chunks = length // self.chunk_size
-        resident.masked_fill_(resident >= kept_chunks, -1)
+        resident.masked_fill_(resident >= length // self.chunk_size, -1)
 
 
 class RetrievalPolicy:

@@ -109,19 +109,13 @@ class DeviceBudget:
         """Sum of the ledger and of the CUDA context."""
         return self.context_bytes + sum(self.reservations.values())
 
-    @property
-    def free_bytes(self) -> int | None:
-        """What may still be reserved; None without a limit."""
-        return None if self.limit_bytes is None else self.limit_bytes - self.reserved_bytes
-
     def reserve(self, name: str, nbytes: int) -> None:
         """Enter `nbytes` for `name`, or raise `BudgetError` when the limit would be exceeded."""
-        free_bytes = self.free_bytes
-        if free_bytes is not None and nbytes > free_bytes:
+        if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
+            left, limit = format_bytes(max(0, self.limit_bytes - self.reserved_bytes)), format_bytes(self.limit_bytes)
             raise BudgetError(
-                f"{name} needs {format_bytes(nbytes)} of {self.memory_name} but {format_bytes(max(free_bytes, 0))} of "
-                f"{format_bytes(self.limit_bytes or 0)} is left: {self.way_out}, lower --context or "
-                "keep fewer layers resident"
+                f"{name} needs {format_bytes(nbytes)} of {self.memory_name} but {left} of {limit} is left: "
+                f"{self.way_out}, lower --context or keep fewer layers resident"
             )
         self.reservations[name] = self.reservations.get(name, 0) + nbytes
 

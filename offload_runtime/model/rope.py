@@ -37,11 +37,9 @@ class RopeTable:
             max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
         )  # fmt: skip
         self._inv_freq, self.scaling = self._initialise(None)  # [D/2] fp32, device
-        self._short_length: int | None = None  # above this length the frequencies change
-        if self._type == "dynamic":
-            self._short_length = config.max_position_embeddings
-        elif self._type == "longrope":
-            self._short_length = int(self._parameters["original_max_position_embeddings"])
+        original = self._parameters.get("original_max_position_embeddings")
+        lengths = {"dynamic": config.max_position_embeddings, "longrope": original}
+        self._short_length: int | None = lengths.get(self._type)  # above this length the frequencies change
         if fixed_length is not None:
             self._inv_freq = self.frequencies(fixed_length)
             self._short_length = None

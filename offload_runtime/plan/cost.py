@@ -31,16 +31,17 @@ _WINDOW_ATTENTION_SHARE = 0.115
 _PREFILL_ATTENTION_SHARE = 0.5
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
-# A streamed 7B pass: 13.8 ms of host work for 32 layers of 14 launches, 20.7 ms with 26.
-_HOST_LAYER_S = 180e-6
-_HOST_LAUNCH_S = 18e-6
+# A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.
+_HOST_LAYER_S = 384e-6
+_HOST_LAUNCH_S = 32e-6
 # Touching and locking new host memory: 63 GB in 16 s.
 _GROWTH_GBPS = 4.0
-# Launches of a layer: norms, rotation, attention in two; four products, each once a slice of many rows.
+# Launches of a layer: norms, rotation, attention in two; four products. Of many rows each is done in slices, which
+# read the weights once each, with sums and gates of their own.
 _LAYER_LAUNCHES = 5
 _PRODUCTS = 4
-# Slices of products of many rows, which read the weights once each.
-_SLICE_ROWS = LIBRARY_ROWS["cuda"][0]
+_SLICE_ROWS, _FEWEST_SLICED_ROWS = LIBRARY_ROWS["cuda"]
+_SLICED_PRODUCTS = 8
 _PIECE_LAUNCHES = 3
 _STEP_LAUNCHES = 12  # head, sampling, moving the window
 _CHOICE_LAUNCHES = 4
@@ -156,7 +157,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         key_bytes = 2 * target.config.kv_size * target.dtype.itemsize  # with its value, in one layer
         stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
     layers = target.config.num_layers
-    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS * slices) + _PIECE_LAUNCHES * pieces
+    products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * slices
+    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
         hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),

@@ -51,12 +51,11 @@ def forecast(plan: RunPlan, machine: MachineFigures) -> RunForecast:
     length, proposed, has_verifier = plan.target.context_tokens, cost.gamma(plan), plan.has_verifier
     plain = cost.pass_time(plan, machine, length_tokens=length - 1, rows=1)
     verify = cost.verification(plan, machine)
-    acceptances = ACCEPTANCES if proposed else ()
     return RunForecast(
         length, proposed, cost.tree_nodes(plan), plain, verify, cost.prefill_time(plan, machine, length),
         cost.draft_step_s(plan, machine), cost.verifier_step_s(plan, machine) if has_verifier else None,
         plan.target.batch / plain.seconds, cost.predict_step(plan, machine),
-        tuple(cost.predict_step(plan, machine, acceptance) for acceptance in acceptances),
+        tuple(cost.predict_step(plan, machine, acceptance) for acceptance in (ACCEPTANCES if proposed else ())),
         cost.usual_acceptance(plan.draft) if has_verifier and plan.draft is not None else None,
     )  # fmt: skip
 
@@ -101,9 +100,9 @@ def describe_draft_cache(plan: RunPlan) -> str:
 
 
 def describe_staging(placement: Placement) -> str:
-    """One phrase: how many of the streamed layers are not page-locked."""
+    """One phrase: how many of the streamed layers are not page-locked; empty where all are."""
     weights, kv = len(placement.staged_layers), len(placement.staged_kv_layers)
-    whose = [f"{weights} of {placement.num_streamed} streamed layers"] if weights else []
+    whose = [f"{weights} of {len(placement.streamed_layers)} streamed layers"] if weights else []
     whose += [f"the KV cache of {kv} layers"] if kv else []
     are = "is" if not weights and kv else "are"
-    return f"{' and '.join(whose)} {are} staged from pageable memory"
+    return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""

@@ -73,11 +73,6 @@ class Placement:
         """Page-locked memory that staging takes."""
         return self.h2d_ring.nbytes + self.d2h_ring.nbytes
 
-    @property
-    def num_streamed(self) -> int:
-        """Layers whose weights cross the link in every pass."""
-        return self.num_layers - len(self.resident_layers)
-
     @cached_property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers whose weights cross the link in every pass."""

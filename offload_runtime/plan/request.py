@@ -69,12 +69,11 @@ def require_dtype(dtype: torch.dtype, device: torch.device) -> None:
         raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
 
 
-def resolve_context(context: int | str, config: ModelConfig, *, kv: str) -> int:
+def resolve_context(tokens: int | None, config: ModelConfig, *, kv: str) -> int:
     """Tokens to reserve for: asked for, or the model's maximum, up to 8192 unless the KV cache grows on the host."""
-    if context == "auto":
+    if tokens is None:
         longest = config.max_position_embeddings
         return longest if kv == "host" else min(longest, AUTO_CONTEXT_TOKENS)
-    tokens = int(context)
     if tokens < 2:
         raise OptionError(f"context must hold at least a token of the prompt and a new one: 2, not {tokens}")
     longest = longest_context(config)
@@ -281,5 +280,4 @@ def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
     if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
-    ram_way = "allow more with --ram"
-    return MemoryLimits(None, 0, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name, page_locks)
+    return MemoryLimits(None, 0, ram_bytes, ram_name, "allow more with --ram", pinned_bytes, pinned_name, page_locks)

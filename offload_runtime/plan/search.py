@@ -56,11 +56,11 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
 
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
-    asked for, or where it is `auto` of the longest one that host memory has room for. Errors as of `plan_run`."""
+    asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
     plan = _with_tree_room(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
-    while request.context == "auto" and (shorter := _shorter_context(plan)) is not None:
+    while request.context is None and (shorter := _shorter_context(plan)) is not None:
         plan = _with_tree_room(replace(request, context=shorter), machine, limits)
     return replace(plan, request=request)
 
@@ -77,7 +77,7 @@ def check_host_memory(plan: RunPlan) -> None:
     loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
     parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
     # On a CPU all layers are in host memory.
-    moves = not loading and plan.placement.num_streamed and plan.request.device != "cpu"
+    moves = not loading and plan.placement.streamed_layers and plan.request.device != "cpu"
     ways = ["raise --vram, which keeps more layers there"] if moves else []
     if target.on_host and not loading:
         ways.append(f"lower --context (now {target.context_tokens})")
@@ -293,11 +293,11 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
         ways = ["lower --budget-tokens", "raise --context"]
     elif any(window is not None for window in target.config.layer_windows):
         reason, ways = "it needs full attention, and this model has sliding windows", []
-    elif plan.placement.num_streamed:
-        reason = f"{plan.placement.num_streamed} of {layers} layers are streamed"
+    elif plan.placement.streamed_layers:
+        reason = f"{len(plan.placement.streamed_layers)} of {layers} layers are streamed"
         ways = ["drop --resident-layers"]
         if plan.request.resident_layers is None:
-            reason = f"beside it {plan.placement.num_streamed} of {layers} layers would be streamed"
+            reason = f"beside it {len(plan.placement.streamed_layers)} of {layers} layers would be streamed"
             # With no keys and values on the device that could go.
             assert limits.device_bytes is not None
             lean = plan.with_placement(all_resident(layers))
@@ -386,7 +386,7 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     None before the ring is whole: its last slot comes before anything that stays, or the memory that lets it in would
     take layers away from the device.
     """
-    if spare_bytes is None or placement.num_slots < min(RING_SLOTS, placement.num_streamed):
+    if spare_bytes is None or placement.num_slots < min(RING_SLOTS, len(placement.streamed_layers)):
         return placement
     layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes
     spare_bytes -= target.held_bytes(placement)
@@ -431,8 +431,8 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
     memory or, at least, two pieces each."""
-    on_host = bool(target.kv_layers_on_host)
-    largest = max(target.layer_bytes if target.placement.num_streamed else 0, target.kv_piece_bytes if on_host else 0)
+    streamed, on_host = target.placement.streamed_layers, target.kv_layers_on_host
+    largest = max(target.layer_bytes if streamed else 0, target.kv_piece_bytes if on_host else 0)
     d2h = NO_RING
     if on_host:
         # A prompt's blocks are written as they become full, piece by piece of the prompt.
@@ -474,10 +474,10 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     ringed = with_staging_rings(target, limit_bytes - kv_bytes)
     staged_kv: tuple[int, ...] = ()
     left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
-    if left_bytes < 0 or not placement.num_streamed:
+    if left_bytes < 0 or not placement.streamed_layers:
         ringed = with_staging_rings(target, limit_bytes // _RINGS_SHARE)
         staged_kv, left_bytes = _stage_kv(target, limit_bytes - ringed.ring_bytes)
-    most = min(placement.num_streamed - (not staged_kv), max(0, left_bytes) // min(target.layout.layer_bytes))
+    most = min(len(placement.streamed_layers) - (not staged_kv), max(0, left_bytes) // min(target.layout.layer_bytes))
     # Spread, so that they and staged ones alternate.
     choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
     pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])

@@ -127,7 +127,7 @@ def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change
     longest that the model has when more was asked for."""
     config = request.target.config()
     longest = longest_context(config)
-    asked = resolve_context("auto", config, kv=request.kv) if request.context == "auto" else int(request.context)
+    asked = resolve_context(None, config, kv=request.kv) if request.context is None else request.context
     options, least = request.speculation, _CONTEXT_STEP
     if options.mode == "triforce" or (request.proposed_by == "the draft" and options.draft_cache == "retrieval"):
         least = -(-options.budget_tokens // _CONTEXT_STEP) * _CONTEXT_STEP  # of less they cannot retrieve as much
@@ -147,9 +147,8 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
 
 
 def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
-    whole = machine.vram_bytes
     if request.vram_bytes is not None:
-        sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, whole + 1, _VRAM_STEP)
+        sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, machine.vram_bytes + 1, _VRAM_STEP)
         if (vram_bytes := _least_vram(request, machine, sizes)) is not None:
             yield f"--vram {size_option_down(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
     yield from _shorter(request, machine)
@@ -230,7 +229,7 @@ def _larger_machine(
     as options of the command line (`beyond` of a request that was lowered) where there are such limits and as a machine
     where that has less; of a context that the model has."""
     there, longest, options = limits_of(machine, request), longest_context(request.target.config()), dict(beyond)
-    if request.context != "auto" and int(request.context) > longest:
+    if request.context is not None and request.context > longest:
         options["--context"], request = str(longest), replace(request, context=longest)
     ample = replace(machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
     searched, vram_limit = replace(request, ram_bytes=None, pinned_bytes=None), there.device_bytes or 0

@@ -2,22 +2,11 @@
 
 from offload_runtime.speculation.acceptance import Acceptance, Tally
 from offload_runtime.speculation.calibration import StepWorth
-from offload_runtime.speculation.controller import (
-    PLAIN,
-    AcceptanceModel,
-    Choice,
-    Controller,
-    Cost,
-    LatencyModel,
-    guessed_cost,
-    size_for,
-    size_within,
-)
+from offload_runtime.speculation.controller import PLAIN, Choice, Controller, Cost, size_for, size_within
 from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
 from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (
     DraftRequest,
-    NoProposer,
     OnLogits,
     Proposer,
     StepResult,

@@ -47,11 +47,10 @@ class Tally:
         self._by_source: Counter[str] = Counter()
         self._windows: Counter[str] = Counter()
 
-    def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str | None = None) -> None:
+    def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str) -> None:
         """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
         what was asked for, in words."""
-        if window is not None:
-            self._windows[window] += 1
+        self._windows[window] += 1
         self._verifications += len(sources) > 0
         self._verified.update(set(sources))
         self._proposed.update(sources)

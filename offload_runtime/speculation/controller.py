@@ -62,11 +62,6 @@ class Choice:
         """Whether anybody has to compute for it: looking up takes no time."""
         return self.mode in ("chain", "tree")
 
-    @property
-    def may_branch(self) -> bool:
-        """Whether the proposals need not stand in a row."""
-        return self.mode in ("ngram", "unigram", "tree")
-
     def __str__(self) -> str:
         return f"{self.mode} {self.size}" if self.size else self.mode
 

@@ -27,7 +27,7 @@ from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.tree import Proposal
-from offload_runtime.trace import HOST, TraceRecorder
+from offload_runtime.trace import TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class DraftRequest:
 
 
 class Proposer:
-    """Guesses what the target will say, for several sequences at once. As it is, it never has any idea."""
+    """Guesses what the target will say, for several sequences at once. As it is, it never has any idea, and the target
+    decodes plainly."""
 
     # Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none.
     name: str | None = None
@@ -103,10 +104,6 @@ class Proposer:
         return ()
 
 
-class NoProposer(Proposer):
-    """Plain decoding."""
-
-
 def makes_trees(proposer: Proposer) -> bool:
     """Whether guesses may branch where a request has room for more than a chain, whoever else may be asked for."""
     able = proposer.modes({})
@@ -120,21 +117,12 @@ def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]])
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed."""
+    """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed, one
+    for each of the tokens but the last."""
 
     tokens: list[int]
     proposal: Proposal
     path: tuple[int, ...]
-
-    @property
-    def num_proposed(self) -> int:
-        """Proposals that were verified, all branches included."""
-        return len(self.proposal)
-
-    @property
-    def num_accepted(self) -> int:
-        """Of these, those that agreed: new tokens but for the target's last one."""
-        return len(self.path)
 
     @property
     def accepted_sources(self) -> list[str]:
@@ -229,7 +217,7 @@ def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: Trace
     started_s = time.perf_counter()
     proposer.ahead(pending)
     if recorder is not None:
-        recorder.add_host(HOST, "draft ahead", started_s, time.perf_counter(), {})
+        recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
 
 
 def first_token(target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor) -> int:

@@ -42,14 +42,12 @@ class Proposal:
         """Paths from the committed end, each with its source, in one trie.
 
         Args:
-            paths: The most promising first; no more of them are asked for than are needed.
+            paths: The most promising first.
             count: Most nodes; a path is cut where they run out.
         """
         tree = cls()
-        for tokens, source in paths if count > 0 else ():
+        for tokens, source in paths:
             tree = tree.joined(cls.chain(tokens, source), count)
-            if len(tree) >= count:
-                break
         return tree
 
     def joined(self, other: Proposal, count: int) -> Proposal:

@@ -71,11 +71,11 @@ def _architecture(fields: Fields) -> str:
     return name
 
 
-def token_ids(fields: Fields, name: str) -> tuple[int, ...]:
-    """Token ids from a field: a number, a list of numbers or nothing."""
-    value = fields.values.get(name)
+def end_ids(fields: Fields) -> tuple[int, ...]:
+    """Token ids that end an answer: a number, a list of numbers or nothing."""
+    value = fields.values.get("eos_token_id")
     listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return tuple(Fields(fields.where, {name: listed}).items(name, int))
+    return tuple(Fields(fields.where, {"eos_token_id": listed}).items("eos_token_id", int))
 
 
 def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:
@@ -212,7 +212,7 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
             qk_norm=family == "qwen3",
             layer_windows=_layer_windows(fields, layer_rope),
             layer_rope=layer_rope,
-            eos_token_ids=token_ids(fields, "eos_token_id"),
+            eos_token_ids=end_ids(fields),
         )
     except OptionError as error:
         raise CheckpointError(f"{reference} describes an impossible model: {error}") from error

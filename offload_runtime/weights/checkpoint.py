@@ -20,7 +20,7 @@ import torch
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import token_ids
+from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
@@ -67,7 +67,7 @@ class CheckpointSource(DescribedModel):
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer: the generation settings' or else the model configuration's."""
         generation = Fields(f"generation_config.json of {self.reference}", self.generation or {})
-        return token_ids(generation, "eos_token_id") or self.model_config.eos_token_ids
+        return end_ids(generation) or self.model_config.eos_token_ids
 
     @cached_property
     def hf_config(self) -> Any:

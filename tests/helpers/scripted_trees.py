@@ -8,7 +8,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import Asked, Children
-from offload_runtime.speculation import NoProposer, StepWorth, TreeDraftProposer
+from offload_runtime.speculation import Proposer, StepWorth, TreeDraftProposer
 from offload_runtime.speculation.step import Watch
 
 
@@ -69,7 +69,7 @@ class SteadySteps(StepWorth):
 def sure_proposer(model: SureModel, worth: StepWorth | None = None) -> TreeDraftProposer:
     """One that has started, of one sequence."""
     proposer = TreeDraftProposer(
-        NoProposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth or SteadySteps()
+        Proposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth or SteadySteps()
     )  # fmt: skip
     proposer.start([SamplingParams()])
     return proposer

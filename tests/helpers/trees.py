@@ -16,7 +16,6 @@ from offload_runtime.speculation import (
     Acceptance,
     DraftRequest,
     NgramProposer,
-    NoProposer,
     Proposal,
     Proposer,
     StepResult,
@@ -188,7 +187,7 @@ def plain(
     runner: ModelRunner, prompts: Mapping[int, Sequence[int]], params: SamplingParams, *, count: int
 ) -> dict[int, list[int]]:
     """Plain decoding of all sequences."""
-    return decode(runner, prompts, params, NoProposer(), count=count)[0]
+    return decode(runner, prompts, params, Proposer(), count=count)[0]
 
 
 def committed_kv(

@@ -28,7 +28,6 @@ from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     DraftProposer,
-    NoProposer,
     Proposer,
     TreeDraftProposer,
     TriForceProposer,
@@ -159,7 +158,7 @@ def release_proposer(runtime: Runtime) -> int:
     Returns:
         How many entries the ledger is left with. What was entered behind the target's own belonged to the proposer.
     """
-    runtime.parts = replace(runtime.parts, proposer=NoProposer())
+    runtime.parts = replace(runtime.parts, proposer=Proposer())
     reserved = budget_of(runtime).reservations
     return 1 + max(index for index, name in enumerate(reserved) if name.startswith("target: "))
 

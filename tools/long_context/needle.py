@@ -21,7 +21,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
 from offload_runtime.runners import WindowInput
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import NoProposer, Proposer
+from offload_runtime.speculation import Proposer
 
 NUMBER = " 48213"
 REST = ". Remember it: 48213 is the pass number."
@@ -108,7 +108,7 @@ class NeedleTest:
         said = [_samples(logits, params, len(hay.prompt)) for params in samplings]
         log_p = logits.float().log_softmax(-1).gather(1, torch.tensor(hay.answer, device=logits.device)[:, None])
         count = len(hay.answer)
-        plain = session.decode([hay.prompt], NoProposer(), SamplingParams(), gamma=0, count=count)
+        plain = session.decode([hay.prompt], Proposer(), SamplingParams(), gamma=0, count=count)
         plain_text = tokenizer.decode(list(plain.texts[0][:count]))
         policies = {}
         for policy in CHUNK_POLICIES:

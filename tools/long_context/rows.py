@@ -15,7 +15,7 @@ from sweeping.family import Sweep, tokens
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.errors import OptionError
-from offload_runtime.speculation import NoProposer
+from offload_runtime.speculation import Proposer
 
 CHAIN = "chain"
 _SEED = 1
@@ -222,7 +222,7 @@ class RowMeasurement:
     def _decode_plainly(self, setting: Setting, starts: Sequence[Sequence[Sequence[int]]]) -> Decoding:
         key = setting.temperature, setting.context_tokens
         if key not in self._plain:
-            params, proposer = SamplingParams(setting.temperature, seed=_SEED), NoProposer()
+            params, proposer = SamplingParams(setting.temperature, seed=_SEED), Proposer()
             self._plain[key] = together(
                 [
                     self._session.decode(start, proposer, params, gamma=0, count=self._lengths.plain_tokens)

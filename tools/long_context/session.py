@@ -76,7 +76,7 @@ class Decoding:
         return {
             **target_acceptance(self.rounds),
             "verifier_steps_per_pass": self.verifier_passes / self.passes,
-            "draft_steps_per_pass": sum(max(one.num_proposed for one in window) for window in windows) / self.passes,
+            "draft_steps_per_pass": sum(max(len(one.proposal) for one in window) for window in windows) / self.passes,
             "draft_accepted_per_step": self.draft_accepted / self.verifier_steps if self.verifier_steps else None,
             "draft_acceptance": self.draft_accepted / self.draft_proposed if self.draft_proposed else None,
         }
@@ -84,13 +84,13 @@ class Decoding:
 
 def target_acceptance(rounds: Sequence[StepResult]) -> dict[str, Any]:
     """The part of `Decoding.acceptance` that the target decides."""
-    proposed = sum(played.num_proposed for played in rounds)
-    accepted = sum(played.num_accepted for played in rounds)
-    judged = accepted + sum(played.num_accepted < played.num_proposed for played in rounds)
+    proposed = sum(len(played.proposal) for played in rounds)
+    accepted = sum(len(played.path) for played in rounds)
+    judged = accepted + sum(len(played.path) < len(played.proposal) for played in rounds)
     by_depth = []
     deepest = [max(played.proposal.depths, default=0) for played in rounds]
     for depth in range(1, max(deepest, default=0) + 1):
-        reached = [played.num_accepted >= depth for played, most in zip(rounds, deepest, strict=True) if most >= depth]
+        reached = [len(played.path) >= depth for played, most in zip(rounds, deepest, strict=True) if most >= depth]
         by_depth.append(sum(reached) / len(reached))
     return {
         "proposed": proposed,

@@ -33,7 +33,7 @@ from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.plan import resolve_dtype
-from offload_runtime.speculation import NoProposer
+from offload_runtime.speculation import Proposer
 from offload_runtime.weights import CheckpointSource, layer_layout, open_checkpoint
 
 SWEEPS = {
@@ -396,7 +396,7 @@ class RowMeasurement:
         """Plain decoding and, unless `drafted_tokens` is None, so many tokens with the draft and chosen windows."""
         params = SamplingParams(temperature, seed=_SEED)
         session = Session(self._runtime)
-        plain = session.decode([self._prompt], NoProposer(), params, gamma=0, count=plain_tokens)
+        plain = session.decode([self._prompt], Proposer(), params, gamma=0, count=plain_tokens)
         bound = self._bound(1)
         row: dict[str, Any] = {
             **self._about(), "plain_s_per_token": plain.s_per_token, "plain_tokens": plain.num_tokens,
