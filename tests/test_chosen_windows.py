@@ -464,6 +464,8 @@ def test_limits_of_what_is_chosen() -> None:
 class Named(Proposer):
     """Who could propose in these ways."""
 
+    name = "draft"
+
     def __init__(self, *modes: str) -> None:
         self._families = modes
 

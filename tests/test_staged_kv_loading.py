@@ -243,7 +243,7 @@ def test_a_context_left_to_the_runtime_ends_in_a_plan(two_layer_target: Path, sh
         whole = runtime.plan
     kv_bytes = whole.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
-    options: dict[str, Any] = {"context": "auto", "pinned_bytes": max(least(whole), int(share * kv_bytes))}
+    options: dict[str, Any] = {"context": None, "pinned_bytes": max(least(whole), int(share * kv_bytes))}
     with on_host(registrar, two_layer_target, **options) as runtime:
         assert runtime.plan.target.context_tokens == 16384 and runtime.plan.placement.staged_kv_layers
     with on_host(registrar, two_layer_target, ram_bytes=whole.host_bytes - kv_bytes // 3, **options) as runtime:

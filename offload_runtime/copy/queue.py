@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -160,6 +160,7 @@ class ThreadCopyEngine:
         self._pace = pace or (lambda nbytes: None)
         self._worker: Executor = ThreadPoolExecutor(1, "copy-engine")
         self._last = DONE
+        self._failure: BaseException | None = None
         self._copy_s = 0.0
         self._stall_s = 0.0
 
@@ -172,22 +173,27 @@ class ThreadCopyEngine:
     ) -> None:  # fmt: skip
         if self._last.done():
             self._wait(self._last)
-        ready.copy = self._last = self._worker.submit(self._copy, dst, src, (self._last, free.copy), label)
+        ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)
         if source_free is not None:
             source_free.copy = ready.copy
 
-    def _copy(self, dst: torch.Tensor, src: torch.Tensor, before: Iterable[Future[None]], label: Label | None) -> None:
-        for work in before:  # a failure of one copy is that of all behind it
-            work.result()
-        started = time.perf_counter()
-        self._pace(0)
-        with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
-            dst.copy_(src)
-        self._pace(src.nbytes)
-        ended = time.perf_counter()
-        self._copy_s += ended - started
-        if self.log is not None:
-            self.log.copied(label, src.nbytes, started, ended)
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor, before: Future[None], label: Label | None) -> None:
+        before.result()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            started = time.perf_counter()
+            self._pace(0)
+            with torch.inference_mode():  # a mode of the thread; buffers may come from a thread that is in it
+                dst.copy_(src)
+            self._pace(src.nbytes)
+            ended = time.perf_counter()
+            self._copy_s += ended - started
+            if self.log is not None:
+                self.log.copied(label, src.nbytes, started, ended)
+        except BaseException as error:
+            self._failure = error
+            raise
         self.bytes_copied += src.nbytes
 
     def compute_wait(self, ready: _HostEvent) -> None:

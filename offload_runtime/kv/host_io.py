@@ -193,8 +193,7 @@ class HostWrites:
         self.engine.compute_record(read)
         try:
             for layer, target, source in copies:
-                label = "kv", (layer, sequence, block)
-                self.engine.enqueue(target, source, free=read, ready=written, label=label)
+                self.engine.enqueue(target, source, free=read, ready=written, label=("kv", (layer, sequence, block)))
         except CopyError as error:
             self._failure = error  # nobody waits for this block, so nobody else would be told
             raise

@@ -141,8 +141,7 @@ class RetrievalPolicy:
     def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """As of a `BlockObserver`: of every block of a sequence's far context."""
         one = KVBlocks(kv.data[row : row + 1], kv.first_block)
-        here = self._summaries[layer].rows(sequence, sequence + 1)
-        chunk_summaries(one, blocks, here, chunk_size=self._chunk_size)
+        chunk_summaries(one, blocks, self._summaries[layer].rows(sequence, sequence + 1), chunk_size=self._chunk_size)
 
     def select(
         self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,

@@ -247,8 +247,7 @@ class ModelPlan:
     @property
     def streaming_tokens(self) -> int:
         """Tokens that a streaming cache has room for."""
-        window_tokens = self.streaming_window_tokens
-        return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, window_tokens)
+        return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, self.streaming_window_tokens)
 
     def with_streaming_cache(self) -> ModelPlan:
         """A draft with a cache of sinks and recent tokens, whatever the context. Raises `OptionError`."""

@@ -162,17 +162,6 @@ def read_gguf_header(path: Path) -> GgufHeader:
 # --- the configuration
 
 
-def _check_supported(header: GgufHeader) -> None:
-    path, arch = header.path, header.arch
-    if arch not in GGUF_ARCHITECTURES:
-        raise UnsupportedArchitectureError(
-            f"{path}: GGUF architecture {shown(arch)} is not supported: use one of {', '.join(GGUF_ARCHITECTURES)} "
-            "(Mistral models are stored as llama)"
-        )
-    if header.of_model().integer("expert_count", 0, at_least=0):
-        raise UnsupportedArchitectureError(f"{path}: mixtures of experts are not supported: use a dense model")
-
-
 def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
     """The format's scaling types, and divisors per frequency, which transformers calls longrope.
 
@@ -247,8 +236,15 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         UnsupportedArchitectureError: Something the decoder does not implement: another architecture, or a mixture of
             experts.
     """
-    _check_supported(header)
-    family, ids, eos = header.arch, special_ids(header.fields), end_token_ids(header.fields)
+    path, family, fields = header.path, header.arch, header.of_model()
+    if family not in GGUF_ARCHITECTURES:
+        raise UnsupportedArchitectureError(
+            f"{path}: GGUF architecture {shown(family)} is not supported: use one of {', '.join(GGUF_ARCHITECTURES)} "
+            "(Mistral models are stored as llama)"
+        )
+    if fields.integer("expert_count", 0, at_least=0):
+        raise UnsupportedArchitectureError(f"{path}: mixtures of experts are not supported: use a dense model")
+    ids, eos = special_ids(header.fields), end_token_ids(header.fields)
     settings = _shape_settings(header) | {
         "rope_parameters": _rope_parameters(header),
         "bos_token_id": ids.get("bos"),
@@ -259,7 +255,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
     }
-    window = header.of_model().integer("attention.sliding_window", 0, at_least=0)
+    window = fields.integer("attention.sliding_window", 0, at_least=0)
     if family == "llama" and window:  # only Mistral has them of what is stored as llama
         family = "mistral"
         settings["sliding_window"] = window
