@@ -26,7 +26,7 @@ class FailingRunner(ModelRunner):
     """A target whose passes fail once, after so many that went through."""
 
     def __init__(self, runner: ModelRunner, error: Exception, *, after: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.shape)
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
         self._verify = raising(error, after=after, then=super().verify)
 
     def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:

@@ -38,7 +38,7 @@ class SpiedRunner(ModelRunner):
     """A target that remembers the tokens that go through its prefill, and which ends the text once if it is told to."""
 
     def __init__(self, runner: ModelRunner, end: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.shape)
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
         self.prefilled: list[list[int]] = []
         self.end, self.end_at = end, -1  # the token, and where in a sequence nothing else is likely
 

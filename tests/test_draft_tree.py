@@ -248,7 +248,7 @@ def shared_weights(draft: TreeDraft) -> Weights:
 def decoded_by(draft: TreeDraft, decoder: Decoder) -> TreeDraft:
     """The same draft with other maths."""
     runner = draft.runner
-    return replace(draft, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.shape))
+    return replace(draft, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens))
 
 
 def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft) -> None:

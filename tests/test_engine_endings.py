@@ -85,7 +85,7 @@ def interrupted(model: LoadedModel, after: int) -> LoadedModel:
     """The same model, in which Ctrl-C comes once: within the layer that follows so many."""
     runner = model.runner
     decoder = InterruptedDecoder(model, ctrl_c(after))
-    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.shape))
+    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens))
 
 
 class InterruptedLog(CopyLog):
@@ -237,7 +237,7 @@ def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after
         draft.config, runtime.dtype, capacity_tokens=runtime.context_tokens, batch=1,
         budget=DeviceBudget(runtime.device, None),
     )  # fmt: skip
-    runner = ModelRunner(draft.runner.decoder, draft.runner.streamer, own, draft.runner.rows, draft.runner.shape)
+    runner = ModelRunner(draft.runner.decoder, draft.runner.streamer, own, draft.runner.rows, draft.runner.chunk_tokens)
     proposer = DraftProposer(runner, vocab_size=runtime.config.vocab_size)
     with working_with(runtime, proposer=proposer):
         assert_interrupted(runtime, said)

@@ -295,7 +295,7 @@ def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
         [torch.empty(max(layout.layer_bytes), dtype=torch.uint8) for _ in range(model.placement.num_slots)],
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
     )  # fmt: skip
-    runner = ModelRunner(runner.decoder, streamer, runner.cache, runner.rows, runner.shape)
+    runner = ModelRunner(runner.decoder, streamer, runner.cache, runner.rows, runner.chunk_tokens)
     return replace(model, runner=runner, engine=engine)
 
 

@@ -15,7 +15,8 @@ from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401
 
 PACKAGE = Path(offload_runtime.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-LOOP, STEP, KERNEL = "engine/generate.py", ("engine/steps.py", "run"), ("model/decoder.py", "embed")
+LOOP, STEP = "engine/generate.py", ("engine/steps.py", "run")
+PASS, KERNEL = ("runners/target.py", "run_rows"), ("model/decoder.py", "embed")
 MOST_FILES = {"plain": 12, "tree": 20}
 
 
@@ -23,20 +24,21 @@ MOST_FILES = {"plain": 12, "tree": 20}
 def journeys() -> Iterator[list[list[str]]]:
     """The files of the package whose functions are called, in order: one list a step, up to the target's embedding."""
     steps: list[list[str]] = []
-    under_way = False
+    under_way = by_target = False
 
     def called(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal under_way
+        nonlocal under_way, by_target
         path = Path(frame.f_code.co_filename)
         if event != "call" or not path.is_relative_to(PACKAGE):
             return
         name = path.relative_to(PACKAGE).as_posix()
         if (name, frame.f_code.co_name) == STEP:
             steps.append([LOOP])
-            under_way = True
+            under_way, by_target = True, False
         if under_way and name not in steps[-1]:
             steps[-1].append(name)
-        if (name, frame.f_code.co_name) == KERNEL:
+        by_target = by_target or (name, frame.f_code.co_name) == PASS  # a draft has an embedding too
+        if by_target and (name, frame.f_code.co_name) == KERNEL:
             under_way = False
 
     sys.setprofile(called)

@@ -281,7 +281,7 @@ def test_an_interruption_anywhere_changes_no_token(
     plain = plain_texts(params, [prompt], 26)
     runner = draft.runner
     weights = Interrupted(runner.streamer, error, after=after)
-    interrupted = ModelRunner(runner.decoder, weights, runner.cache, runner.rows, runner.shape)
+    interrupted = ModelRunner(runner.decoder, weights, runner.cache, runner.rows, runner.chunk_tokens)
     proposer = replace(draft, runner=interrupted).proposer(params)
     target.cache.truncate(0, 0)
     decoder = Decoder(target, proposer, params, watch=steps(3))

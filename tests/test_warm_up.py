@@ -105,7 +105,7 @@ class PlayedRunner(ModelRunner):
     """Tells of the passes that catch up."""
 
     def __init__(self, runner: ModelRunner, played: Played) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.shape)
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
         self._played = played
 
     def run_rows(self, rows: PassRows) -> torch.Tensor:
