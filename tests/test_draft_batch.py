@@ -15,7 +15,7 @@ from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.sampling import numbered
-from tests.test_draft_model import BATCH, NOISY, SHAPE, Draft, dense_streaming, make_draft
+from tests.test_draft_model import BATCH, NOISY, Draft, dense_streaming, make_draft
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_frequencies_of_a_length_are_each_sequences_own() -> None:
     """`dynamic` and `longrope` rotate by a sequence's length: a short one beside a long one."""
     for name in ("llama-dynamic", "llama-longrope"):
         hf_model = random_model(name, seed=7)
-        made = make_runner(hf_model, shape=SHAPE, capacity_tokens=2 * BLOCK_TOKENS)
+        made = make_runner(hf_model, capacity_tokens=2 * BLOCK_TOKENS)
         texts = {0: random_tokens(12, seed=1), 2: random_tokens(70, seed=2)}
         said = []
         for sequences in ((0,), (2,), (0, 2)):

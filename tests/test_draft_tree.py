@@ -183,7 +183,7 @@ class InterruptedRunner(ModelRunner):
 
 def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(streaming: TreeDraft) -> None:
     plain = streaming.runner
-    runner = InterruptedRunner(plain.decoder, plain.streamer, plain.cache, plain.rows, plain.shape)
+    runner = InterruptedRunner(plain.decoder, plain.streamer, plain.cache, plain.rows, plain.chunk_tokens)
     _, tree = replace(streaming, runner=runner).parts()
     growing = Growing(random_tokens(322, seed=1), 1)
     chosen = growing.choose(8, tree.num_slots)

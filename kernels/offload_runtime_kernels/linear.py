@@ -31,7 +31,7 @@ from offload_runtime_kernels.swiglu import swiglu
 # the longest K, and at 128 it gains little.
 LIBRARY_ROWS = {"cuda": (512, 256), "cpu": (64,)}
 # On a CPU the rule is the library's product of so many rows: 1 to 3 it does in another order than more.
-_CPU_ROWS = 4
+_CPU_ROWS = 8
 # Programs whose W stays in the L2 cache while each multiplies rows of its own with it.
 _GROUP = 8
 # Most rows of each way to cut a product; the last way is for more too.
@@ -197,13 +197,19 @@ def linear_reference(
     gated: bool = False,
 ) -> None:  # fmt: skip
     """The rule on a CPU: products of exactly `_CPU_ROWS` rows, the last of them filled up with zeros."""
-    for rows, result in zip(x.split(_CPU_ROWS), out.split(_CPU_ROWS), strict=True):
+    for start in range(0, x.shape[0], _CPU_ROWS):
+        rows, result = x[start : start + _CPU_ROWS], out[start : start + _CPU_ROWS]
         missing = _CPU_ROWS - rows.shape[0]
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        padded_out = torch.nn.functional.pad(result, (0, 0, 0, missing)) if missing else result
-        linear_library(padded, weight, padded_out, bias=bias, add=add, gated=gated)
         if missing:
-            result.copy_(padded_out[: rows.shape[0]])
+            padded = (
+                torch.nn.functional.pad(result, (0, 0, 0, missing)) if add else x.new_empty(_CPU_ROWS, out.shape[1])
+            )
+            linear_library(
+                torch.nn.functional.pad(rows, (0, 0, 0, missing)), weight, padded, bias=bias, add=add, gated=gated
+            )
+            result.copy_(padded[: rows.shape[0]])
+        else:
+            linear_library(rows, weight, result, bias=bias, add=add, gated=gated)
 
 
 _by_rule = {"cuda": linear_triton, "cpu": linear_reference}
