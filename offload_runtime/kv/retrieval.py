@@ -107,7 +107,8 @@ class RetrievedChunks:
         Until their next update layers that held such a chunk are of no use. A slice does so to several sequences.
         """
         resident = self.resident[:, sequence]
-        resident.masked_fill_(resident >= length // self.chunk_size, -1)
+        kept_chunks = length // self.chunk_size
+        resident.masked_fill_(resident >= kept_chunks, -1)
 
 
 class RetrievalPolicy:
