@@ -1,8 +1,7 @@
 """Kernels that go over rows: norms, gates, rotations, the choice of tokens, at the shapes of 7B and 70B Llamas.
 
-Bounds are: of RMSNorm reading rows and writing them once; of SwiGLU reading gate and up
-and writing the result; of the rotation reading the fused projection and writing queries, keys and values; of the choice
-reading the logits.
+Bounds are: of RMSNorm reading rows and writing them once; of SwiGLU reading gate and up and writing the result; of the
+rotation reading the fused projection and writing queries, keys and values; of the choice reading the logits.
 """
 
 from __future__ import annotations
