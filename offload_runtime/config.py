@@ -519,7 +519,8 @@ class RuntimeConfig:
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         for name in ("max_batch", "max_gamma", "gamma"):
             require_positive(name, getattr(self, name))
-        require_positive("tree_nodes", self.tree_nodes, least=0)
+        for name in ("context", "tree_nodes"):
+            require_positive(name, getattr(self, name), least=0)
         self._check_proposals()
 
     def _check_proposals(self) -> None:

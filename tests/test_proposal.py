@@ -75,6 +75,18 @@ def test_joined_is_what_either_says_the_others_last(one: Proposal, other: Propos
     assert len(both) - len(one) == min(room, len(new)) and set(said(both)[len(one) :]) <= set(new)
 
 
+def test_no_more_paths_are_asked_for_than_there_is_room() -> None:
+    asked = []
+
+    def endless() -> object:
+        for number in range(100):
+            asked.append(number)
+            yield [number, 1, 2], "x"
+
+    assert len(Proposal.of_paths(endless(), 6)) == 6 and asked == [0, 1]  # type: ignore[arg-type]
+    assert Proposal.of_paths(endless(), 0) == Proposal() and asked == [0, 1]  # type: ignore[arg-type]
+
+
 @given(proposals(), st.data())
 def test_the_walk_ends_where_no_child_says_what_the_target_says(tree: Proposal, data: st.DataObject) -> None:
     samples = data.draw(st.lists(st.integers(0, 3), min_size=len(tree) + 1, max_size=len(tree) + 1))

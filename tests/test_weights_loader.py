@@ -141,7 +141,7 @@ def test_progress_ends_at_the_total(directory):
     assert seen[-1] == (weights.layout.total_bytes, weights.layout.total_bytes)
     assert weights.layout.total_bytes == packed_bytes(source.config(), torch.bfloat16)
     assert len(seen) > len(checkpoint_tensors(source.config()))
-    assert weights.load_seconds > 0
+    assert weights.load_seconds > 0 and weights.load_gbps > 0
 
 
 MEASURE = """

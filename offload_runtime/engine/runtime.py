@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from offload_runtime.config import (
-    GB,
     GenerationParams,
     ModelConfig,
     RuntimeConfig,
@@ -61,8 +60,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.device = parts.budget.device
         self.dtype = weights.layout.dtype
         self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
-        nbytes, seconds = weights.layout.total_bytes, weights.load_seconds
-        self.load_report = f"loaded {format_bytes(nbytes)} in {seconds:.1f} s ({nbytes / GB / seconds:.1f} GB/s)"
+        speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
+        self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens

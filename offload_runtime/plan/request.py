@@ -196,10 +196,11 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         figures.flops(dtype)
         return figures
     if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
         for path in sorted(list_profiles().values(), key=lambda path: path.parent != own_directory()):
             with suppress(ProfileError, OptionError):  # nobody asked for this one
                 found = load_profile(path)
-                if found.gpu_name == torch.cuda.get_device_name(device):
+                if found.gpu_name == name:
                     return known_figures(found, device, dtype)
     return None
 

@@ -42,12 +42,14 @@ class Proposal:
         """Paths from the committed end, each with its source, in one trie.
 
         Args:
-            paths: The most promising first.
+            paths: The most promising first; no more of them are asked for than are needed.
             count: Most nodes; a path is cut where they run out.
         """
         tree = cls()
-        for tokens, source in paths:
+        for tokens, source in paths if count > 0 else ():
             tree = tree.joined(cls.chain(tokens, source), count)
+            if len(tree) >= count:
+                break
         return tree
 
     def joined(self, other: Proposal, count: int) -> Proposal:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import GB, ModelConfig
 from offload_runtime.memory import HostArena, Registrar
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Weight
@@ -44,6 +44,11 @@ class HostWeights:
     layers: list[HostArena]
     shared: HostArena
     load_seconds: float = 0.0
+
+    @property
+    def load_gbps(self) -> float:
+        """Packed bytes per second of loading, in GB/s."""
+        return self.layout.total_bytes / GB / self.load_seconds if self.load_seconds > 0 else 0.0
 
     def block(self, layer: int | None) -> torch.Tensor:
         """The packed bytes of a layer, or with None of the shared block: uint8, host."""
