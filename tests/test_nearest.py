@@ -52,11 +52,11 @@ CHANGES = {
     "TriForce by itself": "--speculation none --gamma auto",
     "a draft's chain": "--draft ngram --sink-tokens auto",
     "several at once": "--batch 1 --kv auto --speculation auto --draft ngram --draft-cache auto",
-    "more than the card has": "--vram 25.7GB --context 12544",
+    "more than the card has": "--vram 25.7GB --context 12800",
     "more of both than there is": "--vram 25.7GB --ram 68.7GB",
-    "more host memory than there is": "--ram 68.7GB --context 75264",
+    "more host memory than there is": "--ram 68.7GB --context 75520",
     "less host memory than is needed": "--ram 19.1GB",
-    "less of all than is needed": "--vram 7.3GB --ram 19.1GB --pinned 75.5MB",
+    "less of all than is needed": "--vram 7.2GB --ram 19.1GB --pinned 75.5MB",
     "less than a larger machine needs": "--ram 138.0GB on a machine with 138.0 GB of host memory",
 }
 

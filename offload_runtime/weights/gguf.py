@@ -335,5 +335,5 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
         fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
-    tokenizer = cache(lambda: gguf_tokenizer(read_gguf_header(path).fields, path.parent))
+    tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer)
