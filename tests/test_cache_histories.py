@@ -414,7 +414,7 @@ def test_the_first_step_chooses_and_the_others_use() -> None:
             rows = QueryRows(int32([[700 + step]]), int32([0]), CAPACITY)
             for layer in range(LAYERS):
                 q = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(100 * len(held) + layer))
-                cache.attend(layer, q, rows, prefill=False)
+                cache.attend(layer, q, rows)
             held.append([cache.chunks.resident[layer].clone() for layer in range(LAYERS)])
     for layer in range(LAYERS):
         first, *others = (of_layers[layer] for of_layers in held)

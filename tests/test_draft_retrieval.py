@@ -118,11 +118,20 @@ class RecordedCache(RetrievedDraftCache):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.asked: list[Attended] = []
+        self.prefilling = False
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+    def begin_prefill(self, sequence: int, count: int) -> None:
+        self.prefilling = True
+        super().begin_prefill(sequence, count)
+
+    def end_prefill(self, sequence: int, count: int) -> None:
+        self.prefilling = False
+        super().end_prefill(sequence, count)
+
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         before = self.chunks.resident[layer, 0].clone()
-        out = super().attend(layer, q, rows, prefill=prefill)
-        if not prefill:
+        out = super().attend(layer, q, rows)
+        if not self.prefilling:
             first_recent = max(0, self.length(0) // BLOCK_TOKENS - 1) * BLOCK_TOKENS
             stored = self.store(layer).data[0].permute(1, 2, 0, 3, 4).flatten(2, 3)
             held = self.chunks.resident[layer, 0].clone()

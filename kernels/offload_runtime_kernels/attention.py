@@ -14,8 +14,10 @@ caches, pieces and rings.
 
 Where no bits are promised, all keys of a query may also come from several caches in one call (`attend_sources`).
 
-Prefill runs the same loop without splits: as independent of how the prompt is cut into pieces. That is why no other
-flash kernels take its place where they are installed: their sums depend on the cut, and tokens would with them.
+Prompts are no exception: where there are enough queries to keep a GPU busy, one program does all splits of a query and
+merges them itself, in the same order by the same arithmetic. So what was kept of a prompt, and what is read anew, have
+the same bits, however either was cut into pieces. That is why no other flash kernels take its place where they are
+installed: their sums depend on the cut, and tokens would with them.
 """
 
 from collections.abc import Sequence
@@ -60,9 +62,8 @@ def prefill_attention_name(device_type: str) -> str:
 
 
 def attention(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None,
-    prefill: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None
+) -> torch.Tensor:
     """Attend from rotated queries to the cache, the queries' own keys included (they are written before).
 
     Args:
@@ -73,17 +74,13 @@ def attention(
         rows: Which keys each query sees.
         scale: Multiplies the dot products, usually D ** -0.5.
         sliding_window: Tokens that a query sees, itself included; None for all.
-        prefill: Choose the variant for many queries, not in a tree. Its bits differ from the other's; both are
-            independent of how the queries are grouped.
 
     Returns:
         [B, T, H, D] in the dtype of `q`; zero for padding rows.
     """
     assert kv.first_block == 0, "a piece of a sequence is not all that a query sees"
     if q.is_cuda:
-        return attention_triton(q, kv, rows, scale=scale, sliding_window=sliding_window, prefill=prefill)
-    if prefill:
-        return attention_reference(q, kv, rows, scale=scale, sliding_window=sliding_window)
+        return attention_triton(q, kv, rows, scale=scale, sliding_window=sliding_window)
     state = AttentionState.empty(q)
     blocks = range(-(-rows.max_length // BLOCK_TOKENS))
     attend_blocks_cpu(q, kv, rows, blocks, state, scale=scale, sliding_window=sliding_window)

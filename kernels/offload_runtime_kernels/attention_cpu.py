@@ -1,12 +1,13 @@
-"""Attention on the CPU: the dense reference, and windows whose bits do not depend on their company.
+"""Attention on the CPU: the dense reference, and what has the same bits for windows and prompts.
 
 torch sums in another order for other numbers of queries and keys, for other alignments of a matrix, and in other
-threads, which in 16 bits shows in every other text. So a window works on one query and one block of keys at a time: the
-query's position alone says which shapes there are, how they are aligned and how threads share them.
+threads, which in 16 bits shows in every other text. So it is always given eight places for queries and one whole block
+of keys: the query's position alone says which place is its own and how threads share the work.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +16,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _LOG2_E = 1.4426950408889634
 _ALIGNMENT_BYTES = 64  # of every torch allocation on the CPU
+# Queries whose positions divided by this give the same are computed at once; a block of keys is a multiple of it.
+_TILE_QUERIES = 8
 # Of keys and values of paths that are looked up at once, counted as fp32.
 GATHERED_BYTES = 16 << 20
 
@@ -63,25 +66,26 @@ def attend_blocks_cpu(
     heads = q.float().unflatten(2, (kv.num_kv_heads, -1))  # [B, T, H_kv, G, D]
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
     for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
-        ends = [position + 1 if num_keys is None else min(position + 1, num_keys) for position in positions]
-        begins = [0 if sliding_window is None else max(0, p + 1 - sliding_window) for p in positions]
-        first = max(blocks.start, min(begins) // BLOCK_TOKENS)
-        queries = [query.clone() for query in heads[b].unbind()]  # each as aligned as any
-        for block in range(first, min(blocks.stop, -(-max(ends) // BLOCK_TOKENS))):
+        keys_seen = {
+            t: range(
+                0 if sliding_window is None else max(0, position + 1 - sliding_window),
+                position + 1 if num_keys is None else min(position + 1, num_keys),
+            )
+            for t, position in enumerate(positions)
+            if position >= 0
+        }
+        tiles = _tiles(heads[b], positions, keys_seen, alone=committed is not None)
+        first = max(blocks.start, min((seen.start for seen in keys_seen.values()), default=0) // BLOCK_TOKENS)
+        end = max((seen.stop for seen in keys_seen.values()), default=0)
+        for block in range(first, min(blocks.stop, -(-end // BLOCK_TOKENS))):
             start = block * BLOCK_TOKENS
-            keys = _fp32_block(kv.data[sequence, (block - kv.first_block) % kv.num_blocks])
-            seen = {
-                t: slice(max(begin - start, 0), min(end - start, BLOCK_TOKENS))
-                for t, (begin, end) in enumerate(zip(begins, ends, strict=True))
-                if begin - start < BLOCK_TOKENS and max(begin, start) < end
-            }
             committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
-            own = _keys_of_queries(keys, kv, rows, b, seen, committed_here, start, gathered_bytes)
-            splits = [
-                _split(queries[t], block_keys[:, :, part], scale)
-                for (t, part), block_keys in zip(seen.items(), own, strict=True)
-            ]
-            _merge_splits(state, b, list(seen), splits)
+            data = kv.data[sequence, (block - kv.first_block) % kv.num_blocks]
+            keys = _fp32_block(data, min(end - start, committed_here))
+            seeing = [tile for tile in tiles if tile.sees(start)]
+            paths = _keys_of_paths(keys, kv, rows, b, seeing, committed_here, start, gathered_bytes)
+            for tile, own in zip(seeing, paths, strict=True):
+                tile.attend(own, start, state, b, scale)
 
 
 def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
@@ -106,36 +110,97 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
     return finish_attention_cpu(q, state)
 
 
-def _fp32_block(block: torch.Tensor) -> torch.Tensor:
-    """A block [2, H_kv, 256, D] in fp32, aligned: only a copy where it has to be."""
-    # A split's own result is not rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
+@dataclass(frozen=True)
+class _Tile:
+    """Queries that are computed at once.
+
+    `q` [1, H_kv, 8 * G, D] fp32, a position's queries in its own place; `queries` their numbers and `places` where they
+    are; `begins` and `ends` [8, 1] the keys that each place sees, all keys where there is no query.
+    """
+
+    q: torch.Tensor
+    queries: list[int]
+    places: list[int]
+    begins: torch.Tensor
+    ends: torch.Tensor
+    keys: range  # that any of them sees
+
+    def sees(self, start: int) -> bool:
+        """Whether any key of the block that begins at `start` is seen."""
+        return self.keys.start < start + BLOCK_TOKENS and start < self.keys.stop
+
+    def attend(self, keys: torch.Tensor, start: int, state: AttentionState, b: int, scale: float) -> None:
+        """Merge the block `keys` [2, H_kv, 256, D], fp32, whose first position is `start`, into batch row b."""
+        key = torch.arange(start, start + BLOCK_TOKENS)
+        visible = (self.begins <= key) & (key < self.ends)  # [8, 256]
+        group = self.q.shape[2] // _TILE_QUERIES
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf")).repeat_interleave(group, dim=0)
+        # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
+        # log-sum-exp.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            self.q, keys[None, 0], keys[None, 1], 0.0, False, attn_mask=mask[None, None], scale=scale
+        )
+        part = out[0].unflatten(1, (_TILE_QUERIES, group)).transpose(0, 1).flatten(1, 2)  # [8, H, D]
+        parts = lse[0].unflatten(1, (_TILE_QUERIES, group)).transpose(0, 1).flatten(1, 2)  # [8, H]
+        seen = visible.any(dim=1).tolist()
+        chosen = [(t, place) for t, place in zip(self.queries, self.places, strict=True) if seen[place]]
+        places = [place for _, place in chosen]
+        _merge_split(state, b, [t for t, _ in chosen], part[places], parts[places])
+
+
+def _tiles(q: torch.Tensor, positions: Sequence[int], keys: Mapping[int, range], *, alone: bool) -> list[_Tile]:
+    """The queries [T, H_kv, G, D] of one sequence, those that have `keys`, by eight or each alone."""
+    groups = defaultdict[tuple[int, int], list[int]](list)
+    for t in keys:
+        groups[positions[t] // _TILE_QUERIES, t if alone else 0].append(t)
+    tiles = []
+    for queries in groups.values():
+        places = [positions[t] % _TILE_QUERIES for t in queries]
+        spread = q.new_zeros(_TILE_QUERIES, *q.shape[1:])
+        spread[places] = q[queries]
+        bounds = torch.tensor([[0], [1 << 31]]).repeat(1, _TILE_QUERIES)
+        bounds[:, places] = torch.tensor([[keys[t].start for t in queries], [keys[t].stop for t in queries]])
+        reach = range(min(keys[t].start for t in queries), max(keys[t].stop for t in queries))
+        placed = spread.transpose(0, 1).flatten(1, 2)[None].contiguous()
+        tiles.append(_Tile(placed, queries, places, bounds[0, :, None], bounds[1, :, None], reach))
+    return tiles
+
+
+def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
+    """A block [2, H_kv, 256, D] in fp32, aligned, with zeros behind its first `length` tokens: a copy if it has to be.
+
+    A split's own result is not rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
+    """
+    if length < BLOCK_TOKENS:
+        whole = torch.zeros(block.shape)
+        whole[:, :, :length] = block[:, :, :length]
+        return whole
     block = block.float()
     return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
 
 
-def _keys_of_queries(
-    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, seen: Mapping[int, slice], committed: int, start: int,
+def _keys_of_paths(
+    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, tiles: Sequence[_Tile], committed: int, start: int,
     gathered_bytes: int,
 ) -> Iterator[torch.Tensor]:  # fmt: skip
-    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as each query sees it.
+    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as each tile sees it.
 
-    Its path stands behind the `committed` ones, as if that were a plain sequence. Paths share a buffer: be done with
-    one before the next is asked for.
+    A path stands behind the `committed` keys, as if that were a plain sequence. Paths share a buffer: be done with one
+    before the next is asked for.
     """
-    branching = [t for t, part in seen.items() if part.stop > committed]
+    stops = {tile.queries[0]: min(tile.keys.stop - start, BLOCK_TOKENS) for tile in tiles}
+    branching = [t for t, stop in stops.items() if stop > committed]
     if not branching:
-        for _ in seen:
-            yield keys
+        yield from (keys for _ in tiles)
         return
     assert rows.ancestors is not None and rows.committed is not None
-    path = torch.empty_like(keys)  # lies in memory as the block does
-    path[:, :, :committed] = keys[:, :, :committed]
+    path = keys.clone()
     depth = start - int(rows.committed[b])  # of the block's first position
-    most = max(seen[t].stop for t in branching)
+    most = max(stops[t] for t in branching)
     at_once = max(1, gathered_bytes // ((most - committed) * keys[:, :, 0].nbytes))
     gathered: dict[int, torch.Tensor] = {}
-    for t, part in seen.items():
-        if part.stop <= committed:
+    for t, stop in stops.items():
+        if stop <= committed:
             yield keys
             continue
         if t not in gathered:
@@ -143,30 +208,14 @@ def _keys_of_queries(
             slots = rows.ancestors[b, group, committed + depth : most + depth]  # behind a path's end they say nothing
             paths = torch.stack(kv.at(rows.sequences[b], slots), dim=1)  # [n, 2, S, H_kv, D]
             gathered = dict(zip(group, paths.transpose(2, 3).unbind(), strict=True))
-        path[:, :, committed : part.stop] = gathered[t][:, :, : part.stop - committed]
+        path[:, :, committed:stop] = gathered[t][:, :, : stop - committed]
         yield path
 
 
-def _split(q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query [H_kv, G, D] over n keys and values [2, H_kv, n, D], fp32: [H, D], log-sum-exp [H]."""
-    # Heads of a group as queries of one head, which need no mask. This operator rather than the public one because it
-    # also returns the log-sum-exp.
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], keys[None, 0], keys[None, 1], 0.0, False, attn_mask=None, scale=scale
-    )
-    return out.flatten(0, 2), lse.flatten()
-
-
-def _merge_splits(
-    state: AttentionState, b: int, queries: list[int], splits: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    """Merge a split of each of some queries, in place: the arithmetic of the GPU's merge kernel."""
-    if not queries:
-        return
-    part, lse = (torch.stack(side) for side in zip(*splits, strict=True))  # [n, H, D], [n, H]
-    lse *= _LOG2_E
-    # Views, or copies of some rows.
-    at = slice(None) if len(queries) == state.best.shape[1] else torch.tensor(queries, device=lse.device)
+def _merge_split(state: AttentionState, b: int, queries: list[int], part: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge a split of some queries of batch row b, in place: its result [n, H, D] and log-sum-exp [n, H]."""
+    lse = lse * _LOG2_E
+    at = torch.tensor(queries)
     best, total, acc = (one[b][at] for one in (state.best, state.total, state.acc))
     fresh = best[:, 0] == float("-inf")  # of all heads alike: they see the same positions
     if fresh.all():

@@ -1,6 +1,100 @@
-"""The Triton kernels of attention: splits of the keys, and the merge of what the splits found. See `attention`."""
+"""The Triton kernels of attention: splits of the keys, the merge of what they found, and both in one. See `attention`.
+
+All of them share `_attend_tile` and `_merge_split`, which say in full how numbers are rounded: a multiplication that is
+added to something is a `tl.fma`, and the sum of a row of weights is a product with ones, so that it does not depend on
+which thread holds which key. So no compiler, tile or number of warps can make one path differ from another.
+"""
 
 from offload_runtime_kernels._jit import jit, tl
+
+# Columns of the ones that weights are summed by: the fewest that the matrix units take.
+_SUM_COLUMNS = tl.constexpr(8)
+
+
+@jit
+def _dot(a, b, acc, FP32: tl.constexpr):
+    if FP32:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@jit
+def _attend_tile(
+    q, k_ptrs, stride_value, loaded, visible, best, total, acc, scale_log2e, MASKED: tl.constexpr,
+    PADDED: tl.constexpr, FP32: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys to the online softmax of a split: best [ROWS], total [ROWS, 8], acc [ROWS, D]."""
+    if MASKED or PADDED:
+        k = tl.load(k_ptrs, mask=loaded, other=0.0)
+        v = tl.load(k_ptrs + stride_value, mask=loaded, other=0.0)
+    else:
+        k = tl.load(k_ptrs)
+        v = tl.load(k_ptrs + stride_value)
+    raw = _dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), FP32)
+    if MASKED:
+        raw = tl.where(visible, raw, float("-inf"))
+    new_best = tl.maximum(best, tl.max(raw, axis=1) * scale_log2e)
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    shrink = tl.exp2(best - pivot)
+    weights = tl.exp2(tl.fma(raw, tl.zeros_like(raw) + scale_log2e, tl.zeros_like(raw) - pivot[:, None])).to(v.dtype)
+    total = _dot(weights, tl.full([k.shape[0], _SUM_COLUMNS], 1.0, dtype=v.dtype), total * shrink[:, None], FP32)
+    acc = _dot(weights, v, acc * shrink[:, None], FP32)
+    return new_best, total, acc
+
+
+@jit
+def _merge_split(best, total, acc, split_best, split_total, split_acc):
+    """Merge a split into what has been seen of some rows: best [R], total [R], acc [R, D]."""
+    new_best = tl.maximum(best, split_best)
+    pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
+    shrink = tl.exp2(best - pivot)
+    weight = tl.exp2(split_best - pivot)
+    total = tl.fma(total, shrink, split_total * weight)
+    acc = tl.fma(acc, tl.zeros_like(acc) + shrink[:, None], split_acc * weight[:, None])
+    return new_best, total, acc
+
+
+@jit
+def _divided(acc, total):
+    """What a row that has seen all its keys comes to; zero without any."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@jit
+def _first_seen(position, sliding_window):
+    """The first key in the sliding window of any row that is there; may be negative."""
+    return tl.min(tl.where(position >= 0, position, 2147483647), axis=0) - sliding_window + 1
+
+
+@jit
+def _visible(key, position, end, sliding_window, WINDOWED: tl.constexpr):
+    """Which row sees which key: [ROWS, TILE]."""
+    visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+    if WINDOWED:
+        visible = visible & (key[None, :] > position[:, None] - sliding_window)
+    return visible
+
+
+@jit
+def _attend_split(
+    q, block_ptrs, stride_value, channel_valid, position, first, begin, end, sliding_window, scale_log2e,
+    TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
+    FP32: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of keys `begin` to `end` of the block of keys that begins at position `first`."""
+    best = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([q.shape[0], _SUM_COLUMNS], dtype=tl.float32)
+    acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        key = start + tl.arange(0, TILE)
+        best, total, acc = _attend_tile(
+            q, block_ptrs + start * HEAD_DIM, stride_value, (key < end)[:, None] & channel_valid[None, :],
+            _visible(first + key, position, first + end, sliding_window, WINDOWED), best, total, acc, scale_log2e,
+            MASKED, q.shape[1] != HEAD_DIM, FP32,
+        )  # fmt: skip
+    return best, tl.max(total, axis=1), acc  # all columns are the same
 
 
 # Specialising on these would compile another binary for a window of one token than for one of seventeen, for a batch
@@ -13,14 +107,14 @@ from offload_runtime_kernels._jit import jit, tl
         "first_block", "num_blocks",
     )
 )  # fmt: skip
-def attention_kernel(
-    q_ptr, kv_ptr, out_ptr, lse_ptr, final_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
+def split_kernel(
+    q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
     num_queries, first_query, end_query, num_rows, first_split, first_partial, num_ancestors, sliding_window, num_keys,
     direct, scale_log2e, first_block, num_blocks,
     stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_KV: tl.constexpr, TREE: tl.constexpr,
-    WINDOWED: tl.constexpr, FP32_DOT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
+    WINDOWED: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
@@ -41,84 +135,111 @@ def attention_kernel(
     channel_valid = channel < HEAD_DIM
     row = batch * num_queries + query  # [ROWS] flat query index
     row_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-    q = tl.load(
-        q_ptr + row_offset[:, None] + channel[None, :], mask=row_valid[:, None] & channel_valid[None, :], other=0.0
-    )
+    row_mask = row_valid[:, None] & channel_valid[None, :]
+    q = tl.load(q_ptr + row_offset[:, None] + channel[None, :], mask=row_mask, other=0.0)
     position = tl.load(positions_ptr + row, mask=row_valid, other=-1)  # [ROWS]
-    end = tl.minimum(tl.max(position, axis=0) + 1, num_keys)
-    begin = 0
-    if SPLIT_KV:
-        begin = split * SPLIT
-        end = tl.minimum(end, begin + SPLIT)
+    first = split * SPLIT
+    begin, end = 0, tl.minimum(tl.minimum(tl.max(position, axis=0) + 1, num_keys) - first, SPLIT)
     if WINDOWED:
-        first_seen = tl.min(tl.where(position >= 0, position, 2147483647), axis=0) - sliding_window + 1
-        begin = tl.maximum(begin, (first_seen // TILE) * TILE)
+        begin = tl.maximum(0, (_first_seen(position, sliding_window) - first) // TILE * TILE)
 
     sequence = tl.load(sequences_ptr + batch).to(tl.int64)
     base = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM)
-    committed = 0
     if TREE:
         committed = tl.load(committed_ptr + batch)
+        best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        totals = tl.zeros([ROWS, _SUM_COLUMNS], dtype=tl.float32)
+        acc = tl.zeros([ROWS, D_BLOCK], dtype=tl.float32)
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            key = first + start + tl.arange(0, TILE)
+            key_valid = key < first + end
+            tentative = key_valid & (key >= committed)
+            ancestor = (batch * num_queries + first_query + program) * num_ancestors + (key - committed)
+            slot = tl.where(tentative, tl.load(ancestors_ptr + ancestor, mask=tentative, other=0), key)
+            block = ((slot // SPLIT - first_block) % num_blocks).to(tl.int64)
+            k_ptrs = base + (block * stride_block + (slot % SPLIT) * HEAD_DIM)[:, None] + channel[None, :]
+            best, totals, acc = _attend_tile(
+                q, k_ptrs, stride_value, key_valid[:, None] & channel_valid[None, :],
+                _visible(key, position, first + end, sliding_window, WINDOWED), best, totals, acc, scale_log2e, True,
+                HEAD_DIM != D_BLOCK, FP32,
+            )  # fmt: skip
+        total = tl.max(totals, axis=1)
+    else:
+        block = base + ((split - first_block) % num_blocks).to(tl.int64) * stride_block
+        block_ptrs = block + tl.arange(0, TILE)[:, None] * HEAD_DIM + channel[None, :]
+        best, total, acc = _attend_split(
+            q, block_ptrs, stride_value, channel_valid, position, first, begin, end, sliding_window, scale_log2e, TILE,
+            HEAD_DIM, STAGES, True, WINDOWED, FP32,
+        )  # fmt: skip
+
+    partial_row = batch * (end_query - first_query) + (query - first_query)
+    partial = ((split - first_partial).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
+    # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a merge
+    # would add the first split to a positive zero.
+    to_final = direct + tl.zeros([ROWS], dtype=tl.int32) != 0
+    final = _divided(acc + 0.0, total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row_offset[:, None] + channel[None, :], final, mask=row_mask & to_final[:, None])
+    kept = row_valid & (to_final == 0)
+    tl.store(acc_ptr + partial[:, None] * HEAD_DIM + channel[None, :], acc, mask=row_mask & kept[:, None])
+    tl.store(best_ptr + partial, best, mask=kept)
+    tl.store(total_ptr + partial, total, mask=kept)
+
+
+@jit(do_not_specialize=("positions_ptr", "sequences_ptr", "num_queries", "sliding_window", "first_block", "num_blocks"))
+def prefill_kernel(
+    q_ptr, kv_ptr, out_ptr, positions_ptr, sequences_ptr, num_queries, sliding_window, scale_log2e, first_block,
+    num_blocks, stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
+    FP32: tl.constexpr,
+):  # fmt: skip
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
+    batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(1) % NUM_KV_HEADS
+    lane = program * ROWS + tl.arange(0, ROWS)
+    query, head = lane // GROUP, kv_head * GROUP + lane % GROUP
+    row_valid = query < num_queries
+    channel = tl.arange(0, D_BLOCK)
+    channel_valid = channel < HEAD_DIM
+    row = batch * num_queries + query
+    row_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+    row_mask = row_valid[:, None] & channel_valid[None, :]
+    q = tl.load(q_ptr + row_offset[:, None] + channel[None, :], mask=row_mask, other=0.0)
+    position = tl.load(positions_ptr + row, mask=row_valid, other=-1)
+    end = tl.max(position, axis=0) + 1
+    begin = 0
+    # Splits that all rows see from end to end, most of a long prompt, need no masks.
+    whole = tl.maximum(0, tl.minimum(_first_seen(position, 0), end)) // SPLIT
+    if WINDOWED:
+        begin = tl.maximum(0, _first_seen(position, sliding_window) // TILE * TILE)
+        whole = begin // SPLIT
+    sequence = tl.load(sequences_ptr + batch).to(tl.int64)
+    base = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM)
+    tile_ptrs = base + tl.arange(0, TILE)[:, None] * HEAD_DIM + channel[None, :]
 
     best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, D_BLOCK], dtype=tl.float32)
-    for start in range(begin, end, TILE):
-        key_position = start + tl.arange(0, TILE)
-        key_valid = key_position < end
-        if TREE:
-            tentative = key_valid & (key_position >= committed)
-            ancestor = (batch * num_queries + first_query + program) * num_ancestors + (key_position - committed)
-            slot = tl.where(tentative, tl.load(ancestors_ptr + ancestor, mask=tentative, other=0), key_position)
-            block = ((slot // SPLIT - first_block) % num_blocks).to(tl.int64)
-            k_ptrs = base + (block * stride_block + (slot % SPLIT) * HEAD_DIM)[:, None] + channel[None, :]
-        else:  # a tile lies in one block
-            block = ((start // SPLIT - first_block) % num_blocks).to(tl.int64)
-            tile = base + block * stride_block + (start % SPLIT) * HEAD_DIM
-            k_ptrs = tile + tl.arange(0, TILE)[:, None] * HEAD_DIM + channel[None, :]
-        load_mask = key_valid[:, None] & channel_valid[None, :]
-        k = tl.load(k_ptrs, mask=load_mask, other=0.0)
-        v = tl.load(k_ptrs + stride_value, mask=load_mask, other=0.0)
-        if FP32_DOT:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-        else:
-            scores = tl.dot(q, tl.trans(k)) * scale_log2e
-        visible = (key_position[None, :] <= position[:, None]) & key_valid[None, :]
-        if WINDOWED:
-            visible = visible & (key_position[None, :] > position[:, None] - sliding_window)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - pivot[:, None])
-        shrink = tl.exp2(best - pivot)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        if FP32_DOT:
-            acc = tl.dot(weights, v, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc)
-        best = new_best
-
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_mask = row_valid[:, None] & channel_valid[None, :]
-    if SPLIT_KV:
-        partial_row = batch * (end_query - first_query) + (query - first_query)
-        split_rows = (split - first_partial).to(tl.int64) * num_rows + partial_row
-        partial = (split_rows * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-        # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a
-        # merge would add the first split to a positive zero.
-        to_final = direct + tl.zeros([ROWS], dtype=tl.int32) != 0
-        final = (out + 0.0).to(final_ptr.dtype.element_ty)
-        tl.store(final_ptr + row_offset[:, None] + channel[None, :], final, mask=out_mask & to_final[:, None])
-        tl.store(out_ptr + partial[:, None] + channel[None, :], out, mask=out_mask & (to_final[:, None] == 0))
-        lse = tl.where(total == 0.0, float("-inf"), best + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(lse_ptr + split_rows * (NUM_KV_HEADS * GROUP) + head, lse, mask=row_valid & (to_final == 0))
-    else:
-        tl.store(out_ptr + row_offset[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=out_mask)
+    for split in range(begin // SPLIT, whole):
+        block_ptrs = tile_ptrs + ((split - first_block) % num_blocks).to(tl.int64) * stride_block
+        split_best, split_total, split_acc = _attend_split(
+            q, block_ptrs, stride_value, channel_valid, position, 0, 0, SPLIT, sliding_window, scale_log2e, TILE,
+            HEAD_DIM, STAGES, False, WINDOWED, FP32,
+        )  # fmt: skip
+        best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
+    for split in range(whole, tl.cdiv(end, SPLIT)):
+        first = split * SPLIT
+        block_ptrs = tile_ptrs + ((split - first_block) % num_blocks).to(tl.int64) * stride_block
+        split_best, split_total, split_acc = _attend_split(
+            q, block_ptrs, stride_value, channel_valid, position, first, tl.maximum(begin - first, 0),
+            tl.minimum(end - first, SPLIT), sliding_window, scale_log2e, TILE, HEAD_DIM, STAGES, True, WINDOWED, FP32,
+        )  # fmt: skip
+        best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
+    out = _divided(acc, total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row_offset[:, None] + channel[None, :], out, mask=row_mask)
 
 
-# `carried` and `finish` are no constants, and products are fused by name: merging in one call or in several runs the
-# same instructions.
+# `carried` and `finish` are no constants: merging in one call or in several runs the same instructions.
 @jit(
     do_not_specialize=(
         "best_ptr", "total_ptr", "num_splits", "num_rows", "num_queries", "first_query", "end_query", "carried",
@@ -126,37 +247,32 @@ def attention_kernel(
     )
 )  # fmt: skip
 def merge_kernel(
-    partial_ptr, lse_ptr, best_ptr, total_ptr, acc_ptr, out_ptr,
+    split_best_ptr, split_total_ptr, split_acc_ptr, best_ptr, total_ptr, acc_ptr, out_ptr,
     num_splits, num_rows, num_queries, first_query, end_query, carried, finish,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    channel = tl.arange(0, D_BLOCK)
+    channel = tl.arange(0, D_BLOCK)[None, :]
     inside = channel < HEAD_DIM
+    one = tl.zeros([1], dtype=tl.int32)
     part_queries = end_query - first_query
-    state = ((row // part_queries) * num_queries + first_query + row % part_queries) * NUM_HEADS + head
-    best = tl.load(best_ptr + state, mask=carried != 0, other=float("-inf"))
-    total = tl.load(total_ptr + state, mask=best > float("-inf"), other=0.0)
+    state = ((row // part_queries) * num_queries + first_query + row % part_queries) * NUM_HEADS + head + one
+    at = state[:, None] * HEAD_DIM + channel
+    best = tl.load(best_ptr + state, mask=one + carried != 0, other=float("-inf"))
+    seen = best > float("-inf")
+    total = tl.load(total_ptr + state, mask=seen, other=0.0)
     # Lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
-    seen = best + tl.zeros([D_BLOCK], dtype=tl.float32) > float("-inf")
-    acc = tl.load(acc_ptr + state * HEAD_DIM + channel, mask=inside & seen, other=0.0)
+    acc = tl.load(acc_ptr + at, mask=inside & (best[:, None] + tl.zeros_like(channel) > float("-inf")), other=0.0)
     for split in range(num_splits):
-        index = (split * num_rows + row) * NUM_HEADS + head
-        lse = tl.load(lse_ptr + index)
-        part = tl.load(partial_ptr + index * HEAD_DIM + channel, mask=inside, other=0.0)  # does not wait for `lse`
-        part = tl.where(lse + tl.zeros_like(acc) > float("-inf"), part, 0.0)
-        new_best = tl.maximum(best, lse)
-        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink = tl.exp2(best - pivot)
-        weight = tl.exp2(lse - pivot)
-        acc = tl.fma(acc, shrink + tl.zeros_like(acc), part * weight)
-        total = tl.fma(total, shrink, weight)
-        best = new_best
-    finishing = finish + tl.zeros_like(channel) != 0
-    out = acc / tl.where(total == 0.0, 1.0, total)
-    target = state * HEAD_DIM + channel
-    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=inside & finishing)
-    tl.store(acc_ptr + target, acc, mask=inside & (finish + tl.zeros_like(channel) == 0))
-    tl.store(best_ptr + state, best, mask=finish == 0)
-    tl.store(total_ptr + state, total, mask=finish == 0)
+        index = (split * num_rows + row) * NUM_HEADS + head + one
+        split_best = tl.load(split_best_ptr + index)
+        split_total = tl.load(split_total_ptr + index)
+        split_acc = tl.load(split_acc_ptr + index[:, None] * HEAD_DIM + channel, mask=inside, other=0.0)
+        best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
+    finishing = inside & (finish + tl.zeros_like(channel) != 0)
+    kept = finish + one == 0
+    tl.store(out_ptr + at, _divided(acc, total).to(out_ptr.dtype.element_ty), mask=finishing)
+    tl.store(acc_ptr + at, acc, mask=inside & (finish + tl.zeros_like(channel) == 0))
+    tl.store(best_ptr + state, best, mask=kept)
+    tl.store(total_ptr + state, total, mask=kept)

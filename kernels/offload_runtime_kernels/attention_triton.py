@@ -5,21 +5,24 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime_kernels._jit import triton
-from offload_runtime_kernels.attention_kernels import attention_kernel, merge_kernel
+from offload_runtime_kernels._jit import is_roomy, triton
+from offload_runtime_kernels.attention_kernels import merge_kernel, prefill_kernel, split_kernel
 from offload_runtime_kernels.attention_state import AttentionState, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 TILE_TOKENS = 64
 SPLIT_TOKENS = BLOCK_TOKENS
-# Few rows per program for windows (the smallest that the matrix units take), many for prefill.
+# Few rows per program for windows (the smallest that the matrix units take), many for prompts.
 _WINDOW_ROWS = 16
-_PREFILL_ROWS = 64
+_PREFILL_ROWS = 128
+# Programs that do all splits of their queries from which on they are faster than programs for every split.
+_ENOUGH_PROGRAMS = 32
 # Most workspace for partial results of splits; what would take more is done in parts.
 WORKSPACE_BYTES = 64 << 20
 # Splits of one launch at least, before queries are done in parts as well: enough programs to fill a GPU.
 LEAST_SPLITS = 16
 _NO_LIMIT = (1 << 31) - 1
+_LOG2_E = 1.4426950408889634
 
 
 def _parts(whole: range, step: int) -> Iterator[range]:
@@ -29,14 +32,13 @@ def _parts(whole: range, step: int) -> Iterator[range]:
 
 
 def _merge(
-    partial: torch.Tensor, lse: torch.Tensor, state: AttentionState, out: torch.Tensor, queries: range, *,
-    num_splits: int, carried: bool, finish: bool,
+    partial: AttentionState, state: AttentionState, out: torch.Tensor, queries: range, *, num_splits: int,
+    carried: bool, finish: bool,
 ) -> None:  # fmt: skip
     """Enqueue the merge of `num_splits` splits of `queries`.
 
     Args:
-        partial: [splits, B * queries, H, D] fp32.
-        lse: [splits, B * queries, H] fp32.
+        partial: What the splits found, [splits, B * queries, H] and, of `acc`, D more.
         state: Of all queries; read if `carried`, written unless `finish`.
         out: [B, T, H, D], written if `finish`; otherwise only its dtype counts.
         queries: Those of the T queries that are merged.
@@ -47,15 +49,10 @@ def _merge(
     batch, num_queries, num_heads, head_dim = out.shape
     num_rows = batch * len(queries)
     merge_kernel[(num_rows, num_heads)](
-        partial, lse, state.best, state.total, state.acc, out,
+        partial.best, partial.total, partial.acc, state.best, state.total, state.acc, out,
         num_splits, num_rows, num_queries, queries.start, queries.stop, int(carried), int(finish),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip
-
-
-def _split_bytes(q: torch.Tensor) -> int:
-    """Bytes of one split's result for one query of every sequence."""
-    return q.shape[0] * q.shape[2] * (q.shape[3] + 1) * 4
 
 
 def _blocks_with_keys(blocks: range, rows: QueryRows, num_keys: int | None) -> range:
@@ -84,95 +81,131 @@ class _Call:
         assert all(stride % 16 == 0 for stride in kv.data.stride()[:3]) and kv.data.data_ptr() % 16 == 0
         assert rows.ancestors is None or (rows.committed is not None and rows.ancestors.is_contiguous())
 
-    def run(
-        self, out: torch.Tensor, lse: torch.Tensor, queries: range, splits: range | None, *, first_partial: int = 0,
-        tree: bool = False, final: torch.Tensor | None = None,
+    @property
+    def _shape(self) -> dict[str, int | bool]:
+        """Constants that all programs are compiled with: by head and dtype alone, so that the bits do not depend on the
+        pass; what fits 99 KB of shared memory."""
+        head_dim, num_kv_heads = self.q.shape[3], self.kv.num_kv_heads
+        channels = max(16, triton.next_power_of_2(head_dim))
+        return {
+            "NUM_KV_HEADS": num_kv_heads, "GROUP": self.q.shape[2] // num_kv_heads, "HEAD_DIM": head_dim,
+            "D_BLOCK": channels, "TILE": TILE_TOKENS if self._row_bytes <= 512 else 32, "SPLIT": SPLIT_TOKENS,
+            "WINDOWED": self.sliding_window is not None, "FP32": self.q.dtype == torch.float32,
+        }  # fmt: skip
+
+    @property
+    def _row_bytes(self) -> int:
+        return max(16, triton.next_power_of_2(self.q.shape[3])) * self.q.element_size()
+
+    @property
+    def _window_rows(self) -> int:
+        """Rows of a program for windows, the heads of a query together."""
+        return max(_WINDOW_ROWS, triton.next_power_of_2(self.q.shape[2] // self.kv.num_kv_heads))
+
+    def run_splits(
+        self, partial: AttentionState, queries: range, splits: range, *, first_partial: int, tree: bool,
+        final: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Enqueue one launch on the current stream.
+        """Enqueue one launch of splits on the current stream.
 
         Args:
-            out: [splits, B * queries, H, D] fp32; without splits the result [B, T, H, D].
-            lse: [splits, B * queries, H] fp32; not touched without splits.
+            partial: [splits, B * queries, H] and, of `acc`, D more.
             queries: Those of the T queries that attend.
-            splits: Of the keys; None for the whole range in one loop.
-            first_partial: The split whose result comes first in `out`.
+            splits: Of the keys.
+            first_partial: The split whose result comes first in `partial`.
             tree: Each query has keys of its own.
-            final: [B, T, H, D], written instead of `out` and `lse` when there is one split and no other.
+            final: [B, T, H, D], written instead of `partial` when there is one split and no other.
         """
-        batch, num_queries, num_heads, head_dim = self.q.shape
+        batch, num_queries, num_heads, _ = self.q.shape
         rows, num_kv_heads = self.rows, self.kv.num_kv_heads
-        group = num_heads // num_kv_heads
-        if splits is None:
-            rows_per_program = _PREFILL_ROWS
-        else:
-            rows_per_program = max(_WINDOW_ROWS, triton.next_power_of_2(group))
-        programs = len(queries) if tree else triton.cdiv(len(queries) * group, rows_per_program)
-        # By head and dtype alone, so that the bits do not depend on the pass: what fits 100 KB of shared memory.
-        channels = max(16, triton.next_power_of_2(head_dim))
-        row_bytes = channels * self.q.element_size()
-        tile = TILE_TOKENS if row_bytes <= 512 else 32
-        attention_kernel[(programs, batch * num_kv_heads, len(splits) if splits is not None else 1)](
-            self.q, self.kv.data, out, lse, self.q if final is None else final, rows.positions, rows.sequences,
+        programs = len(queries)
+        if not tree:
+            programs = triton.cdiv(len(queries) * (num_heads // num_kv_heads), self._window_rows)
+        split_kernel[(programs, batch * num_kv_heads, len(splits))](
+            self.q, self.kv.data, partial.best, partial.total, partial.acc, self.q if final is None else final,
+            rows.positions, rows.sequences,
             rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
-            num_queries, queries.start, queries.stop, batch * len(queries),
-            splits.start if splits is not None else 0, first_partial,
+            num_queries, queries.start, queries.stop, batch * len(queries), splits.start, first_partial,
             rows.ancestors.shape[2] if rows.ancestors is not None else 0, self.sliding_window or 0, self.num_keys,
-            int(final is not None), self.scale * 1.4426950408889634, self.kv.first_block, self.kv.num_blocks,
-            *self.kv.data.stride()[:3],
-            NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-            D_BLOCK=channels, ROWS=rows_per_program, TILE=tile,
-            SPLIT=SPLIT_TOKENS, SPLIT_KV=splits is not None, TREE=tree, WINDOWED=self.sliding_window is not None,
-            FP32_DOT=self.q.dtype == torch.float32, num_warps=4, num_stages=1 if row_bytes >= 512 else 2,
+            int(final is not None), self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks,
+            *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows, TREE=tree,
+            STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
+        )  # fmt: skip
+
+    @property
+    def _prefill_rows(self) -> int:
+        """Rows of a program that does all splits: what is seen of a row lies in its registers twice."""
+        most = {256: _PREFILL_ROWS, 512: _PREFILL_ROWS // 2}.get(max(256, self._row_bytes), 0)
+        return max(most if self.q.itemsize == 2 else 0, self._window_rows)
+
+    @property
+    def prefill_programs(self) -> int:
+        """Programs that would do all splits of their queries."""
+        batch, num_queries, num_heads, _ = self.q.shape
+        num_kv_heads = self.kv.num_kv_heads
+        return batch * num_kv_heads * triton.cdiv(num_queries * (num_heads // num_kv_heads), self._prefill_rows)
+
+    def run_prefill(self, out: torch.Tensor) -> None:
+        """Enqueue the launch that does everything at once, into `out` [B, T, H, D]."""
+        batch, num_queries = self.q.shape[:2]
+        pairs = batch * self.kv.num_kv_heads
+        stages = 1 if self._row_bytes >= 512 else 3 if is_roomy(self.q.device) else 2
+        prefill_kernel[(self.prefill_programs // pairs, pairs)](
+            self.q, self.kv.data, out, self.rows.positions, self.rows.sequences, num_queries, self.sliding_window or 0,
+            self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape,
+            ROWS=self._prefill_rows, STAGES=stages, num_warps=8,
         )  # fmt: skip
 
     def attend(self, blocks: range, state: AttentionState | None, out: torch.Tensor | None) -> None:
         """Merge `blocks` into `state`, or, without one, into nothing and write `out`."""
         batch, num_queries, num_heads, head_dim = self.q.shape
-        split_bytes = _split_bytes(self.q)
+        split_bytes = batch * num_heads * (head_dim + 2) * 4  # of one split's result for a query of every sequence
         most_queries = max(1, self.workspace_bytes // (split_bytes * min(max(1, len(blocks)), self.least_splits)))
         for queries in _parts(range(num_queries), most_queries):
             most_splits = max(1, self.workspace_bytes // (split_bytes * len(queries)))
-            num_rows = batch * len(queries)
-            shape = (min(max(1, len(blocks)), most_splits), num_rows, num_heads, head_dim)
-            partial = torch.empty(shape, dtype=torch.float32, device=self.q.device)
-            lse = torch.empty(shape[:3], dtype=torch.float32, device=self.q.device)
-            if state is None:  # `lse` stands for a state that is never touched
-                between = AttentionState.empty(self.q) if len(blocks) > most_splits else AttentionState(lse, lse, lse)
+            rows = (min(max(1, len(blocks)), most_splits), batch * len(queries), num_heads)
+            best, total = torch.empty((2, *rows), dtype=torch.float32, device=self.q.device)
+            partial = AttentionState(best, total, best.new_empty(*rows, head_dim))
+            if state is None:  # partial results stand for a state that is never touched
+                between = AttentionState.empty(self.q) if len(blocks) > most_splits else partial
             else:
                 between = state
             if state is None and len(blocks) == 1:
-                self._partials(partial, lse, queries, blocks, final=out)
+                self._partials(partial, queries, blocks, final=out)
                 continue
             for splits in _parts(blocks, most_splits):
-                self._partials(partial, lse, queries, splits)
+                self._partials(partial, queries, splits)
                 _merge(
-                    partial, lse, between, self.q if out is None else out, queries, num_splits=len(splits),
+                    partial, between, self.q if out is None else out, queries, num_splits=len(splits),
                     carried=state is not None or splits.start > blocks.start,
                     finish=out is not None and splits.stop == blocks.stop,
                 )  # fmt: skip
 
     def _partials(
-        self, partial: torch.Tensor, lse: torch.Tensor, queries: range, splits: range, *,
-        final: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, partial: AttentionState, queries: range, splits: range, *, final: torch.Tensor | None = None
+    ) -> None:
         """Each split's own result: where all keys are committed for all queries of a program, else query by query."""
         shared = splits.stop if self.rows.ancestors is None else self.rows.min_committed // SPLIT_TOKENS
         shared = min(max(shared, splits.start), splits.stop)
         for part, tree in ((range(splits.start, shared), False), (range(shared, splits.stop), True)):
             if part:
-                self.run(partial, lse, queries, part, first_partial=splits.start, tree=tree, final=final)
+                self.run_splits(partial, queries, part, first_partial=splits.start, tree=tree, final=final)
 
 
 def attention_triton(
     q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None,
-    prefill: bool = False, workspace_bytes: int = WORKSPACE_BYTES, least_splits: int = LEAST_SPLITS,
+    prefill: bool | None = None, workspace_bytes: int = WORKSPACE_BYTES, least_splits: int = LEAST_SPLITS,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of `attention`; results of splits take `workspace_bytes` at most, unless one does for a query."""
+    """Triton version of `attention`; results of splits take `workspace_bytes` at most, unless one does for a query.
+
+    `prefill` says whether one program does all splits of its queries, which changes no bit; None: if there are enough
+    such programs.
+    """
     call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT, workspace_bytes, least_splits)
     out = torch.empty_like(q)
-    if prefill:
+    if prefill if prefill is not None else rows.ancestors is None and call.prefill_programs >= _ENOUGH_PROGRAMS:
         assert rows.ancestors is None
-        call.run(out, out, range(q.shape[1]), None)
+        call.run_prefill(out)
     else:
         call.attend(range(triton.cdiv(rows.max_length, SPLIT_TOKENS)), None, out)
     return out
@@ -194,5 +227,5 @@ def finish_attention_triton(q: torch.Tensor, state: AttentionState) -> torch.Ten
     """Triton version of `finish_attention`."""
     out = torch.empty_like(q)
     # No splits: what stands for their results is never read.
-    _merge(state.acc, state.best, state, out, range(q.shape[1]), num_splits=0, carried=True, finish=True)
+    _merge(state, state, out, range(q.shape[1]), num_splits=0, carried=True, finish=True)
     return out

@@ -28,7 +28,7 @@ class LayerCache(Protocol):
     def store(self, layer: int) -> KVBlocks:
         """Where the rows of the running pass write their keys and values."""
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
 
@@ -117,10 +117,10 @@ class BlockCache:
             check_capacity(self._ends[sequence], self.max_tokens_with_draft)
         self._rows = slice(None)
 
-    def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+    def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention to all that queries see, which lies in one place."""
         scale, window = self._config.attention_scale, self._config.layer_windows[layer]
-        return attention(q, kv, rows, scale=scale, sliding_window=window, prefill=prefill)
+        return attention(q, kv, rows, scale=scale, sliding_window=window)
 
     def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Tell the observers about blocks that have become full."""
@@ -158,8 +158,8 @@ class DeviceKVCache(BlockCache):
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._data[layer, self._rows])
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
-        return self._attend_to(self.store(layer), layer, q, rows, prefill=prefill)
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+        return self._attend_to(self.store(layer), layer, q, rows)
 
     def begin_prefill(self, sequence: int, count: int) -> None:
         check_capacity(self._lengths[sequence] + count, self.capacity_tokens)

@@ -156,12 +156,12 @@ class HostKVCache(BlockCache):
             running.begin_layer(layer, self._passing(layer), ring[running.sequence], first)
         return KVBlocks(running.workspace)
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         running = None if layer in self._resident else self._prefill
         if layer in self._ring and running is None:
             return self._attend_window(layer, q, rows)
         kv = self.store(layer)
-        out = self._attend_to(kv, layer, q, rows, prefill=prefill)
+        out = self._attend_to(kv, layer, q, rows)
         if running is not None and running.write(rows.max_length, self._ring[layer][running.sequence]):
             self._notify(layer, running.sequence, kv, 0, filled_blocks(running.start, rows.max_length))
         return out

@@ -275,9 +275,9 @@ class RetrievalCache:
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
-        assert self._config.layer_windows[layer] is None and not prefill and q.shape[0] == len(self._rows)
+        assert self._config.layer_windows[layer] is None and q.shape[0] == len(self._rows)
         scale, first, count = self._config.attention_scale, self._rows.start, len(self._rows)
         available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
@@ -328,8 +328,15 @@ class RetrievedDraftCache(RetrievalCache):
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self.capacity_tokens, self.max_tokens_with_draft = full.capacity_tokens, full.max_tokens_with_draft
         self.length, self.commit, self.commit_path = full.length, full.commit, full.commit_path
-        self.begin_prefill, self.end_prefill = full.begin_prefill, full.end_prefill
         self.observers, self.close = full.observers, full.close
+        self._whole = False  # the running pass attends to everything
+
+    def begin_prefill(self, sequence: int, count: int) -> None:
+        self._source.begin_prefill(sequence, count)
+        self._whole = True
+
+    def end_prefill(self, sequence: int, count: int) -> None:
+        self._source.end_prefill(sequence, count)
 
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
@@ -342,15 +349,15 @@ class RetrievedDraftCache(RetrievalCache):
         self.begin_step(first=True)
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
-        grown = super().begin_steps(rows, counts)
+        grown, self._whole = super().begin_steps(rows, counts), False
         for sequence in counts:
             self._reach[sequence] = max(self._reach[sequence], self.recent[sequence].start * BLOCK_TOKENS)
         return grown
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, *, prefill: bool) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         # A sliding window is close by, and no chunk stands for it.
-        whole = prefill or self._config.layer_windows[layer] is not None
-        return (self._source.attend if whole else super().attend)(layer, q, rows, prefill=prefill)
+        whole = self._whole or self._config.layer_windows[layer] is not None
+        return (self._source.attend if whole else super().attend)(layer, q, rows)
 
     def truncate(self, sequence: int, length: int) -> None:
         self._source.truncate(sequence, length)

@@ -79,5 +79,5 @@ class Decoder:
             norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, config.rms_norm_eps)
         q = rope_store(qkv, rows.full if config.layer_rope[index] else rows.plain, cache.store(index), norm)
         q = q.view(*rows.query.positions.shape, config.num_heads, config.head_dim)
-        mixed = cache.attend(index, q, rows.query, prefill=rows.prefill)
+        mixed = cache.attend(index, q, rows.query)
         return mixed.reshape(rows.num_rows, -1).contiguous()

@@ -57,7 +57,6 @@ class PassRows:
     tokens: torch.Tensor
     query: QueryRows
     full: RopeRows
-    prefill: bool
     present: torch.Tensor | None = None
 
     @classmethod
@@ -71,7 +70,7 @@ class PassRows:
         """
         flat = step.positions.view(-1)
         query = QueryRows(step.positions, sequences, max_length, used=step.used)
-        return cls(step.tokens, query, RopeRows(step.cos, step.sin, flat, flat, step.sequences), prefill=False)
+        return cls(step.tokens, query, RopeRows(step.cos, step.sin, flat, flat, step.sequences))
 
     @cached_property
     def plain(self) -> RopeRows:
@@ -105,7 +104,7 @@ class RowBuilder:
             windows: One per sequence, of any lengths.
             committed: For each, tokens already in the cache.
             sequences: For each, its batch row in the cache.
-            prompt_length: Not 0 makes this a prefill that reaches this length.
+            prompt_length: Of the prompt that this is a piece of, by which some models rotate; 0 for a decoding window.
             rope_shift: Rotate as if every position were so much larger.
         """
         batch, width = len(windows), max(len(window.tokens) for window in windows)
@@ -132,7 +131,7 @@ class RowBuilder:
             ancestors=ancestor.view(batch, width, -1) if tree else None, min_committed=min(committed),
         )  # fmt: skip
         full = RopeRows(cos, sin, flat_position, flat_slot, flat_sequence)
-        return PassRows(flat_tokens, query, full, prefill=prompt_length > 0, present=own if len(own) else None)
+        return PassRows(flat_tokens, query, full, present=own if len(own) else None)
 
 
 def _ancestors(windows: Sequence[Window], depths: Sequence[Sequence[int]], committed: Sequence[int]) -> array[int]:

@@ -345,7 +345,7 @@ class DraftTree:
             positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
             ancestors=ancestors.view(batch, shape.rows, shape.depth), min_committed=shape.committed,
         )  # fmt: skip
-        rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners), prefill=False)
+        rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners))
         runner = self._runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         self._logits[:num_rows].copy_(logits)

@@ -21,7 +21,7 @@ from offload_runtime_kernels.attention import (
     finish_attention,
     finish_attention_triton,
 )
-from offload_runtime_kernels.attention_kernels import attention_kernel, merge_kernel
+from offload_runtime_kernels.attention_kernels import merge_kernel, split_kernel
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_rows, int32, piece, ring, tree_rows
@@ -279,7 +279,7 @@ def test_bits_of_the_only_block_in_bf16() -> None:
 
 def _num_binaries() -> int:
     device = torch.cuda.current_device()
-    return sum(len(kernel.device_caches[device][0]) for kernel in (attention_kernel, merge_kernel))
+    return sum(len(kernel.device_caches[device][0]) for kernel in (split_kernel, merge_kernel))
 
 
 @pytest.mark.gpu
