@@ -5,9 +5,8 @@ threads, which in 16 bits shows in every other text. So it is always given eight
 of keys: the query's position alone says which place is its own and how threads share the work.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -66,7 +65,7 @@ def attend_blocks_cpu(
     heads = q.float().unflatten(2, (kv.num_kv_heads, -1))  # [B, T, H_kv, G, D]
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
     for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
-        keys_seen = {
+        seen = {
             t: range(
                 0 if sliding_window is None else max(0, position + 1 - sliding_window),
                 position + 1 if num_keys is None else min(position + 1, num_keys),
@@ -74,18 +73,20 @@ def attend_blocks_cpu(
             for t, position in enumerate(positions)
             if position >= 0
         }
-        tiles = _tiles(heads[b], positions, keys_seen, alone=committed is not None)
-        first = max(blocks.start, min((seen.start for seen in keys_seen.values()), default=0) // BLOCK_TOKENS)
-        end = max((seen.stop for seen in keys_seen.values()), default=0)
+        if not seen:
+            continue
+        tiles = _Tiles(heads[b], positions, seen, alone=committed is not None)
+        tiles.load(state, b)
+        end = max(keys.stop for keys in seen.values())
+        first = max(blocks.start, min(keys.start for keys in seen.values()) // BLOCK_TOKENS)
         for block in range(first, min(blocks.stop, -(-end // BLOCK_TOKENS))):
             start = block * BLOCK_TOKENS
             committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
             data = kv.data[sequence, (block - kv.first_block) % kv.num_blocks]
             keys = _fp32_block(data, min(end - start, committed_here))
-            seeing = [tile for tile in tiles if tile.sees(start)]
-            paths = _keys_of_paths(keys, kv, rows, b, seeing, committed_here, start, gathered_bytes)
-            for tile, own in zip(seeing, paths, strict=True):
-                tile.attend(own, start, state, b, scale)
+            for chosen, own in _keys_of_tiles(tiles, keys, kv, rows, b, committed_here, start, gathered_bytes):
+                tiles.attend(chosen, own, start, scale)
+        tiles.store(state, b)
 
 
 def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
@@ -110,60 +111,77 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
     return finish_attention_cpu(q, state)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Queries that are computed at once.
+class _Tiles:
+    """The queries of one sequence by eight, each in the place that its position gives it, and their softmax so far.
 
-    `q` [1, H_kv, 8 * G, D] fp32, a position's queries in its own place; `queries` their numbers and `places` where they
-    are; `begins` and `ends` [8, 1] the keys that each place sees, all keys where there is no query.
+    Args:
+        q: [T, H_kv, G, D] fp32.
+        positions: Of the T queries.
+        keys: Of each query that sees any, which.
+        alone: Each query has a tile of its own.
     """
 
-    q: torch.Tensor
-    queries: list[int]
-    places: list[int]
-    begins: torch.Tensor
-    ends: torch.Tensor
-    keys: range  # that any of them sees
+    def __init__(self, q: torch.Tensor, positions: Sequence[int], keys: Mapping[int, range], *, alone: bool) -> None:
+        numbers: dict[tuple[int, int], int] = {}
+        tiles = [numbers.setdefault((positions[t] // _TILE_QUERIES, t if alone else 0), len(numbers)) for t in keys]
+        self.queries, self._tile = torch.tensor(list(keys)), torch.tensor(tiles)
+        self._place = torch.tensor([positions[t] % _TILE_QUERIES for t in keys])
+        self.reach = [range(0)] * len(numbers)  # the keys that any of a tile sees
+        for tile, seen in zip(tiles, keys.values(), strict=True):
+            reach = self.reach[tile] or seen
+            self.reach[tile] = range(min(reach.start, seen.start), max(reach.stop, seen.stop))
+        # Where there is no query all keys are seen, as nothing but NaN would come of none.
+        self._bounds = torch.tensor([0, 1 << 31]).repeat(len(numbers), _TILE_QUERIES, 1)
+        self._bounds[self._tile, self._place] = torch.tensor([[seen.start, seen.stop] for seen in keys.values()])
+        self._group = q.shape[2]
+        self._q = self._spread(q[self.queries])
 
-    def sees(self, start: int) -> bool:
-        """Whether any key of the block that begins at `start` is seen."""
-        return self.keys.start < start + BLOCK_TOKENS and start < self.keys.stop
+    def _spread(self, values: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
+        """[queries, H_kv, G, ...] in their places: [tiles, H_kv, 8 * G, ...]."""
+        shape = (len(self.reach), values.shape[1], _TILE_QUERIES, *values.shape[2:])
+        spread = values.new_full(shape, empty)
+        spread[self._tile, :, self._place] = values
+        return spread.flatten(2, 3)
 
-    def attend(self, keys: torch.Tensor, start: int, state: AttentionState, b: int, scale: float) -> None:
-        """Merge the block `keys` [2, H_kv, 256, D], fp32, whose first position is `start`, into batch row b."""
-        key = torch.arange(start, start + BLOCK_TOKENS)
-        visible = (self.begins <= key) & (key < self.ends)  # [8, 256]
-        group = self.q.shape[2] // _TILE_QUERIES
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf")).repeat_interleave(group, dim=0)
-        # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
-        # log-sum-exp.
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self.q, keys[None, 0], keys[None, 1], 0.0, False, attn_mask=mask[None, None], scale=scale
+    def load(self, state: AttentionState, b: int) -> None:
+        """Begin with what has been seen of the queries of batch row b."""
+        best, total, acc = (
+            one[b][self.queries].unflatten(1, (self._q.shape[1], self._group))
+            for one in (state.best, state.total, state.acc)
         )
-        part = out[0].unflatten(1, (_TILE_QUERIES, group)).transpose(0, 1).flatten(1, 2)  # [8, H, D]
-        parts = lse[0].unflatten(1, (_TILE_QUERIES, group)).transpose(0, 1).flatten(1, 2)  # [8, H]
-        seen = visible.any(dim=1).tolist()
-        chosen = [(t, place) for t, place in zip(self.queries, self.places, strict=True) if seen[place]]
-        places = [place for _, place in chosen]
-        _merge_split(state, b, [t for t, _ in chosen], part[places], parts[places])
+        fresh = best == float("-inf")
+        self._best = self._spread(best, float("-inf"))
+        self._total = self._spread(total.masked_fill(fresh, 0.0))
+        self._acc = self._spread(acc.masked_fill(fresh[..., None], 0.0))
 
+    def store(self, state: AttentionState, b: int) -> None:
+        """Write what has been seen now."""
+        for kept, own in ((state.best, self._best), (state.total, self._total), (state.acc, self._acc)):
+            spread = own.unflatten(2, (_TILE_QUERIES, self._group))
+            kept[b][self.queries] = spread[self._tile, :, self._place].flatten(1, 2)
 
-def _tiles(q: torch.Tensor, positions: Sequence[int], keys: Mapping[int, range], *, alone: bool) -> list[_Tile]:
-    """The queries [T, H_kv, G, D] of one sequence, those that have `keys`, by eight or each alone."""
-    groups = defaultdict[tuple[int, int], list[int]](list)
-    for t in keys:
-        groups[positions[t] // _TILE_QUERIES, t if alone else 0].append(t)
-    tiles = []
-    for queries in groups.values():
-        places = [positions[t] % _TILE_QUERIES for t in queries]
-        spread = q.new_zeros(_TILE_QUERIES, *q.shape[1:])
-        spread[places] = q[queries]
-        bounds = torch.tensor([[0], [1 << 31]]).repeat(1, _TILE_QUERIES)
-        bounds[:, places] = torch.tensor([[keys[t].start for t in queries], [keys[t].stop for t in queries]])
-        reach = range(min(keys[t].start for t in queries), max(keys[t].stop for t in queries))
-        placed = spread.transpose(0, 1).flatten(1, 2)[None].contiguous()
-        tiles.append(_Tile(placed, queries, places, bounds[0, :, None], bounds[1, :, None], reach))
-    return tiles
+    def attend(self, chosen: list[int], keys: torch.Tensor, start: int, scale: float) -> None:
+        """Merge a split, whose keys [2, H_kv, 256, D] begin at position `start`, into the chosen tiles."""
+        key = torch.arange(start, start + BLOCK_TOKENS)
+        begins, ends = self._bounds[chosen, :, None].unbind(-1)  # [n, 8, 1] each
+        visible = (begins <= key) & (key < ends)  # [n, 8, 256]
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf")).repeat_interleave(self._group, dim=1)
+        # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
+        # log-sum-exp. It computes every tile and head by itself.
+        part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            self._q[chosen], *keys[:, None].expand(-1, len(chosen), -1, -1, -1), 0.0, False, attn_mask=mask[:, None],
+            scale=scale,
+        )  # fmt: skip
+        unseen = ~visible.any(dim=2).repeat_interleave(self._group, dim=1)[:, None]  # [n, 1, 8 G]
+        lse = (lse * _LOG2_E).masked_fill(unseen, float("-inf"))
+        part = part.masked_fill(unseen[..., None], 0.0)
+        best, total, acc = self._best[chosen], self._total[chosen], self._acc[chosen]
+        new_best = torch.maximum(best, lse)
+        pivot = new_best.masked_fill(new_best == float("-inf"), 0.0)
+        # Tile by tile: of how many numbers are asked for at once decides how they are rounded.
+        shrink, weight = (torch.stack([torch.exp2(one) for one in side - pivot]) for side in (best, lse))
+        self._best[chosen], self._total[chosen] = new_best, total * shrink + weight
+        self._acc[chosen] = acc * shrink[..., None] + part * weight[..., None]
 
 
 def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
@@ -179,53 +197,36 @@ def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
     return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
 
 
-def _keys_of_paths(
-    keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, tiles: Sequence[_Tile], committed: int, start: int,
+def _keys_of_tiles(
+    tiles: _Tiles, keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, committed: int, start: int,
     gathered_bytes: int,
-) -> Iterator[torch.Tensor]:  # fmt: skip
-    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as each tile sees it.
+) -> Iterator[tuple[list[int], torch.Tensor]]:  # fmt: skip
+    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as tiles see it, and which of them do.
 
     A path stands behind the `committed` keys, as if that were a plain sequence. Paths share a buffer: be done with one
     before the next is asked for.
     """
-    stops = {tile.queries[0]: min(tile.keys.stop - start, BLOCK_TOKENS) for tile in tiles}
-    branching = [t for t, stop in stops.items() if stop > committed]
+    stops = {
+        tile: min(reach.stop - start, BLOCK_TOKENS)
+        for tile, reach in enumerate(tiles.reach)
+        if reach.start < start + BLOCK_TOKENS and start < reach.stop
+    }
+    branching = [tile for tile, stop in stops.items() if stop > committed]
+    together = [tile for tile, stop in stops.items() if stop <= committed]
+    if together:
+        yield together, keys
     if not branching:
-        yield from (keys for _ in tiles)
         return
     assert rows.ancestors is not None and rows.committed is not None
     path = keys.clone()
     depth = start - int(rows.committed[b])  # of the block's first position
-    most = max(stops[t] for t in branching)
+    most = max(stops[tile] for tile in branching)
     at_once = max(1, gathered_bytes // ((most - committed) * keys[:, :, 0].nbytes))
-    gathered: dict[int, torch.Tensor] = {}
-    for t, stop in stops.items():
-        if stop <= committed:
-            yield keys
-            continue
-        if t not in gathered:
-            group = branching[branching.index(t) :][:at_once]
-            slots = rows.ancestors[b, group, committed + depth : most + depth]  # behind a path's end they say nothing
-            paths = torch.stack(kv.at(rows.sequences[b], slots), dim=1)  # [n, 2, S, H_kv, D]
-            gathered = dict(zip(group, paths.transpose(2, 3).unbind(), strict=True))
-        path[:, :, committed:stop] = gathered[t][:, :, : stop - committed]
-        yield path
-
-
-def _merge_split(state: AttentionState, b: int, queries: list[int], part: torch.Tensor, lse: torch.Tensor) -> None:
-    """Merge a split of some queries of batch row b, in place: its result [n, H, D] and log-sum-exp [n, H]."""
-    lse = lse * _LOG2_E
-    at = torch.tensor(queries)
-    best, total, acc = (one[b][at] for one in (state.best, state.total, state.acc))
-    fresh = best[:, 0] == float("-inf")  # of all heads alike: they see the same positions
-    if fresh.all():
-        best, total, acc = lse, torch.ones_like(lse), part
-    else:
-        new_best = torch.maximum(best, lse)
-        # Query by query: of how many numbers are asked for at once decides how they are rounded.
-        shrink, weight = (torch.stack([torch.exp2(one) for one in side - new_best]) for side in (best, lse))
-        merged = total * shrink + weight, acc * shrink[..., None] + part * weight[..., None]
-        # Of what is fresh nothing but `best` has been written yet.
-        best, total, acc = new_best, merged[0].masked_fill(fresh[:, None], 1), merged[1]
-        acc[fresh] = part[fresh]
-    state.best[b][at], state.total[b][at], state.acc[b][at] = best, total, acc
+    for first in range(0, len(branching), at_once):
+        group = branching[first : first + at_once]
+        # Each query has a tile of its own. Behind a path's end the slots say nothing.
+        slots = rows.ancestors[b, tiles.queries[group], committed + depth : most + depth]
+        paths = torch.stack(kv.at(rows.sequences[b], slots), dim=1).transpose(2, 3)  # [n, 2, H_kv, S, D]
+        for tile, gathered in zip(group, paths, strict=True):
+            path[:, :, committed : stops[tile]] = gathered[:, :, : stops[tile] - committed]
+            yield [tile], path

@@ -209,17 +209,39 @@ def test_bits_of_a_tree_do_not_depend_on_a_batch_mate_with_fewer_tokens() -> Non
         assert torch.equal(_run(case, tree_rows(TREE_PARENTS, (700, mate)))[:1], expected)
 
 
-@pytest.mark.gpu
+def _check_windows_of(case: AttentionCase, widths: tuple[int, ...], window: int | None, *, step: int = 1) -> None:
+    """Pieces of a prompt, and windows that begin at multiples of `step` in it, have the bits of the whole prompt."""
+    length = case.q.shape[1]
+    whole = _run(case, chain_rows((0,), (length,)), window=window, prefill=True)
+    for width in widths:
+        for start in (at // step * step for at in (0, 30, (length - width) // 2, 250, length - width)):
+            part = slice(start, start + width)
+            for prefill in (False, True):
+                out = _run(case.queries(part), chain_rows((start,), (width,)), window=window, prefill=prefill)
+                assert torch.equal(out, whole[:, part]), f"width {width}, start {start}, prefill {prefill}"
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 100])
-def test_prefill_bits_do_not_depend_on_chunks(window: int | None) -> None:
-    case = _big_case(1200)
-    whole = _run(case, chain_rows((0,), (1200,)), window=window, prefill=True)
-    for step in (64, 100, 512, 1199):
-        for start in range(0, 1200, step):
-            count = min(step, 1200 - start)
-            piece = case.queries(slice(start, start + count))
-            out = _run(piece, chain_rows((start,), (count,)), window=window, prefill=True)
-            assert torch.equal(out, whole[:, start : start + count]), f"step {step}, start {start}"
+def test_windows_have_the_bits_of_prompts(window: int | None) -> None:
+    case = AttentionCase.random(batch=1, num_queries=300, num_kv_heads=1, group=3, head_dim=16, capacity=300)
+    _check_windows_of(case, (1, 17), window, step=16)  # numpy's products differ from row to row of a program
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("group", "head_dim", "dtype"), [
+    (1, 128, BF16), (4, 128, BF16), (7, 64, torch.float16), (3, 80, BF16), (20, 64, BF16), (2, 256, BF16),
+    (2, 128, torch.float32),
+])  # fmt: skip
+def test_windows_have_the_bits_of_prompts_on_a_gpu(
+    group: int, head_dim: int, dtype: torch.dtype, window: int | None
+) -> None:
+    case = AttentionCase.random(
+        batch=1, num_queries=1200, num_kv_heads=2, group=group, head_dim=head_dim, capacity=1200, dtype=dtype
+    )
+    case = AttentionCase(2 * case.q, case.kv)  # sharp enough for sums of few large weights
+    _check_windows_of(case, (1, 5, 17, 64, 100, 512, 950), window)
 
 
 @pytest.mark.gpu

@@ -76,6 +76,15 @@ def test_bits_do_not_depend_on_the_window(dtype: torch.dtype, window: int | None
                 assert torch.equal(part, together[:, first : first + width]), f"{width} from {start + first} on"
 
 
+@pytest.mark.parametrize("group", [1, 4])
+def test_bits_of_a_prompt_are_those_of_windows(group: int, num_threads: int) -> None:
+    case = _case(600, torch.bfloat16, group=group)
+    whole = _run(case, chain_rows((0,), (600,)))
+    for start, width in ((0, 1), (255, 2), (3, 300), (590, 10)):
+        part = _run(case.queries(slice(start, start + width)), chain_rows((start,), (width,)))
+        assert torch.equal(part, whole[:, start : start + width]), f"{width} from {start} on"
+
+
 def _shifted(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that lies as nothing that torch allocates does."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
