@@ -42,7 +42,7 @@ RUN_PLAN = replace(PLAN, prompts={"words": PROMPT}, tokens=10, seeds=32)
 
 @pytest.fixture(scope="module")
 def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
-    with load(target, draft=draft, resident_layers=2) as loaded:
+    with load(target, draft=draft, resident_layers=2, max_batch=2) as loaded:
         yield loaded
 
 
@@ -80,19 +80,22 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
     assert report.verdict == "exact", report
     assert not report.bitwise
     # Two prompts, three settings, three proposers, and what the runtime does by itself.
-    assert len(report.runs) == 24
-    assert {run.proposer for run in report.runs} == {"ngram", "draft", "script", "as loaded"}
+    assert len(report.runs) == 42
+    proposed = {"ngram", "draft", "script"}
+    by_itself = {"as loaded", "next turn", "same turn again", "in a batch"}
+    assert {run.proposer for run in report.runs} == proposed | by_itself
     assert len({run.gamma for run in report.runs} - {None}) == 5 and len({run.seed for run in report.runs}) == 6
-    assert all(run.tokens == 16 and run.finding.foreign_tokens == 0 for run in report.runs)
+    assert all(run.tokens == (8 if run.proposer == "next turn" else 16) for run in report.runs)
+    assert not any(run.finding.foreign_tokens for run in report.runs)
     scripted = [run.passes for run in report.runs if run.proposer == "script" and run.gamma != 1]
     assert max(scripted) < 15  # windows were accepted, so there was something to get wrong
     for run in report.runs:
-        assert (run.gamma is None) == (run.proposer == "as loaded")
+        assert (run.gamma is None) == (run.proposer in by_itself)
         trees = run.gamma is not None and run.proposer != "ngram"
         assert run.tree_nodes == (min(3 * (run.gamma or 0), 63) if trees else None)
     assert len(report.fits) == 2 * 2 + 1 + 6 + 1
     assert all(fit.freedom and fit.draws >= PLAN.seeds for fit in report.fits)
-    for stage, all_steps in (("identity", 30), ("sampling", 100)):
+    for stage, all_steps in (("identity", 54), ("sampling", 100)):
         assert [step for step in steps if step[0] == stage] == [(stage, n + 1, all_steps) for n in range(all_steps)]
 
 
@@ -198,7 +201,7 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
     assert (record["tokens"], record["seeds"], record["device_name"]) == (8, 64, None)
     assert record["versions"]["torch"] == torch.__version__ and "layers resident" in record["placement"]
     assert {run["prompt"] for run in record["identity"]} == {"prose", "code", "repetition", "line 1", "line 3"}
-    assert len(record["identity"]) == 5 * 3 * 4 and record["identity"][0]["finding"]["verdict"] == "identical"
+    assert len(record["identity"]) == 5 * 3 * 6 and record["identity"][0]["finding"]["verdict"] == "identical"
     assert min(fit["p_value"] for fit in record["fit"]) > record["fit_level"] == 1e-4 / len(record["fit"])
 
 
@@ -229,7 +232,7 @@ def test_samples_that_do_not_fit_are_told(exact_report: VerificationReport) -> N
         console.print(part)
     *_, many, filtered, _, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert many.split()[-2] == "defect" and "defect: 3 impossible" in filtered
-    assert last.startswith("defect: 0 of 24 speculative generations differ")
+    assert last.startswith("defect: 0 of 42 generations differ")
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_findings_in_words() -> None:
     assert verdict_line(VerificationReport(False, [near_tie], [fine])).startswith("near-ties: 1 speculative generation")
     both = VerificationReport(True, [near_tie, bitwise], [fine, replace(fine, impossible=2)])
     assert verdict_line(both) == (
-        "defect: 1 of 2 speculative generations differ from plain decoding, 1 of 2 tests of the sampled tokens fail"
+        "defect: 1 of 2 generations differ from plain decoding, 1 of 2 tests of the sampled tokens fail"
     )
     table = identity_table([near_tie, near_tie])
     assert list(table.columns[-1].cells) == ["2 near-ties"]

@@ -71,9 +71,9 @@ def report_tables(report: VerificationReport) -> list[Table | str]:
 
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:
-    """Return one row per draft and setting."""
+    """Return one row per proposer, or way of going on, and setting."""
     figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
-    table = Table("draft", "setting", *figures, title="speculation beside plain decoding", title_justify="left")
+    table = Table("answers", "setting", *figures, title="beside plain decoding", title_justify="left")
     groups: dict[tuple[str, str], list[IdentityRun]] = {}
     for run in runs:
         groups.setdefault((run.proposer, run.setting), []).append(run)
@@ -127,7 +127,7 @@ def verdict_line(report: VerificationReport) -> str:
     """Return the verdict in one line."""
     runs, fits = len(report.runs), len(report.fits)
     if report.verdict == "defect":
-        bad = f"{len(report.bad_runs)} of {runs} speculative generations differ from plain decoding"
+        bad = f"{len(report.bad_runs)} of {runs} generations differ from plain decoding"
         return f"defect: {bad}, {len(report.bad_fits)} of {fits} tests of the sampled tokens fail"
     tokens = sum(run.tokens for run in report.runs)
     same = "the same tokens as plain decoding" + (" from bitwise the same logits" if report.bitwise else "")
@@ -136,4 +136,4 @@ def verdict_line(report: VerificationReport) -> str:
         same = f"plain decoding's tokens but for {count} near-ties that rounding explains"
     least = min(fit.p_value for fit in report.fits)
     sampled = f"sampled tokens follow the target's probabilities ({fits} tests, least p {least:.2g})"
-    return f"{report.verdict}: {runs} speculative generations, {tokens} tokens: {same}; {sampled}"
+    return f"{report.verdict}: {runs} generations, {tokens} tokens: {same}; {sampled}"

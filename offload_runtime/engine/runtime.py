@@ -286,19 +286,26 @@ class Runtime(AbstractContextManager["Runtime"]):
         return next((i for i in range(kept) if tokens[i] != before.sequence[i]), kept)
 
     def replay(
-        self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits
-    ) -> GenerationResult:
+        self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits,
+        owner: object | None = None, mates: Sequence[list[int]] = (),
+    ) -> GenerationResult:  # fmt: skip
         """Generate with the logits behind every token, for proofs.
 
         Args:
             tokens: The prompt.
             params: What to generate.
             proposer: Guesses in place of the runtime's own; None decodes plainly.
-            on_logits: As of `run_step`; called for the first token as well.
+            on_logits: As of `run_step`, of this answer alone; called for the first token as well.
+            owner: As of `start`.
+            mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
         """
-        hooks, speculate = Hooks(on_logits=on_logits), proposer is not None
+        slot, prompts = len(mates), [(prompt, params) for prompt in (*mates, tokens)]
+        hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == slot else None)
         with self._locked():
-            return self._begin([(tokens, params)], speculate=speculate, proposer=proposer, hooks=hooks).finish()[0]
+            kept, speculate = self._num_kept(tokens, owner), proposer is not None
+            generation = self._begin(prompts, speculate=speculate, proposer=proposer, num_kept=kept, hooks=hooks)
+            self._cache_owner = owner
+            return generation.finish()[slot]
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The logits behind every token of given answers to a prompt, from one plain pass over each.

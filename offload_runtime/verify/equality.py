@@ -1,17 +1,18 @@
-"""Is every speculative generation what plain decoding says? Token by token, and the logits behind each bit by bit.
+"""Is every answer what plain decoding says? Token by token, and the logits behind each bit by bit.
 
-Generations are made with the logits behind every token: what was said, and what the target thought of it. They run
-through the runtime's own token loop, with the proposer under test in place of its own.
+With every proposer, as the next turn of a conversation whose keys and values were kept, as a turn said once more, and
+beside others in a batch. Generations are made with the logits behind every token: what was said, and what the target
+thought of it. They run through the runtime's own token loop, with the proposer under test in place of its own.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import cycle, islice, zip_longest
 
 import torch
 
@@ -22,8 +23,9 @@ from offload_runtime.speculation import NGRAM, DraftRequest, NgramProposer, Prop
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
-# The runtime as a user has it, in place of the name of a proposer.
-AS_LOADED = "as loaded"
+# The runtime as a user has it, in place of the name of a proposer: from the beginning, behind what was kept, the same
+# turn once more, and with others.
+AS_LOADED, NEXT_TURN, SAME_TURN, IN_A_BATCH = "as loaded", "next turn", "same turn again", "in a batch"
 _SCRIPT_ACCURACY = 0.85
 # Its trees have so many times as many nodes as the longest of their paths, as far as a window of the longest has room.
 _SCRIPT_BRANCHES = 3
@@ -114,8 +116,9 @@ class Transcript:
 
 
 def transcribe(
-    runtime: Runtime, prompt: Sequence[int], params: GenerationParams, proposer: Proposer | None = None
-) -> Transcript:
+    runtime: Runtime, prompt: Sequence[int], params: GenerationParams, proposer: Proposer | None = None, *,
+    owner: object | None = None, mates: Sequence[list[int]] = (),
+) -> Transcript:  # fmt: skip
     """Generate and keep the logits behind every token: tokens * V * itemsize bytes of host memory.
 
     Args:
@@ -123,6 +126,8 @@ def transcribe(
         prompt: Token ids.
         params: What to generate; where tokens are counted it should ignore the end of the text.
         proposer: Guesses in place of the runtime's own; None decodes plainly, one token a pass.
+        owner: As of `Runtime.replay`.
+        mates: As of `Runtime.replay`.
     """
     rows: list[torch.Tensor] = []
 
@@ -130,7 +135,7 @@ def transcribe(
         # On the host at once, so that the next pass finds the device memory that it would find without a recording.
         rows.append(logits.to("cpu", copy=True))
 
-    result = runtime.replay(list(prompt), params, proposer=proposer, on_logits=keep)
+    result = runtime.replay(list(prompt), params, proposer=proposer, on_logits=keep, owner=owner, mates=mates)
     return Transcript(result.tokens, torch.cat(rows), params.sampling, len(prompt), result.stats.passes)
 
 
@@ -202,14 +207,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class IdentityRun:
-    """One speculative generation beside plain decoding.
+    """One generation beside plain decoding.
 
     Attributes:
         prompt: Name of the prompt.
         setting: Name of the way of sampling.
         seed: Of the noise.
         proposer: `ngram`, `draft`, `triforce`, or `script`: plain decoding's own tokens with mistakes; `as loaded`
-            is what a user gets, n-grams beside the draft included.
+            is what a user gets, n-grams beside the draft included, and so are `next turn`, `same turn again` and
+            `in a batch`.
         gamma: Most tokens proposed per pass in a row; None where the runtime's own setting decides, or chooses.
         tokens: Compared.
         passes: Passes of the target; plain decoding has one for every token but the first.
@@ -232,8 +238,8 @@ def verify_identity(
     runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
     on_step: Callable[[], None],
 ) -> list[IdentityRun]:  # fmt: skip
-    """Compare all proposers with plain decoding, and what the runtime does by itself. The gammas take turns; each meets
-    every setting and proposer.
+    """Compare with plain decoding all proposers, and what the runtime does by itself, in a batch and as a further turn
+    too. The gammas take turns; each meets every setting and proposer.
 
     Args:
         runtime: Both sides of every comparison.
@@ -242,7 +248,7 @@ def verify_identity(
         count: Tokens of every generation.
         on_step: Called after each generation.
     """
-    loaded, own = loaded_proposers(runtime), runtime.parts.proposer
+    loaded = loaded_proposers(runtime)
     runs = []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
@@ -253,12 +259,9 @@ def verify_identity(
             script = ScriptedProposer(
                 [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=seed
             )
-            for number, (name, proposer) in enumerate({**loaded, "script": script, AS_LOADED: own}.items()):
-                gamma, nodes = None, None
-                if name != AS_LOADED:
-                    gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
-                    trees = "tree" in proposer.modes({})
-                    nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if trees else None
+            for number, (name, proposer) in enumerate({**loaded, "script": script}.items()):
+                gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
+                nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in proposer.modes({}) else None
                 other = transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
                 finding = compare(plain, other, bitwise=runtime.device.type == "cuda")
                 run = IdentityRun(
@@ -266,7 +269,37 @@ def verify_identity(
                 )
                 runs.append(run)
                 on_step()
+            for name, expected, other in _as_loaded(runtime, plain, prompt, params, list(prompts.values()), on_step):
+                finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
+                tokens = len(other.tokens)
+                runs.append(IdentityRun(prompt_name, setting_name, seed, name, None, tokens, other.passes, finding))
     return runs
+
+
+def _as_loaded(
+    runtime: Runtime, plain: Transcript, prompt: Sequence[int], params: GenerationParams,
+    prompts: Sequence[Sequence[int]], on_step: Callable[[], None],
+) -> Iterator[tuple[str, Transcript, Transcript]]:  # fmt: skip
+    """What a user gets in every way in which keys and values come to be in the cache: the way, plain decoding of the
+    same prompt from the beginning, and the generation."""
+    own, owner, half = runtime.parts.proposer, object(), len(plain.tokens) // 2
+    first = transcribe(runtime, prompt, params, own, owner=owner)
+    on_step()
+    # Half of the answer is kept, the other half is cut off and said as an answer of its own.
+    longer, shorter = [*prompt, *plain.tokens[:half]], replace(params, max_new_tokens=half)
+    following = transcribe(runtime, longer, shorter, own, owner=owner)
+    on_step()
+    again = transcribe(runtime, prompt, params, own, owner=owner)
+    on_step()
+    fresh = transcribe(runtime, longer, shorter)
+    on_step()
+    yield AS_LOADED, plain, first
+    yield NEXT_TURN, fresh, following
+    yield SAME_TURN, plain, again
+    if (room := runtime.plan.target.batch - 1) > 0:
+        mates = [list(mate) for mate in islice(cycle(prompts), room)]
+        yield IN_A_BATCH, plain, transcribe(runtime, prompt, params, own, mates=mates)
+        on_step()
 
 
 def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:

@@ -1,7 +1,8 @@
 """The proof that speculation changes nothing, on the machine at hand.
 
-1. *Equality* (`equality`): over many prompts, ways of sampling, windows and proposers, every speculative generation is
-   compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits behind each.
+1. *Equality* (`equality`): over many prompts, ways of sampling, windows, proposers and turns of conversations, every
+   generation is compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits
+   behind each.
 2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`distribution`).
 
 Everything is seeded, so a second run on the same machine says the same.
@@ -140,7 +141,8 @@ def verify(
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
     loaded = loaded_proposers(runtime)
-    on_step = _counter("identity", len(prompts) * len(plan.settings) * (len(loaded) + 3), on_progress)
+    each = len(loaded) + 6 + (runtime.plan.target.batch > 1)
+    on_step = _counter("identity", len(prompts) * len(plan.settings) * each, on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
     # Whether sampling follows the target: single rows of logits, all of them together, and whole generations.
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
