@@ -151,15 +151,15 @@ MUTATIONS = (
     Mutation(
         "mask: a token of a window sees the one behind it",
         f"{_KERNELS}/attention_cpu.py",
-        "ends = [position + 1 if num_keys is None",
-        "ends = [position + 2 if num_keys is None",
+        "position + 1 if num_keys is None",
+        "position + 2 if num_keys is None",
         ("tests/kernels/test_attention_cpu.py::test_blocks_of_other_sequences_and_of_the_future_are_not_read",),
     ),
     Mutation(
         "mask: in the kernel of the GPU a token does not see itself",
         f"{_KERNELS}/attention_kernels.py",
-        "visible = (key_position[None, :] <= position[:, None]) & key_valid[None, :]",
-        "visible = (key_position[None, :] < position[:, None]) & key_valid[None, :]",
+        "visible = (key[None, :] <= position[:, None])",
+        "visible = (key[None, :] < position[:, None])",
         (
             "tests/kernels/test_attention_blocks.py::test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge[None-triton]",
         ),

@@ -161,12 +161,6 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert len(errors) == 1 and message in errors[0]
 
 
-def test_the_attention_of_prompts_is_named() -> None:
-    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--context", "2048")
-    assert "attention of prompts: built-in flash kernel (Triton)" in plan(*arguments).stdout
-    assert json.loads(plan(*arguments, "--json").stdout)["prefill_attention"] == "built-in flash kernel (Triton)"
-
-
 def test_staging_and_what_it_costs_are_said() -> None:
     arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--vram", "9GB", "--context", "2048", "--pinned", "4GB")
     result = plan(*arguments)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import attention_reference, attention_triton
+from offload_runtime_kernels.attention_cpu import attention_reference
+from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.errors import ContextLengthError

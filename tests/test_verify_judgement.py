@@ -193,7 +193,7 @@ def test_findings_in_words() -> None:
     for words in ("near-tie: prose, greedy, seed 3, draft, gamma 7: token 0 of 1", "6 instead of 5", "margin of 1e-05"):
         assert words in line
     fine = Fit("a", 100, 1.0, 1, 0)
-    assert verdict_line(VerificationReport(False, [near_tie], [fine])).startswith("near-ties: 1 speculative generation")
+    assert verdict_line(VerificationReport(False, [near_tie], [fine])).startswith("near-ties: 1 generations")
     both = VerificationReport(True, [near_tie, bitwise], [fine, replace(fine, impossible=2)])
     assert verdict_line(both) == (
         "defect: 1 of 2 generations differ from plain decoding, 1 of 2 tests of the sampled tokens fail"
@@ -201,4 +201,4 @@ def test_findings_in_words() -> None:
     table = identity_table([near_tie, near_tie])
     assert list(table.columns[-1].cells) == ["2 near-ties"]
     columns = {column.header: list(column.cells) for column in identity_table(both.runs).columns}
-    assert columns["draft"] == ["draft", "ngram"] and columns["verdict"] == ["1 near-tie", "1 defect"]
+    assert columns["answers"] == ["draft", "ngram"] and columns["verdict"] == ["1 near-tie", "1 defect"]

@@ -27,7 +27,6 @@ import torch
 from offload_runtime_kernels.attention_cpu import (
     attend_blocks_cpu,
     attend_sources_cpu,
-    attention_reference,
     finish_attention_cpu,
 )
 from offload_runtime_kernels.attention_sources import attend_sources_triton
@@ -44,21 +43,10 @@ __all__ = [
     "KeySource",
     "QueryRows",
     "attend_blocks",
-    "attend_blocks_triton",
     "attend_sources",
-    "attend_sources_triton",
     "attention",
-    "attention_reference",
-    "attention_triton",
     "finish_attention",
-    "finish_attention_triton",
-    "prefill_attention_name",
 ]
-
-
-def prefill_attention_name(device_type: str) -> str:
-    """Which attention works on prompts on this kind of device, for people."""
-    return "built-in flash kernel (Triton)" if device_type == "cuda" else "built-in, in torch"
 
 
 def attention(

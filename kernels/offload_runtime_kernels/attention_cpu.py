@@ -14,7 +14,6 @@ from offload_runtime_kernels.attention_state import AttentionState, KeySource, Q
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 _LOG2_E = 1.4426950408889634
-_ALIGNMENT_BYTES = 64  # of every torch allocation on the CPU
 # Queries whose positions divided by this give the same are computed at once; a block of keys is a multiple of it.
 _TILE_QUERIES = 8
 # Of keys and values of paths that are looked up at once, counted as fp32.
@@ -185,16 +184,13 @@ class _Tiles:
 
 
 def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
-    """A block [2, H_kv, 256, D] in fp32, aligned, with zeros behind its first `length` tokens: a copy if it has to be.
+    """A copy of a block [2, H_kv, 256, D] in fp32, aligned as any, with zeros behind its first `length` tokens.
 
     A split's own result is not rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
     """
-    if length < BLOCK_TOKENS:
-        whole = torch.zeros(block.shape)
-        whole[:, :, :length] = block[:, :, :length]
-        return whole
-    block = block.float()
-    return block if block.data_ptr() % _ALIGNMENT_BYTES == 0 else block.clone()
+    copy = torch.zeros(block.shape)
+    copy[:, :, :length] = block[:, :, :length]
+    return copy
 
 
 def _keys_of_tiles(

@@ -12,18 +12,9 @@ _SUM_COLUMNS = tl.constexpr(8)
 
 
 @jit
-def _dot(a, b, acc, FP32: tl.constexpr):
-    if FP32:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
-
-
-@jit
 def _attend_tile(
     q, k_ptrs, stride_value, loaded, visible, best, total, acc, scale_log2e, MASKED: tl.constexpr,
-    PADDED: tl.constexpr, FP32: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the online softmax of a split: best [ROWS], total [ROWS, 8], acc [ROWS, D]."""
     if MASKED or PADDED:
@@ -32,15 +23,16 @@ def _attend_tile(
     else:
         k = tl.load(k_ptrs)
         v = tl.load(k_ptrs + stride_value)
-    raw = _dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], dtype=tl.float32), FP32)
+    raw = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         raw = tl.where(visible, raw, float("-inf"))
     new_best = tl.maximum(best, tl.max(raw, axis=1) * scale_log2e)
     pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
     shrink = tl.exp2(best - pivot)
     weights = tl.exp2(tl.fma(raw, tl.zeros_like(raw) + scale_log2e, tl.zeros_like(raw) - pivot[:, None])).to(v.dtype)
-    total = _dot(weights, tl.full([k.shape[0], _SUM_COLUMNS], 1.0, dtype=v.dtype), total * shrink[:, None], FP32)
-    acc = _dot(weights, v, acc * shrink[:, None], FP32)
+    ones = tl.full([k.shape[0], _SUM_COLUMNS], 1.0, dtype=v.dtype)
+    total = tl.dot(weights, ones, total * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
     return new_best, total, acc
 
 
@@ -79,20 +71,30 @@ def _visible(key, position, end, sliding_window, WINDOWED: tl.constexpr):
 
 @jit
 def _attend_split(
-    q, block_ptrs, stride_value, channel_valid, position, first, begin, end, sliding_window, scale_log2e,
-    TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
-    FP32: tl.constexpr,
+    q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, committed, ancestor_ptr,
+    first_block, num_blocks, stride_block, stride_value,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of keys `begin` to `end` of the block of keys that begins at position `first`."""
+    """The online softmax of keys `begin` to `end` of the split that begins at position `first`: best [ROWS], total
+    [ROWS], acc [ROWS, D]. In a tree, keys behind the `committed` ones lie in the slots of the query's ancestors."""
     best = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     total = tl.zeros([q.shape[0], _SUM_COLUMNS], dtype=tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        key = start + tl.arange(0, TILE)
+        key = first + start + tl.arange(0, TILE)
+        key_valid = key < first + end
+        slot, block = key, first // SPLIT  # a tile lies in one block
+        if TREE:
+            tentative = key_valid & (key >= committed)
+            slot = tl.where(tentative, tl.load(ancestor_ptr + key - committed, mask=tentative, other=0), key)
+            block = slot[:, None] // SPLIT
+        offset = ((block - first_block) % num_blocks).to(tl.int64) * stride_block
         best, total, acc = _attend_tile(
-            q, block_ptrs + start * HEAD_DIM, stride_value, (key < end)[:, None] & channel_valid[None, :],
-            _visible(first + key, position, first + end, sliding_window, WINDOWED), best, total, acc, scale_log2e,
-            MASKED, q.shape[1] != HEAD_DIM, FP32,
+            q, base_ptrs + offset + (slot % SPLIT)[:, None] * HEAD_DIM, stride_value,
+            key_valid[:, None] & channel_valid[None, :],
+            _visible(key, position, first + end, sliding_window, WINDOWED), best, total, acc, scale_log2e, MASKED,
+            q.shape[1] != HEAD_DIM,
         )  # fmt: skip
     return best, tl.max(total, axis=1), acc  # all columns are the same
 
@@ -114,7 +116,7 @@ def split_kernel(
     stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
-    WINDOWED: tl.constexpr, FP32: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
@@ -144,33 +146,13 @@ def split_kernel(
         begin = tl.maximum(0, (_first_seen(position, sliding_window) - first) // TILE * TILE)
 
     sequence = tl.load(sequences_ptr + batch).to(tl.int64)
-    base = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM)
-    if TREE:
-        committed = tl.load(committed_ptr + batch)
-        best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        totals = tl.zeros([ROWS, _SUM_COLUMNS], dtype=tl.float32)
-        acc = tl.zeros([ROWS, D_BLOCK], dtype=tl.float32)
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            key = first + start + tl.arange(0, TILE)
-            key_valid = key < first + end
-            tentative = key_valid & (key >= committed)
-            ancestor = (batch * num_queries + first_query + program) * num_ancestors + (key - committed)
-            slot = tl.where(tentative, tl.load(ancestors_ptr + ancestor, mask=tentative, other=0), key)
-            block = ((slot // SPLIT - first_block) % num_blocks).to(tl.int64)
-            k_ptrs = base + (block * stride_block + (slot % SPLIT) * HEAD_DIM)[:, None] + channel[None, :]
-            best, totals, acc = _attend_tile(
-                q, k_ptrs, stride_value, key_valid[:, None] & channel_valid[None, :],
-                _visible(key, position, first + end, sliding_window, WINDOWED), best, totals, acc, scale_log2e, True,
-                HEAD_DIM != D_BLOCK, FP32,
-            )  # fmt: skip
-        total = tl.max(totals, axis=1)
-    else:
-        block = base + ((split - first_block) % num_blocks).to(tl.int64) * stride_block
-        block_ptrs = block + tl.arange(0, TILE)[:, None] * HEAD_DIM + channel[None, :]
-        best, total, acc = _attend_split(
-            q, block_ptrs, stride_value, channel_valid, position, first, begin, end, sliding_window, scale_log2e, TILE,
-            HEAD_DIM, STAGES, True, WINDOWED, FP32,
-        )  # fmt: skip
+    base_ptrs = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
+    ancestor_ptr = ancestors_ptr + (batch * num_queries + first_query + program) * num_ancestors
+    committed = tl.load(committed_ptr + batch) if TREE else 0
+    best, total, acc = _attend_split(
+        q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, committed, ancestor_ptr,
+        first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, TREE, True, WINDOWED,
+    )  # fmt: skip
 
     partial_row = batch * (end_query - first_query) + (query - first_query)
     partial = ((split - first_partial).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
@@ -191,7 +173,6 @@ def prefill_kernel(
     num_blocks, stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
-    FP32: tl.constexpr,
 ):  # fmt: skip
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
@@ -214,25 +195,23 @@ def prefill_kernel(
         begin = tl.maximum(0, _first_seen(position, sliding_window) // TILE * TILE)
         whole = begin // SPLIT
     sequence = tl.load(sequences_ptr + batch).to(tl.int64)
-    base = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM)
-    tile_ptrs = base + tl.arange(0, TILE)[:, None] * HEAD_DIM + channel[None, :]
+    base_ptrs = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
 
     best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, D_BLOCK], dtype=tl.float32)
     for split in range(begin // SPLIT, whole):
-        block_ptrs = tile_ptrs + ((split - first_block) % num_blocks).to(tl.int64) * stride_block
         split_best, split_total, split_acc = _attend_split(
-            q, block_ptrs, stride_value, channel_valid, position, 0, 0, SPLIT, sliding_window, scale_log2e, TILE,
-            HEAD_DIM, STAGES, False, WINDOWED, FP32,
+            q, base_ptrs, channel_valid, position, split * SPLIT, 0, SPLIT, sliding_window, scale_log2e, 0, kv_ptr,
+            first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, False, False, WINDOWED,
         )  # fmt: skip
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
     for split in range(whole, tl.cdiv(end, SPLIT)):
         first = split * SPLIT
-        block_ptrs = tile_ptrs + ((split - first_block) % num_blocks).to(tl.int64) * stride_block
         split_best, split_total, split_acc = _attend_split(
-            q, block_ptrs, stride_value, channel_valid, position, first, tl.maximum(begin - first, 0),
-            tl.minimum(end - first, SPLIT), sliding_window, scale_log2e, TILE, HEAD_DIM, STAGES, True, WINDOWED, FP32,
+            q, base_ptrs, channel_valid, position, first, tl.maximum(begin - first, 0), tl.minimum(end - first, SPLIT),
+            sliding_window, scale_log2e, 0, kv_ptr, first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE,
+            SPLIT, STAGES, False, True, WINDOWED,
         )  # fmt: skip
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
     out = _divided(acc, total).to(out_ptr.dtype.element_ty)

@@ -90,7 +90,7 @@ class _Call:
         return {
             "NUM_KV_HEADS": num_kv_heads, "GROUP": self.q.shape[2] // num_kv_heads, "HEAD_DIM": head_dim,
             "D_BLOCK": channels, "TILE": TILE_TOKENS if self._row_bytes <= 512 else 32, "SPLIT": SPLIT_TOKENS,
-            "WINDOWED": self.sliding_window is not None, "FP32": self.q.dtype == torch.float32,
+            "WINDOWED": self.sliding_window is not None,
         }  # fmt: skip
 
     @property

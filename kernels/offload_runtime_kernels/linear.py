@@ -24,7 +24,7 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.swiglu import swiglu
+from offload_runtime_kernels.swiglu import gated_up, swiglu
 
 # Heights of products that the library may do, by kind of device: it chooses its kernel by the shape. At 512 rows cuBLAS
 # had the rule's bits in every shape of models of 135M to 70B that was tried on an H100 and an H200; at 256 it splits
@@ -56,14 +56,9 @@ class LinearTile:
 
 
 @jit
-def _rounded(y, like):
-    return y.to(like.dtype.element_ty).to(tl.float32)
-
-
-@jit
 def _sums(
     x_ptrs, w_ptrs, real, k, sums, K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    W_FIRST: tl.constexpr, FP32: tl.constexpr,
+    W_FIRST: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
@@ -75,10 +70,7 @@ def _sums(
             x = tl.load(x_ptrs + start, mask=real & (inside[:, None] if W_FIRST else inside[None, :]), other=0.0)
         a = w if W_FIRST else x
         b = x if W_FIRST else w
-        if FP32:
-            sums = tl.dot(a, b, sums, input_precision="ieee")
-        else:
-            sums = tl.dot(a, b, sums)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
     return sums
 
 
@@ -91,7 +83,6 @@ def _linear_kernel(
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
-    fp32: tl.constexpr = weight_ptr.dtype.element_ty == tl.float32
     blocks_n = tl.cdiv(num_rows, BLOCK_N)
     blocks_m = tl.num_programs(0) // blocks_n
     program = tl.program_id(0)
@@ -114,23 +105,23 @@ def _linear_kernel(
     if W_FIRST:
         x_ptrs, w_ptrs = x_ptr + x_start[None, :] + k[:, None], weight_ptr + w_start[:, None] + k[None, :]
         sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        y = _sums(x_ptrs, w_ptrs, real[None, :], k, sums, K, BLOCK_K, STAGES, True, fp32)
+        y = _sums(x_ptrs, w_ptrs, real[None, :], k, sums, K, BLOCK_K, STAGES, True)
     else:
         x_ptrs, w_ptrs = x_ptr + x_start[:, None] + k[None, :], weight_ptr + w_start[None, :] + k[:, None]
         sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        y = _sums(x_ptrs, w_ptrs, real[:, None], k, sums, K, BLOCK_K, STAGES, False, fp32)
+        y = _sums(x_ptrs, w_ptrs, real[:, None], k, sums, K, BLOCK_K, STAGES, False)
     if OVERLAP:
         gdc_launch_dependents()
     if HAS_BIAS:
         bias = tl.load(bias_ptr + w_row).to(tl.float32)
         y += bias[:, None] if W_FIRST else bias[None, :]
-    y = _rounded(y, x_ptr)
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     if GATED:
         if W_FIRST:
             gate, up = tl.split(tl.permute(tl.reshape(y, [BLOCK_M // 2, 2, BLOCK_N]), (0, 2, 1)))
         else:
             gate, up = tl.split(tl.reshape(y, [BLOCK_N, BLOCK_M // 2, 2]))
-        y = _rounded(gate / (1.0 + tl.exp(-gate)), x_ptr) * up
+        y = gated_up(gate, up, x_ptr.dtype.element_ty)
         column = block_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
     out_row = row.to(tl.int64) * width
     if W_FIRST:

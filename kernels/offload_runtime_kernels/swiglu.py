@@ -18,15 +18,20 @@ def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit
+def gated_up(gate, up, dtype):
+    """SwiGLU in fp32, with silu rounded to `dtype`."""
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@jit
 def _swiglu_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0)
-    gate32 = gate.to(tl.float32)
-    silu = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, (silu * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    out = gated_up(gate.to(tl.float32), up.to(tl.float32), gate.dtype)
+    tl.store(out_ptr + row * width + columns, out.to(gate.dtype), mask=inside)
 
 
 def swiglu_triton(gate_up: torch.Tensor) -> torch.Tensor:

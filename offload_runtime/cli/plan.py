@@ -109,7 +109,6 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
         f"KV cache of {target.batch} x {target.context_tokens} tokens: "
         f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
-        f"attention of prompts: {plan.prefill_attention}",
     ]
     return [
         *filter(None, words),
@@ -265,7 +264,6 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
         "host_memory": {**host, "parts": [asdict(part) for part in plan.host]},
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_slots": placement.num_slots},
-        "prefill_attention": plan.prefill_attention,
         "draft_cache": None if plan.draft is None else plan.draft.cache,
         "retrieval_verifier": plan.has_verifier,
         "why_no_retrieval_verifier": None if plan.has_verifier else plan.reason or None,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from offload_runtime_kernels.attention import prefill_attention_name
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
@@ -442,11 +441,6 @@ class RunPlan:
     def is_staged(self) -> bool:
         """Whether anything is streamed from pageable memory."""
         return bool(self.placement.staged_layers or self.placement.staged_kv_layers)
-
-    @property
-    def prefill_attention(self) -> str:
-        """Which attention works on prompts."""
-        return prefill_attention_name(device_type_of(self.request))
 
 
 def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) -> RunPlan:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import QueryRows, attention_triton
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from tests.helpers.attention_cases import (

@@ -11,17 +11,9 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import (
-    AttentionState,
-    QueryRows,
-    attend_blocks,
-    attend_blocks_triton,
-    attention,
-    attention_triton,
-    finish_attention,
-    finish_attention_triton,
-)
+from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
 from offload_runtime_kernels.attention_kernels import merge_kernel, split_kernel
+from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_rows, int32, piece, ring, tree_rows

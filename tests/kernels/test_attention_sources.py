@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources, attend_sources_triton, attention
+from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources, attention
+from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.attention_cases import AttentionCase, chain_rows, int32, piece, ring
