@@ -40,16 +40,17 @@ def fake_system(tmp_path: Path, *, version: str = "Linux version 6.8", limit: st
     (tmp_path / "cpuinfo").write_text(f"processor: 0\nmodel name\t: Some CPU \x01 @ 3GHz\nflags: {flags}\n")
     (tmp_path / "memory.max").write_text(limit)
     (tmp_path / "memory.current").write_text(str(GIB))
-    return {"proc": tmp_path, "cgroup": tmp_path}
+    (tmp_path / "huge").write_text("always madvise [never]" if "WSL2" in version else "always [madvise] never")
+    return {"proc": tmp_path, "cgroup": tmp_path, "huge_pages": tmp_path / "huge"}
 
 
 def test_the_host_is_read_from_the_system(tmp_path: Path) -> None:
     host = read_host_info(**fake_system(tmp_path))
     assert (host.cpu.name, host.cpu.features) == ("Some CPU @ 3GHz", ("avx2", "avx512f", "amx_bf16"))
-    assert not host.wsl
+    assert not host.wsl and host.huge_pages
     assert host.ram_bytes > 2 * GIB
     contained = read_host_info(**fake_system(tmp_path, version="5.15-microsoft-standard-WSL2", limit=str(3 * GIB // 2)))
-    assert contained.wsl
+    assert contained.wsl and not contained.huge_pages
     assert (contained.ram_bytes, contained.available_bytes) == (3 * GIB // 2, GIB // 2)
     nowhere = read_host_info(proc=tmp_path / "absent", cgroup=tmp_path / "absent")
     assert nowhere.cpu.name and nowhere.cpu.cores >= 1
@@ -258,6 +259,7 @@ def test_a_good_machine_gets_no_advice() -> None:
         ({"missing": {"pin_gbps": "refused"}}, "refused; ulimit -l is 8.4 MB: raise the limit"),
         ({"host": replace(HOST, wsl=True)}, "WSL2), which locks about half of the 68.7 GB"),
         ({"host": replace(HOST, available_bytes=5 * GIB)}, "only 5.4 GB of 68.7 GB RAM is free"),
+        ({"host": replace(HOST, huge_pages=False)}, "huge pages are off, without which memory"),
         ({"disk_gbps": 0.15}, "the disk reads 0.15 GB/s, so that a 7B model in 16 bits loads in 90 s"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError
 from offload_runtime.kv import DeviceKVCache, kv_cache_bytes
-from offload_runtime.memory import PAGE_BYTES, DeviceBudget, HostArena, check_host_memory, resolve_device
+from offload_runtime.memory import PAGE_BYTES, DeviceBudget, HostArena, check_host_memory, resolve_device, touch
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -52,6 +52,15 @@ def test_a_closed_arena_gives_its_pages_back() -> None:
     held = process.memory_info().rss
     arena.close()
     assert process.memory_info().rss < held - 200 * MIB
+
+
+def test_touched_arenas_have_their_pages() -> None:
+    process = psutil.Process()
+    arenas = [HostArena(nbytes, name="layer 0") for nbytes in (100 * MIB, 28 * MIB + 5)]
+    held = process.memory_info().rss
+    touch(arenas)
+    assert process.memory_info().rss > held + 120 * MIB
+    assert not any(bool(arena.buffer.any()) for arena in arenas)
 
 
 def test_an_impossible_arena_is_a_budget_error() -> None:

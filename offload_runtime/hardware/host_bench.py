@@ -33,6 +33,9 @@ _FEATURES = (
 )  # fmt: skip
 
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
 @dataclass(frozen=True)
 class HostInfo:
     """Memory in bytes, as of when it was asked.
@@ -46,13 +49,17 @@ class HostInfo:
     available_bytes: int
     locked_limit_bytes: int | None
     wsl: bool
+    huge_pages: bool = True  # the system gives them to who asks
 
 
-def read_host_info(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostInfo:
-    """Ask the system; `proc` and `cgroup` are where Linux tells it."""
+def read_host_info(
+    *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), huge_pages: Path = HUGE_PAGES
+) -> HostInfo:
+    """Ask the system; the paths are where Linux tells it."""
     # Under Windows, whose driver locks only a part of the memory, Linux says so in its version.
     is_wsl = "microsoft" in _text_of(proc / "version").lower()
-    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl)
+    has_huge_pages = "[never]" not in _text_of(huge_pages)
+    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl, has_huge_pages)
 
 
 def read_cpu(proc: Path) -> CpuFigures:

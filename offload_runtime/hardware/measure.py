@@ -365,6 +365,11 @@ def _host_advice(report: MachineReport) -> Iterator[str]:
             f"only {format_bytes(host.available_bytes)} of {format_bytes(host.ram_bytes)} RAM is free, and a 7B model "
             f"in 16 bits takes {format_bytes(_SMALL_MODEL_BYTES)}: close other programs or add memory"
         )
+    if not host.huge_pages:
+        yield (
+            "huge pages are off, without which memory for weights and a KV cache on the host is made and page-locked "
+            f"several times slower: echo madvise | sudo tee {host_bench.HUGE_PAGES}"
+        )
     if disk_gbps is not None and disk_gbps < _SLOW_DISK_GBPS:
         seconds = _SMALL_MODEL_BYTES / GB / disk_gbps
         yield (

@@ -21,7 +21,7 @@ from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig, format_bytes, 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
-from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory
+from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory, touch
 
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4
@@ -116,7 +116,10 @@ class HostBlocks:
             check_host_memory(nbytes * len(self._layers), what="the KV cache")
             for layer in self._layers:
                 arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
-                self._lock_or_enter(layer, arenas[layer])
+            if self.locking.registrar is not None:
+                touch(arena for layer, arena in arenas.items() if layer not in self.locking.staged_layers)
+            for layer, arena in arenas.items():
+                self._lock_or_enter(layer, arena)
         except BudgetError as error:
             self._give_back(arenas.values())
             raise BudgetError(

@@ -11,6 +11,7 @@ from offload_runtime.memory.arena import (
     check_host_memory,
     host_memory,
     require_readable_arenas,
+    touch,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,

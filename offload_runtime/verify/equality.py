@@ -269,37 +269,35 @@ def verify_identity(
                 )
                 runs.append(run)
                 on_step()
-            for name, expected, other in _as_loaded(runtime, plain, prompt, params, list(prompts.values()), on_step):
+            turn = prompt_number + setting_number
+            for name, expected, other in _as_loaded(runtime, plain, prompt, params, list(prompts.values()), turn):
                 finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
                 tokens = len(other.tokens)
                 runs.append(IdentityRun(prompt_name, setting_name, seed, name, None, tokens, other.passes, finding))
+                on_step()
     return runs
 
 
 def _as_loaded(
     runtime: Runtime, plain: Transcript, prompt: Sequence[int], params: GenerationParams,
-    prompts: Sequence[Sequence[int]], on_step: Callable[[], None],
+    prompts: Sequence[Sequence[int]], turn: int,
 ) -> Iterator[tuple[str, Transcript, Transcript]]:  # fmt: skip
-    """What a user gets in every way in which keys and values come to be in the cache: the way, plain decoding of the
-    same prompt from the beginning, and the generation."""
+    """What a user gets: the way in which keys and values come to be in the cache, plain decoding of the same prompt
+    from the beginning, and the generation. Ways other than from the beginning take turns."""
     own, owner, half = runtime.parts.proposer, object(), len(plain.tokens) // 2
-    first = transcribe(runtime, prompt, params, own, owner=owner)
-    on_step()
-    # Half of the answer is kept, the other half is cut off and said as an answer of its own.
-    longer, shorter = [*prompt, *plain.tokens[:half]], replace(params, max_new_tokens=half)
-    following = transcribe(runtime, longer, shorter, own, owner=owner)
-    on_step()
-    again = transcribe(runtime, prompt, params, own, owner=owner)
-    on_step()
-    fresh = transcribe(runtime, longer, shorter)
-    on_step()
-    yield AS_LOADED, plain, first
-    yield NEXT_TURN, fresh, following
-    yield SAME_TURN, plain, again
-    if (room := runtime.plan.target.batch - 1) > 0:
+    yield AS_LOADED, plain, transcribe(runtime, prompt, params, own, owner=owner)
+    room = runtime.plan.target.batch - 1
+    way = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[turn % (3 if room else 2)]
+    if way == NEXT_TURN:
+        # Half of the answer is kept, the other half is cut off and said as an answer of its own.
+        longer, shorter = [*prompt, *plain.tokens[:half]], replace(params, max_new_tokens=half)
+        following = transcribe(runtime, longer, shorter, own, owner=owner)
+        yield way, transcribe(runtime, longer, shorter), following
+    elif way == SAME_TURN:
+        yield way, plain, transcribe(runtime, prompt, params, own, owner=owner)
+    else:
         mates = [list(mate) for mate in islice(cycle(prompts), room)]
-        yield IN_A_BATCH, plain, transcribe(runtime, prompt, params, own, mates=mates)
-        on_step()
+        yield way, plain, transcribe(runtime, prompt, params, own, mates=mates)
 
 
 def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:

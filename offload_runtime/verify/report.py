@@ -141,8 +141,7 @@ def verify(
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
     loaded = loaded_proposers(runtime)
-    each = len(loaded) + 6 + (runtime.plan.target.batch > 1)
-    on_step = _counter("identity", len(prompts) * len(plan.settings) * each, on_progress)
+    on_step = _counter("identity", len(prompts) * len(plan.settings) * (len(loaded) + 4), on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
     # Whether sampling follows the target: single rows of logits, all of them together, and whole generations.
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
