@@ -20,7 +20,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from typer.testing import CliRunner
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
