@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_runtime.config import require, user_directory
+from offload_runtime.config import regular_file, require, user_directory
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -275,6 +275,7 @@ def open_history() -> History:
 
     try:
         path = user_directory("state", holds="the history of chats") / "chat_history"
+        path = regular_file(path, way_out="move it away")
         path.parent.mkdir(parents=True, exist_ok=True)
         # What people type to a model is private.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
