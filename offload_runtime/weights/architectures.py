@@ -123,7 +123,7 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
         lengths = (values.get(name), rope.get(name), values["max_position_embeddings"])
         rope[name] = next((length for length in lengths if length is not None), None)
     _check_rope_numbers(Fields(fields.where, rope), rope_type, head_dim)
-    return rope
+    return {**rope, "rope_theta": float(rope["rope_theta"])}  # as an integer it may be more than torch takes
 
 
 def _layer_rope(fields: Fields, num_layers: int) -> tuple[bool, ...]:
