@@ -1,5 +1,5 @@
 """`python -m offload_runtime`: the command line without an installed entry point."""
 
-from offload_runtime.cli.app import main
+from offload_runtime.cli import main
 
 main()

@@ -105,12 +105,12 @@ def writing(path: Path, way_out: str) -> Iterator[None]:
     """Say of a file that the system refuses to write why, and what the user can do instead (`way_out`).
 
     Raises:
-        StorageError: For every OSError within.
+        StorageError: For every OSError within, and for a path that none can be, of a NUL or half a character.
     """
     try:
         yield
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written ({error.strerror or error}): {way_out}") from error
+    except (OSError, ValueError) as why:
+        raise StorageError(f"{path} cannot be written ({getattr(why, 'strerror', None) or why}): {way_out}") from why
 
 
 def regular_file(path: Path, *, way_out: str) -> Path:
@@ -120,8 +120,8 @@ def regular_file(path: Path, *, way_out: str) -> Path:
         StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy, or
             the file that standard output or standard error goes to; or no file can have this name.
     """
-    real = Path(os.path.realpath(path))
     with writing(path, way_out), suppress(FileNotFoundError):
+        real = Path(os.path.realpath(path))
         there = real.lstat()
         if not stat.S_ISREG(there.st_mode):
             raise StorageError(f"{path} is not a regular file, and stays as it is: {way_out}")
@@ -193,8 +193,8 @@ def require_types(options: object) -> None:
 def count_or_auto(name: str, value: Any, *, least: int = 0) -> int | None:
     """A number, which may be typed; None for `auto`. Raises `OptionError` for anything else."""
     try:
-        count = None if value == "auto" else int(value)
-    except (TypeError, ValueError, OverflowError):
+        count = None if value == "auto" else int(str(value))  # neither 1.5 nor True
+    except ValueError:
         count = -1
     require(count is None or count >= least, f"{name} must be auto or a count of at least {least}, not {value!r}")
     return count

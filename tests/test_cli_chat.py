@@ -209,6 +209,15 @@ def test_unknown_home_is_an_error_line_and_the_chat_goes_on(runtime: FakeRuntime
     assert "error: ~no-such-user/x cannot be found" in result.stderr and "Hello" in result.stdout
 
 
+def test_a_history_that_is_no_file_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_STATE", str(tmp_path))
+    os.mkfifo(tmp_path / "chat_history")  # whoever opens it waits for a reader
+    assert isinstance(open_history(), InMemoryHistory)
+    assert "no history is kept" in capsys.readouterr().err
+
+
 def test_no_home_means_no_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def homeless(*_: object) -> Path:
         raise RuntimeError("Could not determine home directory.")

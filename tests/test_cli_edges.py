@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import ChatSession
 from offload_runtime.cli.options import ChatOptions
 from offload_runtime.engine import Runtime
@@ -126,8 +126,8 @@ def test_stderr_that_takes_nothing_does_not_lose_the_answer(
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-@pytest.mark.parametrize("columns", ["0", "", "1", "7"])
-def test_terminals_of_few_columns_are_shown_something(
+@pytest.mark.parametrize("columns", ["0", "", "1", "7", "\u0660", "9" * 20, "9" * 5000])
+def test_terminals_of_odd_widths_are_shown_something(
     monkeypatch: pytest.MonkeyPatch, words: list[str], columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import typer
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.cli.options import with_options
 from offload_runtime.config import GenerationParams, RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats

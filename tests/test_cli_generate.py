@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import offload_runtime
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.cli.generate import link_figure
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
 from offload_runtime.errors import BudgetError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.config import parse_bytes
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
@@ -56,8 +56,9 @@ def test_tables_say_what_lives_where_and_how_fast() -> None:
     assert sum(listed) == pytest.approx(parse_bytes(peak[1]), rel=0.02)
 
 
-def test_no_figure_is_cut_off_at_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", ["80", "40", "1"])
+def test_no_figure_is_cut_off(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     draft = str(CONFIGS / "llama-68m")
     for target, *arguments in (
         ("llama-2-7b-128k", "--draft", draft, "--context", "131072", "--profile", "rtx4090-x2", "--gamma", "1000"),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.engine import Runtime
 from tests.helpers.traces import rows_of
 
@@ -60,7 +60,7 @@ def start_endless_answer(target: Path, tmp_path: Path, *others: str) -> subproce
 
 def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom offload_runtime.cli import app\n"
+        "import sys\nfrom offload_runtime.cli.app import app\n"
         "try:\n    app(['generate', '--help'])\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
         "print('HEAVY', sorted({'torch', 'transformers', 'numpy', 'prompt_toolkit'} & set(sys.modules)))"
     )

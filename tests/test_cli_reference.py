@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_cli_fakes import FakeRuntime, app_of

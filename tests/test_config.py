@@ -72,7 +72,7 @@ def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
         RuntimeConfig("a model", kv="disk")
 
 
-@pytest.mark.parametrize("context", [None, "long", [4096], float("nan"), float("inf")])
+@pytest.mark.parametrize("context", [None, "long", [4096], 1.5, True, "9" * 5000, float("nan"), float("inf")])
 def test_a_context_is_a_number_or_auto(context: Any) -> None:
     with pytest.raises(OptionError, match="context must be auto or a count of at least 0, not"):
         Runtime.load("a model", context=context)

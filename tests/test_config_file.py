@@ -130,7 +130,8 @@ def test_damaged_configurations_are_refused_briefly(changes: dict[str, Any], tmp
 
 
 def test_rotations_of_what_is_accepted_are_finite(tmp_path: Path) -> None:
-    for changes in ({}, {"attention_factor": 1e6}, {"beta_fast": 1e-6, "beta_slow": 1e6}, {"rope_theta": 1.001}):
+    bases = [{"rope_theta": 1.001}, {"rope_theta": 10**30}]
+    for changes in ({}, {"attention_factor": 1e6}, {"beta_fast": 1e-6, "beta_slow": 1e6}, *bases):
         rope = {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 2, **changes}
         config = describe_model(written(tmp_path, "llama-2-7b", rope_scaling=rope)).config()
         table = RopeTable(config, torch.device("cpu"))

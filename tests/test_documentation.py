@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile

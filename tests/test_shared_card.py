@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
 from offload_runtime.memory import DeviceBudget, require_readable_arenas
+from offload_runtime.plan import RunPlan, find_plan
 from tests.helpers.engine import refuse_weights
 
 CARD = torch.device("cuda", 0)
@@ -151,6 +153,41 @@ def test_a_model_that_does_not_fit_beside_another_says_so(card: Card, target: Pa
     with pytest.raises(BudgetError, match=r"needs 2\.0 GB of device memory but 200\.0 MB of .* left: raise --vram"):
         again.reserve("weights", 2 * GB)
     again.release()
+
+
+def test_two_loads_at_once_do_not_both_plan_for_the_whole_card(card: Card, target: Path) -> None:
+    config = RuntimeConfig(target=target, device="cuda")
+    first_plans, second_planned = threading.Event(), threading.Event()
+    plans: list[RunPlan] = []
+
+    def slowly(*asked: Any) -> RunPlan:
+        first_plans.set()
+        second_planned.wait(0.5)  # not while the first one does
+        plans.append(find_plan(*asked))
+        return plans[0]
+
+    def wait_for_second(_: RunPlan) -> None:
+        second_planned.wait(20)
+        raise OptionError("not this one")
+
+    def load_second() -> None:
+        first_plans.wait(20)
+        with pytest.raises(OptionError):
+            load_runtime(config, on_plan=note_and_refuse)
+
+    def note_and_refuse(plan: RunPlan) -> None:
+        plans.append(plan)
+        second_planned.set()
+        raise OptionError("not this one")
+
+    second = threading.Thread(target=load_second)
+    second.start()
+    with pytest.raises(OptionError):
+        load_runtime(config, on_plan=wait_for_second, find=slowly)
+    second.join()
+    limits = [plan.limits.device_bytes or 0 for plan in plans]
+    assert len(plans) == 2 and limits[1] < limits[0] <= 24 * GB
+    assert card.share == 1.0
 
 
 def refuse(_: object) -> None:

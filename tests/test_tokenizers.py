@@ -140,6 +140,20 @@ def test_a_tokenizer_beside_the_file_is_the_way_out(
     assert "the tokenizer.json beside it is used" in caplog.text
 
 
+@pytest.mark.parametrize("change", ["another", "shorter", "none at all"])
+def test_a_tokenizer_of_another_model_beside_the_file_is_refused(change: str, tmp_path: Path) -> None:
+    open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer().save_pretrained(tmp_path)
+    tokens = metadata_of("smollm")["tokens"]
+    swapped = [*tokens[:300], tokens[301], tokens[300], *tokens[302:]]
+    changed = {"another": swapped, "shorter": tokens[:300], "none at all": None}[change]
+    opened = open_checkpoint(written(tmp_path, metadata_of("smollm", pre="mystery", tokens=changed)))
+    if change == "none at all":  # nothing to compare with
+        assert opened.tokenizer().get_vocab()
+        return
+    with pytest.raises(CheckpointError, match=r"pre 'mystery'\) and .* tokens, .* of another vocabulary, of \d+: put"):
+        opened.tokenizer()
+
+
 def test_a_damaged_tokenizer_is_not_replaced_by_one_beside_the_file(tmp_path: Path) -> None:
     open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"no usable tokenizer .*download or convert it again"):

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer import Typer
 from typer.testing import CliRunner
 
-from offload_runtime.cli import app
+from offload_runtime.cli.app import app
 from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime

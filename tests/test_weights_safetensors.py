@@ -334,7 +334,7 @@ def test_directory_with_two_gguf_files_asks_which(tmp_path):
 
 def test_a_gguf_file_beside_other_files_of_its_repository(tmp_path):
     """Repositories of GGUF files often hold a `config.json` too, and what turns images into embeddings."""
-    for name in ("model-Q4_0.gguf", "mmproj-F16.gguf", "config.json"):
+    for name in ("model-Q4_0.gguf", "mmproj-F16.gguf", "imatrix.gguf", "model.Imatrix.gguf", "config.json"):
         shutil.copy(__file__, tmp_path / name)
     for door in (open_checkpoint, describe_model):
         with pytest.raises(CheckpointError, match=r"model-Q4_0\.gguf is not a GGUF file"):
@@ -342,6 +342,28 @@ def test_a_gguf_file_beside_other_files_of_its_repository(tmp_path):
     shutil.copy(__file__, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["imatrix.gguf", "mmproj-F16.gguf"])
+def test_what_lies_beside_models_alone_is_named(tmp_path, name):
+    shutil.copy(__file__, tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is not a GGUF file"):
+        open_checkpoint(tmp_path)
+
+
+def test_files_quantised_by_an_imatrix_are_models(tmp_path):
+    for name in ("m-imatrix-Q4_0.gguf", "m-imatrix-Q8_0.gguf"):
+        shutil.copy(__file__, tmp_path / name)
+    with pytest.raises(CheckpointError, match="holds 2 GGUF models"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_configuration_of_gguf_files_leads_to_them(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    for door in (open_checkpoint, describe_model):
+        with pytest.raises(CheckpointError, match=r"config\.json without sizes, .* org/name:Q4_K_M"):
+            door("org/name")
 
 
 def test_a_model_of_the_hub_is_not_what_else_is_in_the_cache(tmp_path, monkeypatch):

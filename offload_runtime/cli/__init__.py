@@ -4,4 +4,44 @@ Text of the model goes to stdout; progress, status and errors go to stderr. Noth
 engine) is imported before a command needs it, so that `--help` answers at once.
 """
 
-from offload_runtime.cli.app import app, main
+from __future__ import annotations
+
+import _thread
+import signal
+import sys
+import threading
+from types import FrameType
+
+
+def _interrupt_soon() -> None:
+    threading.Timer(0.05, _thread.interrupt_main).start()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but not in the middle of an import: torch's loses one of 30, or is aborted by it."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return _interrupt_soon()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """What a finaliser raises is printed and forgotten; a Ctrl-C that lands in one is raised again behind it."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _interrupt_soon()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    sys.unraisablehook = _interrupt_again
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell has it ignored
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        from offload_runtime.cli.app import app
+
+        app(prog_name="offload-runtime")
+    except KeyboardInterrupt:  # before the command began
+        sys.exit(128 + signal.SIGINT)

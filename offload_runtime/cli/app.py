@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, cast
 
@@ -84,20 +82,6 @@ app = typer.Typer(
 )
 for _command in (generate, chat, verify, plan, profile, demo):
     app.command()(with_options(_command))
-
-
-def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """What a finaliser raises is printed and forgotten; a Ctrl-C that lands in one is raised again behind it."""
-    if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(0.05, _thread.interrupt_main).start()
-    else:
-        sys.__unraisablehook__(unraisable)
-
-
-def main() -> None:
-    """Entry point of the installed command."""
-    sys.unraisablehook = _interrupt_again
-    app(prog_name="offload-runtime")
 
 
 def _print_version(wanted: bool) -> None:

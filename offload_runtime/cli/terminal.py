@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_runtime.config import require, user_directory
+from offload_runtime.config import regular_file, require, user_directory
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
 # A bar that comes and goes within a blink is only flicker.
 _BAR_DELAY_S = 0.4
+_TABLE_COLUMNS, _MOST_COLUMNS = 80, 1000  # what tables are made for, and more than any terminal has
 
 
 class OutputError(Exception):
@@ -82,7 +83,8 @@ def standard_streams() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):  # what the locale cannot express becomes `?`
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    if not os.environ.get("COLUMNS", "").strip("0 "):  # in no columns rich prints nothing
+    columns = os.environ.get("COLUMNS", "")  # in none rich prints nothing, and in too many it fails
+    if not (columns.isdecimal() and columns.isascii() and len(columns) < 10 and 0 < int(columns) <= _MOST_COLUMNS):
         os.environ.pop("COLUMNS", None)
     out, err = _Guarded(sys.stdout, is_answer=True), _Guarded(sys.stderr, is_answer=False)
     with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
@@ -106,9 +108,11 @@ def error_line(error: OffloadError) -> None:
 
 
 def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
-    """Print tables and lines one after the other."""
+    """Print tables and lines one after the other; a narrow terminal folds tables, rather than that figures are cut."""
     for item in tables:
-        console(output).print(item)
+        out = console(output)
+        out.width = max(out.width, _TABLE_COLUMNS) if isinstance(item, Table) else out.width
+        out.print(item)
 
 
 def one_line(text: str) -> str:
@@ -271,6 +275,7 @@ def open_history() -> History:
 
     try:
         path = user_directory("state", holds="the history of chats") / "chat_history"
+        path = regular_file(path, way_out="move it away")
         path.parent.mkdir(parents=True, exist_ok=True)
         # What people type to a model is private.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))

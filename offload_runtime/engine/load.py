@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from threading import Lock
 
 import psutil
 import torch
@@ -34,6 +35,7 @@ from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, requi
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
 _PROBE_BYTES = 64 << 20
+_PLANNING = Lock()  # a card is planned for before the next one looks at what is left of it
 
 
 def require_memory(emulation: Emulation, device: torch.device) -> None:
@@ -155,20 +157,21 @@ def load_runtime(
         draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source, tokenizer = assembly.open_sources(config.target, draft_model)
         eos_token_ids = frozenset(target_source.generation_eos())
-        budget = DeviceBudget(device, limit_bytes, other_bytes=others)
-        undo.callback(budget.release)
-        dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
-        planning.require_dtype(dtype, device)
-        own_figures = planning.known_figures(profile, device, dtype)
-        figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
-        if emulation is not None:
-            figures = replace(figures, link_gbps=emulation.link_gbps)
-        draft = config.draft if draft_source is None else draft_source
-        request = replace(config, target=target_source, draft=draft, device=device.type)
-        limits = replace(limits, device_name=budget.memory_name, device_way=budget.way_out)
-        limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
-        plan = find(request, figures, limits)
-        budget.planned_bytes = plan.device_bytes
+        with _PLANNING:
+            budget = DeviceBudget(device, limit_bytes, other_bytes=others)
+            undo.callback(budget.release)
+            dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
+            planning.require_dtype(dtype, device)
+            own_figures = planning.known_figures(profile, device, dtype)
+            figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
+            if emulation is not None:
+                figures = replace(figures, link_gbps=emulation.link_gbps)
+            draft = config.draft if draft_source is None else draft_source
+            request = replace(config, target=target_source, draft=draft, device=device.type)
+            limits = replace(limits, device_name=budget.memory_name, device_way=budget.way_out)
+            limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
+            plan = find(request, figures, limits)
+            budget.planned_bytes = plan.device_bytes
         if on_plan is not None:
             on_plan(plan)
         if check is not None:

@@ -123,7 +123,7 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
         lengths = (values.get(name), rope.get(name), values["max_position_embeddings"])
         rope[name] = next((length for length in lengths if length is not None), None)
     _check_rope_numbers(Fields(fields.where, rope), rope_type, head_dim)
-    return rope
+    return {**rope, "rope_theta": float(rope["rope_theta"])}  # as an integer it may be more than torch takes
 
 
 def _layer_rope(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -180,6 +180,11 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
     architecture = _architecture(Fields(reference, raw))
     family: str = raw["model_type"]
     fields = Fields(reference, {**_DEFAULTS, **_DEFAULTS_OF[family], **raw})
+    if "hidden_size" not in raw:  # what some repositories of GGUF files have beside them
+        raise CheckpointError(
+            f"{reference} has a config.json without sizes, as those of GGUF files may be: name the file, on a hub as "
+            "org/name:Q4_K_M, or give a checkpoint with safetensors"
+        )
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden // num_heads, at_least=4, at_most=_MOST_HEAD_DIM)
     if head_dim % 2:

@@ -20,6 +20,7 @@ from offload_runtime.weights.safetensors import open_safetensors, read_json, sto
 _SUFFIXES = (".gguf", ".safetensors")
 # org/name, org/name:Q4_K_M
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
+_COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -100,7 +101,8 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
         if on_hub[2]:
             return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
         return download_model(name, wanted)  # and not what else is in the cache
-    found = [file for file in path.glob("*.gguf") if "mmproj" not in file.name]
+    files = list(path.glob("*.gguf"))
+    found = [file for file in files if not _COMPANION.search(file.name)] or files
     if not found or ((path / "config.json").exists() and any(path.glob("*.safetensors*"))):
         return path
     return _only_model(str(path), found)

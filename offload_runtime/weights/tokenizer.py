@@ -88,7 +88,7 @@ def gguf_tokenizer(fields: Fields, directory: Path) -> Any:
 
     Raises:
         CheckpointError: It is damaged; or neither byte-level BPE that cuts text in a known way nor SentencePiece, and
-            there is no `tokenizer.json` instead.
+            there is no `tokenizer.json` of the same vocabulary instead.
     """
     # SentencePiece does not cut. Of a file that does not say how, llama.cpp warns that its own guess degrades the text.
     model, pre = (fields.text(f"tokenizer.ggml.{name}", "(missing)") for name in ("model", "pre"))
@@ -100,8 +100,13 @@ def gguf_tokenizer(fields: Fields, directory: Path) -> Any:
             f"{found}, which should be llama, or gpt2 with pre {', '.join(_SPLITS)} or an alias: put the model's "
             "tokenizer.json and tokenizer_config.json beside the file, or take one that was converted lately"
         )
+    tokenizer, tokens = load_tokenizer(directory), fields.items("tokenizer.ggml.tokens", str)
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()  # the latter may be spelled otherwise there
+    if tokens and any(tokens[i : i + 1] != [token] for token, i in vocabulary.items() if token not in added):
+        sizes = f"{len(tokens)} tokens, and the tokenizer.json beside it is of another vocabulary, of {len(vocabulary)}"
+        raise CheckpointError(f"{found} and {sizes}: put that of the same model there")
     logging.getLogger(__name__).warning("%s: the tokenizer.json beside it is used", found)
-    return load_tokenizer(directory)
+    return tokenizer
 
 
 def _make(fields: Fields, model: str, pre: str) -> Any:
