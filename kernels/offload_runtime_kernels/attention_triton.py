@@ -138,19 +138,20 @@ class _Call:
         most = {256: _PREFILL_ROWS, 512: _PREFILL_ROWS // 2}.get(max(256, self._row_bytes), 0)
         return max(most if self.q.itemsize == 2 else 0, self._window_rows)
 
-    @property
-    def prefill_programs(self) -> int:
-        """Programs that would do all splits of their queries."""
+    def fills_programs(self) -> bool:
+        """Whether there are enough queries for programs that do all splits of a full tile of them."""
         batch, num_queries, num_heads, _ = self.q.shape
         num_kv_heads = self.kv.num_kv_heads
-        return batch * num_kv_heads * triton.cdiv(num_queries * (num_heads // num_kv_heads), self._prefill_rows)
+        tiles = num_queries * (num_heads // num_kv_heads) // self._prefill_rows
+        return self.rows.ancestors is None and batch * num_kv_heads * tiles >= _ENOUGH_PROGRAMS
 
     def run_prefill(self, out: torch.Tensor) -> None:
         """Enqueue the launch that does everything at once, into `out` [B, T, H, D]."""
-        batch, num_queries = self.q.shape[:2]
-        pairs = batch * self.kv.num_kv_heads
+        batch, num_queries, num_heads, _ = self.q.shape
+        num_kv_heads = self.kv.num_kv_heads
+        programs = triton.cdiv(num_queries * (num_heads // num_kv_heads), self._prefill_rows)
         stages = 1 if self._row_bytes >= 512 else 3 if is_roomy(self.q.device) else 2
-        prefill_kernel[(self.prefill_programs // pairs, pairs)](
+        prefill_kernel[(programs, batch * num_kv_heads)](
             self.q, self.kv.data, out, self.rows.positions, self.rows.sequences, num_queries, self.sliding_window or 0,
             self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape,
             ROWS=self._prefill_rows, STAGES=stages, num_warps=8,
@@ -198,12 +199,12 @@ def attention_triton(
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `attention`; results of splits take `workspace_bytes` at most, unless one does for a query.
 
-    `prefill` says whether one program does all splits of its queries, which changes no bit; None: if there are enough
-    such programs.
+    `prefill` says whether one program does all splits of its queries, which changes no bit; None: if queries fill
+    enough such programs.
     """
     call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT, workspace_bytes, least_splits)
     out = torch.empty_like(q)
-    if prefill if prefill is not None else rows.ancestors is None and call.prefill_programs >= _ENOUGH_PROGRAMS:
+    if call.fills_programs() if prefill is None else prefill:
         assert rows.ancestors is None
         call.run_prefill(out)
     else:
