@@ -20,7 +20,8 @@ from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, reset, same
 from tests.helpers.models import random_tokens
 
-LENGTH, KEPT = 700, 530
+# On a GPU so many that whole prompts, and what is kept of them, are attended to split after split.
+LENGTH, KEPT = (1150, 1090) if torch.cuda.is_available() else (700, 530)
 TOKENS = random_tokens(LENGTH)
 BEHIND = Window(tuple(random_tokens(5, seed=9)))  # sees the keys and values of all that came before
 MATES = [random_tokens(count, seed=count) for count in (300, 41)]
@@ -59,7 +60,7 @@ def _layers(runner: ModelRunner) -> range:
 
 
 def in_chunks(step: int) -> Callable[[ModelRunner, int], torch.Tensor]:
-    """In pieces of so many tokens."""
+    """Read in pieces of so many tokens."""
 
     def read(runner: ModelRunner, slot: int) -> torch.Tensor:
         return replace(runner, chunk_tokens=step).prefill(slot, TOKENS)
@@ -68,7 +69,7 @@ def in_chunks(step: int) -> Callable[[ModelRunner, int], torch.Tensor]:
 
 
 def in_windows(start: int, widths: Sequence[int]) -> Callable[[ModelRunner, int], torch.Tensor]:
-    """A prompt of `start` tokens, the rest in windows whose widths take turns, behind which something is cut off."""
+    """Read a prompt of `start` tokens, then windows whose widths take turns, behind which some is cut off."""
 
     def read(runner: ModelRunner, slot: int) -> torch.Tensor:
         last, turn = runner.prefill(slot, TOKENS[:start]), 0
@@ -84,18 +85,31 @@ def in_windows(start: int, widths: Sequence[int]) -> Callable[[ModelRunner, int]
 def kept_and_read_on(runner: ModelRunner, slot: int) -> torch.Tensor:
     """A conversation's next turn: what was there stays, what is new is a prompt of its own."""
     runner.prefill(slot, TOKENS[:200])
-    in_windows_of = Window(tuple(TOKENS[200:217]))
-    runner.verify([in_windows_of], [slot])
+    runner.verify([Window(tuple(TOKENS[200:217]))], [slot])
     runner.cache.commit(slot, 17)
     runner.prefill(slot, TOKENS[217:KEPT])
     return runner.prefill(slot, TOKENS[KEPT:])
 
 
 def behind_another_turn(runner: ModelRunner, slot: int) -> torch.Tensor:
-    """A turn was answered, interrupted and said anew otherwise."""
+    """A turn was answered, and said anew otherwise."""
     runner.prefill(slot, [*TOKENS[:KEPT], *random_tokens(120, seed=4)])
     runner.verify([Window((1, 2, 3))], [slot])
     runner.cache.commit(slot, 2)
+    runner.cache.truncate(slot, KEPT)
+    return runner.prefill(slot, TOKENS[KEPT:])
+
+
+def interrupted_and_repeated(runner: ModelRunner, slot: int) -> torch.Tensor:
+    """The prompt of a turn was stopped in the middle of a pass."""
+
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    runner.prefill(slot, TOKENS[:KEPT])
+    with pytest.raises(KeyboardInterrupt):
+        runner.prefill(slot, TOKENS[KEPT:], stop)
     runner.cache.truncate(slot, KEPT)
     return runner.prefill(slot, TOKENS[KEPT:])
 
@@ -111,7 +125,7 @@ def along_a_tree(runner: ModelRunner, slot: int) -> torch.Tensor:
 
 
 def beside_others(runner: ModelRunner, slot: int) -> torch.Tensor:
-    """In a batch, every window wider or narrower than its mates'."""
+    """Read in a batch, every window wider or narrower than its mates'."""
     others = [other for other in range(3) if other != slot]
     for other, tokens in zip(others, MATES, strict=True):
         runner.prefill(other, tokens)
@@ -131,7 +145,7 @@ WAYS: dict[str, Callable[[ModelRunner, int], torch.Tensor]] = {
     "in pieces of 64": in_chunks(64), "in pieces of 7": in_chunks(7), "in pieces of 611": in_chunks(611),
     "token by token": in_windows(LENGTH - 40, [1]), "in windows": in_windows(250, [17, 5, 64, 100]),
     "behind what was kept": kept_and_read_on, "behind another turn": behind_another_turn,
-    "along a tree": along_a_tree, "beside others": beside_others,
+    "once more": interrupted_and_repeated, "along a tree": along_a_tree, "beside others": beside_others,
 }  # fmt: skip
 
 

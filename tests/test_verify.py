@@ -200,8 +200,8 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
     assert record["draft"] == str(draft) and not record["bitwise_compared"]
     assert (record["tokens"], record["seeds"], record["device_name"]) == (8, 64, None)
     assert record["versions"]["torch"] == torch.__version__ and "layers resident" in record["placement"]
-    assert {run["prompt"] for run in record["identity"]} == {"prose", "code", "repetition", "line 1", "line 3"}
-    assert len(record["identity"]) == 5 * 3 * 5 and record["identity"][0]["finding"]["verdict"] == "identical"
+    assert {run["prompt"] for run in record["identity"]} == {"prose", "code", "repetition", "line 1", "line 3", "long"}
+    assert len(record["identity"]) == (5 * 3 + 1) * 5 and record["identity"][0]["finding"]["verdict"] == "identical"
     assert min(fit["p_value"] for fit in record["fit"]) > record["fit_level"] == 1e-4 / len(record["fit"])
 
 

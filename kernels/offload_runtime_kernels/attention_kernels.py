@@ -2,7 +2,8 @@
 
 All of them share `_attend_tile` and `_merge_split`, which say in full how numbers are rounded: a multiplication that is
 added to something is a `tl.fma`, and the sum of a row of weights is a product with ones, so that it does not depend on
-which thread holds which key. So no compiler, tile or number of warps can make one path differ from another.
+which thread holds which key. What is left to the hardware is the order in which a matrix instruction adds up 16
+products: on an H200 those of prompts (wgmma) and of windows (mma) had the same bits, on Ada both are the same one.
 """
 
 from offload_runtime_kernels._jit import jit, tl
@@ -50,19 +51,19 @@ def _merge_split(best, total, acc, split_best, split_total, split_acc):
 
 @jit
 def _divided(acc, total):
-    """What a row that has seen all its keys comes to; zero without any."""
+    """Return the attention of rows that have seen all their keys; zero without any."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @jit
 def _first_seen(position, sliding_window):
-    """The first key in the sliding window of any row that is there; may be negative."""
-    return tl.min(tl.where(position >= 0, position, 2147483647), axis=0) - sliding_window + 1
+    """Return the first key in the sliding window of any row that is there; it may be negative."""
+    return tl.min(tl.where(position >= 0, position, 2147483646), axis=0) - sliding_window + 1
 
 
 @jit
 def _visible(key, position, end, sliding_window, WINDOWED: tl.constexpr):
-    """Which row sees which key: [ROWS, TILE]."""
+    """Return which row sees which key: [ROWS, TILE]."""
     visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
     if WINDOWED:
         visible = visible & (key[None, :] > position[:, None] - sliding_window)
@@ -76,8 +77,8 @@ def _attend_split(
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of keys `begin` to `end` of the split that begins at position `first`: best [ROWS], total
-    [ROWS], acc [ROWS, D]. In a tree, keys behind the `committed` ones lie in the slots of the query's ancestors."""
+    """Attend to keys `begin` to `end` of the split that begins at position `first`: best [ROWS], total [ROWS], acc
+    [ROWS, D]. In a tree, keys behind the `committed` ones lie in the slots of the query's ancestors."""
     best = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     total = tl.zeros([q.shape[0], _SUM_COLUMNS], dtype=tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
@@ -104,9 +105,9 @@ def _attend_split(
 # wide loads need to know, and of one type whatever their size.
 @jit(
     do_not_specialize=(
-        "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query", "end_query",
-        "num_rows", "first_split", "first_partial", "num_ancestors", "sliding_window", "num_keys", "direct",
-        "first_block", "num_blocks",
+        "total_ptr", "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
+        "end_query", "num_rows", "first_split", "first_partial", "num_ancestors", "sliding_window", "num_keys",
+        "direct", "first_block", "num_blocks",
     )
 )  # fmt: skip
 def split_kernel(
@@ -200,7 +201,7 @@ def prefill_kernel(
     best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, D_BLOCK], dtype=tl.float32)
-    for split in range(begin // SPLIT, whole):
+    for split in range(0 if WINDOWED else whole):
         split_best, split_total, split_acc = _attend_split(
             q, base_ptrs, channel_valid, position, split * SPLIT, 0, SPLIT, sliding_window, scale_log2e, 0, kv_ptr,
             first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, False, False, WINDOWED,
@@ -214,15 +215,15 @@ def prefill_kernel(
             SPLIT, STAGES, False, True, WINDOWED,
         )  # fmt: skip
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
-    out = _divided(acc, total).to(out_ptr.dtype.element_ty)
+    out = tl.where(position[:, None] >= 0, _divided(acc, total), 0.0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_offset[:, None] + channel[None, :], out, mask=row_mask)
 
 
 # `carried` and `finish` are no constants: merging in one call or in several runs the same instructions.
 @jit(
     do_not_specialize=(
-        "best_ptr", "total_ptr", "num_splits", "num_rows", "num_queries", "first_query", "end_query", "carried",
-        "finish",
+        "split_total_ptr", "best_ptr", "total_ptr", "num_splits", "num_rows", "num_queries", "first_query", "end_query",
+        "carried", "finish",
     )
 )  # fmt: skip
 def merge_kernel(

@@ -54,8 +54,9 @@ class KeySource:
 class AttentionState:
     """An online softmax on its way, in log2 units: what has been seen of the keys so far.
 
-    `best` [B, T, H] fp32, the largest log-sum-exp of a split (-inf: no key seen yet); `total` [B, T, H] fp32, the sum
-    of weights relative to `best`; `acc` [B, T, H, D] fp32, the weighted sum of values, not yet divided by `total`.
+    `best` [B, T, H] fp32, the largest score, on a CPU the largest log-sum-exp of a split (-inf: no key seen yet);
+    `total` [B, T, H] fp32, the sum of weights relative to `best`; `acc` [B, T, H, D] fp32, the weighted sum of values,
+    not yet divided by `total`.
     Where `best` is -inf the other two mean nothing and are never read.
     """
 

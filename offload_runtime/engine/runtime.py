@@ -299,6 +299,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             owner: As of `start`.
             mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
         """
+        assert owner is None or not mates
         slot, prompts = len(mates), [(prompt, params) for prompt in (*mates, tokens)]
         hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == slot else None)
         with self._locked():

@@ -337,6 +337,7 @@ class RetrievedDraftCache(RetrievalCache):
 
     def end_prefill(self, sequence: int, count: int) -> None:
         self._source.end_prefill(sequence, count)
+        self._whole = False
 
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
         """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.

@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from operator import itemgetter
@@ -31,7 +32,7 @@ PAGE_BYTES = mmap.PAGESIZE
 # A multiple of the pieces that copies are made in: no copy may reach across two registrations.
 LOCK_BLOCK_BYTES = 1 << 30
 # Pages are made by so many threads, in pieces of so many bytes.
-_TOUCHING_THREADS, _TOUCHED_BYTES = 8, 64 << 20
+_TOUCHING_THREADS, _TOUCH_PIECE_BYTES = 8, 64 << 20
 _CAN_USE_HOST_POINTER = 91  # CUDA's number of "Can Use Host Pointer For Registered Mem", an attribute of a device
 
 
@@ -106,9 +107,10 @@ class HostArena:
                 f"{name} needs {format_bytes(nbytes)} of host memory and the system refused it ({error}): "
                 "close other programs or choose a smaller model"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to lock: faster pinning
-            with contextlib.suppress(OSError):  # a kernel built without huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
+        # Fewer pages to lock: faster pinning. A forked process would get copies of those that are locked.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel built without huge pages
+                pages.madvise(getattr(mmap, advice))
         self.buffer = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes] uint8, host; alone holds the pages
         self.pinned_bytes = 0  # from the beginning on
         self._unlock = contextlib.ExitStack()  # of blocks side by side, each by who locked it
@@ -167,11 +169,12 @@ class HostArena:
 
 def touch(arenas: Iterable[HostArena]) -> None:
     """Have the system make the pages of new arenas, as zeros, by several threads: one alone gets 1.7 to 6 GB/s, and the
-    driver that locks untouched pages no more. All threads have ended on return, however it comes."""
-    pieces = [piece for arena in arenas for piece in arena.buffer.split(_TOUCHED_BYTES)]
+    driver that locks untouched pages no more."""
+    pieces = [piece for arena in arenas for piece in arena.buffer.split(_TOUCH_PIECE_BYTES)]
+    # A pool's threads are in the inference mode of nobody, but arenas may have been made in it.
+    make = torch.inference_mode()(lambda piece: piece[::PAGE_BYTES].zero_())
     with ThreadPoolExecutor(_TOUCHING_THREADS, thread_name_prefix="touch") as pool:
-        for done in [pool.submit(piece[::PAGE_BYTES].zero_) for piece in pieces]:
-            done.result()
+        deque(pool.map(make, pieces), maxlen=0)
 
 
 class PageableMemory:

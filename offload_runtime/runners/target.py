@@ -47,7 +47,7 @@ def workspace_bytes(
     angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
-    attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention.WORKSPACE_BYTES
+    attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention_triton.WORKSPACE_BYTES
     total = (stream + chunk) * element_bytes + angles + logits + attention
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 

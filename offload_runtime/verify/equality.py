@@ -269,8 +269,9 @@ def verify_identity(
                 )
                 runs.append(run)
                 on_step()
-            turn = prompt_number + setting_number
-            for name, expected, other in _as_loaded(runtime, plain, prompt, params, list(prompts.values()), turn):
+            mates = list(prompts.values())
+            number = prompt_number + setting_number
+            for name, expected, other in _as_loaded(runtime, plain, prompt, params, mates, number):
                 finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
                 tokens = len(other.tokens)
                 runs.append(IdentityRun(prompt_name, setting_name, seed, name, None, tokens, other.passes, finding))
@@ -280,23 +281,24 @@ def verify_identity(
 
 def _as_loaded(
     runtime: Runtime, plain: Transcript, prompt: Sequence[int], params: GenerationParams,
-    prompts: Sequence[Sequence[int]], turn: int,
+    others: Sequence[Sequence[int]], number: int,
 ) -> Iterator[tuple[str, Transcript, Transcript]]:  # fmt: skip
-    """What a user gets: the way in which keys and values come to be in the cache, plain decoding of the same prompt
-    from the beginning, and the generation. Ways other than from the beginning take turns."""
+    """Generate as a user does, from the beginning and in another way, which `number` chooses: the way, plain decoding
+    of the same prompt from the beginning, and the generation."""
     own, owner, half = runtime.parts.proposer, object(), len(plain.tokens) // 2
     yield AS_LOADED, plain, transcribe(runtime, prompt, params, own, owner=owner)
     room = runtime.plan.target.batch - 1
-    way = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[turn % (3 if room else 2)]
+    way = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[number % (3 if room else 2)]
     if way == NEXT_TURN:
-        # Half of the answer is kept, the other half is cut off and said as an answer of its own.
-        longer, shorter = [*prompt, *plain.tokens[:half]], replace(params, max_new_tokens=half)
+        # A quarter of the answer is kept, what is behind it is cut off, and as many other tokens are new.
+        new = islice(cycle(prompt), half - half // 2)
+        longer, shorter = [*prompt, *plain.tokens[: half // 2], *new], replace(params, max_new_tokens=half)
         following = transcribe(runtime, longer, shorter, own, owner=owner)
         yield way, transcribe(runtime, longer, shorter), following
     elif way == SAME_TURN:
         yield way, plain, transcribe(runtime, prompt, params, own, owner=owner)
     else:
-        mates = [list(mate) for mate in islice(cycle(prompts), room)]
+        mates = [list(mate) for mate in islice(cycle(others), room)]
         yield way, plain, transcribe(runtime, prompt, params, own, mates=mates)
 
 

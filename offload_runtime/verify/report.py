@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 from offload_runtime.config import GenerationParams, SamplingParams, require
@@ -42,6 +42,9 @@ SETTINGS = {
 }
 QUICK_PROMPTS, QUICK_SETTINGS, QUICK_SEEDS, SEEDS = 3, 3, 64, 256
 MIN_TOKENS, MIN_SEEDS = 8, 32
+# All prompts together, over and over, make one of so many tokens: several blocks of keys, and on a GPU enough for the
+# attention of long prompts. It meets the first setting only.
+LONG_PROMPT, LONG_TOKENS = "long", 1200
 # Of the whole run: how likely an exact runtime is called a defect by the tests of fit.
 FAMILY_LEVEL = 1e-4
 
@@ -51,12 +54,14 @@ _GENERATION_SAMPLING = SamplingParams(temperature=1.0)
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """What is compared: `prompts` and `settings` by name; `seeds` for every test of fit."""
+    """What is compared: `prompts` and `settings` by name; `seeds` for every test of fit; `long_tokens` of a prompt that
+    is made of the others, as far as the context has room for it."""
 
     prompts: Mapping[str, str]
     settings: Mapping[str, SamplingParams]
     tokens: int = 64
     seeds: int = SEEDS
+    long_tokens: int = 0
 
     def __post_init__(self) -> None:
         tokens, seeds = self.tokens, self.seeds
@@ -72,7 +77,7 @@ class VerificationPlan:
         settings = dict(islice(SETTINGS.items(), QUICK_SETTINGS if quick else None))
         if seeds is None:
             seeds = QUICK_SEEDS if quick else SEEDS
-        return cls({**prompts, **(extra or {})}, settings, tokens, seeds)
+        return cls({**prompts, **(extra or {})}, settings, tokens, seeds, LONG_TOKENS)
 
     def encoded(self, room: PromptRoom) -> dict[str, list[int]]:
         """Token ids of the prompts by name.
@@ -140,9 +145,14 @@ def verify(
         NumericalError: The target's logits are NaN.
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
-    loaded = loaded_proposers(runtime)
-    on_step = _counter("identity", len(prompts) * len(plan.settings) * (len(loaded) + 4), on_progress)
+    loaded, long_tokens = loaded_proposers(runtime), min(plan.long_tokens, runtime.context_tokens - plan.tokens)
+    rounds = len(prompts) * len(plan.settings) + (long_tokens > 0)
+    on_step = _counter("identity", rounds * (len(loaded) + 4), on_progress)
     runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
+    if long_tokens > 0:
+        tokens = islice(cycle(chain.from_iterable(prompts.values())), long_tokens)
+        first = dict(islice(plan.settings.items(), 1))
+        runs += verify_identity(runtime, {LONG_PROMPT: list(tokens)}, first, count=plan.tokens, on_step=on_step)
     # Whether sampling follows the target: single rows of logits, all of them together, and whole generations.
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
     settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}

@@ -86,6 +86,12 @@ def test_a_batch_member_of_padding_only() -> None:
     _check(case, rows, prefill=True)
 
 
+def test_padding_beside_queries_that_see_a_whole_split() -> None:
+    rows = chain_rows((300, 290), (2, 5))
+    case = AttentionCase.random(batch=2, num_queries=5, num_kv_heads=1, group=2, head_dim=16, capacity=310)
+    _check(case, rows, prefill=True)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("window", [1, 20, 64, 300])

@@ -34,10 +34,13 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def _case(num_queries: int, dtype: torch.dtype, *, batch: int = 1, head_dim: int = 64, group: int = 3) -> AttentionCase:
+def _case(
+    num_queries: int, dtype: torch.dtype, *, batch: int = 1, head_dim: int = 64, group: int = 3, num_kv_heads: int = 3
+) -> AttentionCase:
     case = AttentionCase.random(
-        batch=batch, num_queries=num_queries, num_kv_heads=3, group=group, head_dim=head_dim, capacity=900, dtype=dtype
-    )
+        batch=batch, num_queries=num_queries, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, capacity=900,
+        dtype=dtype,
+    )  # fmt: skip
     return AttentionCase(case.q.cpu(), KVBlocks(case.kv.data.cpu()))
 
 
@@ -76,9 +79,9 @@ def test_bits_do_not_depend_on_the_window(dtype: torch.dtype, window: int | None
                 assert torch.equal(part, together[:, first : first + width]), f"{width} from {start + first} on"
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_bits_of_a_prompt_are_those_of_windows(group: int, num_threads: int) -> None:
-    case = _case(600, torch.bfloat16, group=group)
+@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (4, 3)])
+def test_bits_of_a_prompt_are_those_of_windows(group: int, num_kv_heads: int, num_threads: int) -> None:
+    case = _case(600, torch.bfloat16, group=group, num_kv_heads=num_kv_heads)
     whole = _run(case, chain_rows((0,), (600,)))
     for start, width in ((0, 1), (255, 2), (3, 300), (590, 10)):
         part = _run(case.queries(slice(start, start + width)), chain_rows((start,), (width,)))
