@@ -24,10 +24,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 # Programs that keep 128 (RTX 4090) or 132 (H200) multiprocessors busy: two each.
 _ENOUGH_PROGRAMS = 256
-_LEAST_ROWS, _MOST_ROWS = (
-    16,
-    64,
-)  # query rows of a program: the fewest that the matrix units take, and what registers do
+# Query rows of a program: the fewest that the matrix units take, and what registers do.
+_LEAST_ROWS, _MOST_ROWS = 16, 64
 # Parts that one program of a join reads at a time: 64 registers a thread at 128 channels.
 _JOINED_PARTS = 16
 _NO_LIMIT = (1 << 31) - 1
@@ -159,15 +157,18 @@ def _join_kernel(
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the keys are cut: `tile` of them in a step, `stages` steps loaded ahead."""
+    """How the keys are cut: `tile` of them in a step, `stages` steps loaded ahead; at most `rows` of the queries."""
 
     tile: int
     stages: int
+    rows: int = _MOST_ROWS
 
 
 def _cut(q: torch.Tensor, channels: int) -> _Cut:
     """What fits shared memory: 99 KB on consumer cards, two programs of it on roomy ones."""
-    if channels * q.element_size() >= 512:
+    if q.element_size() == 4:
+        return _Cut(16, 2, rows=min(_MOST_ROWS, 4096 // channels))
+    if channels >= 256:
         return _Cut(32, 2)
     return _Cut(64, 3) if is_roomy(q.device) else _Cut(32, 3)
 
@@ -216,7 +217,7 @@ def attend_sources_triton(
         return torch.zeros_like(q)
     num_kv_heads = _checked(q, there[0].source.kv).num_kv_heads
     group_rows = num_queries * (num_heads // num_kv_heads)
-    rows_per_program = min(_MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(group_rows)))
+    rows_per_program = max(_LEAST_ROWS, min(cut.rows, triton.next_power_of_2(group_rows)))
     programs = triton.cdiv(group_rows, rows_per_program) * batch * num_kv_heads
     tiles = sum(keys.tiles for keys in there)
     span = triton.cdiv(tiles, max(1, enough_programs // programs))

@@ -13,6 +13,8 @@ KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Half the distance between neighbouring numbers around 1: the largest relative error of one rounding.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+# Shared memory that a program may have, in bytes, by compute capability.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 _DRAWN_ON_CPU = 1 << 20
 
 

@@ -1,0 +1,328 @@
+"""Compiles every Triton kernel for a GPU that need not be there, and says what each program takes of it.
+
+    python -m tests.helpers.compiling 89 ["words of calls" ...]
+
+The kernels' own wrappers are called with CPU tensors of the shapes of real models. A driver stands in for the GPU's,
+and instead of launching, Triton's compiler and ptxas make what would be launched. It prints a JSON object a line: of
+each binary, of each call that failed, and last which kernels no call compiled. It is a process of its own, because
+Triton decides when a kernel is decorated whether it is interpreted. A binary takes a second or more: what is in the
+tables below differs in its code, and not only in its numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import offload_runtime_kernels
+import torch
+import triton
+from offload_runtime_kernels.attention_sources import attend_sources_triton
+from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
+from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
+from offload_runtime_kernels.chunk_scores import chunk_scores_triton
+from offload_runtime_kernels.chunk_summaries import ChunkSummaries, chunk_summaries_triton
+from offload_runtime_kernels.compact_rows import compact_rows_triton
+from offload_runtime_kernels.copy_words import copy_words_triton
+from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
+from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_triton, gumbel_noise_triton, gumbel_perturb_triton
+from offload_runtime_kernels.kv_blocks import KVBlocks
+from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
+from offload_runtime_kernels.pace_link import pace_link
+from offload_runtime_kernels.rms_norm import rms_norm_triton
+from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_triton
+from offload_runtime_kernels.select_chunks import select_chunks_triton
+from offload_runtime_kernels.swiglu import swiglu_triton
+from offload_runtime_kernels.window_steps import StepRotation, accept_triton, put_token_triton, step_rows_triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime.jit import JITFunction
+
+from tests.helpers.kernel_conditions import SHARED_BYTES
+
+BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+# Query heads, KV heads and head dim.
+HEADS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "phi-2": (32, 32, 80), "gemma-2-2b": (8, 4, 256)}
+Call = Callable[[], object]
+
+
+class Driver:
+    """Stands in for the driver of a GPU of one compute capability."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(CudaDriver, name)  # how Python's types are called in C
+
+
+def use(arch: int, launched: Callable[[str, Any], None]) -> None:
+    """From now on launches on CPU tensors are compiled for `arch`, as if the tensors were there, and noted."""
+    triton.runtime.driver.set_active(Driver(arch))
+    torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(shared_memory_per_block_optin=SHARED_BYTES[arch])
+    for module, name in product(modules(), ("is_roomy", "overlap_options")):
+        if hasattr(module, name):
+            ask = getattr(module, name)
+            setattr(module, name, lambda device, ask=ask: ask(torch.device("cuda")))
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        launched(self.__name__, compiled)
+        return compiled
+
+    JITFunction.run = compile_only
+
+
+def modules() -> list[Any]:
+    """All files of kernels."""
+    names = [module.name for module in pkgutil.iter_modules(offload_runtime_kernels.__path__)]
+    return [import_module(f"{offload_runtime_kernels.__name__}.{name}") for name in names]
+
+
+def kernel_names() -> set[str]:
+    """Of every Triton function that is launched: those that no other one calls."""
+    members = [member for module in modules() for _, member in inspect.getmembers(module)]
+    functions = {member.__name__: member.fn for member in members if isinstance(member, JITFunction)}
+    ours = {name: fn for name, fn in functions.items() if fn.__module__.startswith(offload_runtime_kernels.__name__)}
+    return set(ours) - {called for fn in ours.values() for called in fn.__code__.co_names}
+
+
+def usage(compiled: Any) -> dict[str, int]:
+    """Bytes of shared memory, and of each thread registers and bytes of stack (where it spills)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return {"shared": compiled.metadata.shared, "registers": int(found[1]), "stack": int(found[2])}
+
+
+def called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def caches(num_kv_heads: int, head_dim: int, dtype: torch.dtype, batch: int = 1) -> KVBlocks:
+    return KVBlocks(torch.empty(batch, 5, 2, num_kv_heads, 256, head_dim, dtype=dtype))
+
+
+def query_rows(count: int, **others: Any) -> QueryRows:
+    return QueryRows(ints(1, count), ints(1), 1200, **others)
+
+
+def product_of(rows: int, m: int, k: int, dtype: torch.dtype, tile: LinearTile, **fused: bool) -> None:
+    x, weight = torch.empty(rows, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
+    bias = torch.empty(m, dtype=dtype) if fused.pop("bias", False) else None
+    linear_triton(x, weight, torch.empty(rows, m, dtype=dtype), bias=bias, tile=tile, **fused)
+
+
+def linear_calls() -> Iterator[tuple[str, Call]]:
+    """Every tile with everything that can be fused, and either order of operands with a ragged last step along K."""
+    for dtype, rows, m in product((BF16, FP32), TILE_ROWS, (22016, 4096)):
+        name, tile = f"linear {rows} {m} {called(dtype)}", default_tile(rows, m, dtype)
+        yield f"{name} gated", partial(product_of, rows, m, 4096, dtype, tile, gated=True)
+        yield f"{name} added", partial(product_of, rows, m, 11008, dtype, tile, bias=True, add=True)
+        if rows in (TILE_ROWS[0], TILE_ROWS[-1]):
+            yield f"{name} ragged", partial(product_of, rows, m, 576, dtype, tile)
+
+
+def attend(
+    heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, window: int | None = None, tree: bool = False
+) -> None:
+    """A prompt, or a window of two splits, whose results are merged; of a tree the second split is each query's own."""
+    num_heads, num_kv_heads, head_dim = heads
+    tree_rows = {"committed": ints(1), "ancestors": ints(1, count, 24), "min_committed": 300} if tree else {}
+    q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
+    attention_triton(
+        q, kv, query_rows(count, **tree_rows), scale=0.1, sliding_window=window, prefill=False if tree else count > 100
+    )
+
+
+def attend_pieces() -> None:
+    q, kv = torch.empty(1, 4, 32, 128, dtype=BF16), caches(8, 128, BF16)
+    state = AttentionState.empty(q)
+    attend_blocks_triton(q, kv, query_rows(4), range(3), state, scale=0.1)
+    finish_attention_triton(q, state)
+
+
+# What of attention is compiled, of whom, and with which sliding window; fp16 takes what bf16 does.
+ATTENTION = (
+    ("window prefill tree", "llama-3-8b", BF16, None),
+    ("window", "llama-3-8b", FP32, 100),
+    ("window prefill", "smollm2-135m", BF16, None),
+    ("prefill", "smollm2-135m", FP32, None),
+    ("prefill", "phi-2", BF16, None),
+    ("window prefill tree", "gemma-2-2b", BF16, 100),
+)
+
+
+def attention_calls() -> Iterator[tuple[str, Call]]:
+    for kinds, model, dtype, window in ATTENTION:
+        for kind in kinds.split():
+            count, tree = {"window": 5, "prefill": 512, "tree": 24}[kind], kind == "tree"
+            call = partial(attend, HEADS[model], dtype, count, window=window, tree=tree)
+            yield f"attention {kind} {model} {called(dtype)} {window}", call
+    yield "attention pieces", attend_pieces
+
+
+def attend_two(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, bounded: bool, parts: int) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
+    sources = [KeySource(kv, range(4), 1000), KeySource(kv, range(1, 3), bounds=ints(1, 2) if bounded else None)]
+    attend_sources_triton(q, sources, query_rows(count), scale=0.1, enough_programs=parts)
+
+
+def sources_calls() -> Iterator[tuple[str, Call]]:
+    for model, dtype, count in (
+        ("llama-3-8b", BF16, 5), ("llama-3-8b", BF16, 64), ("smollm2-135m", FP32, 5),
+        ("gemma-2-2b", BF16, 64), ("gemma-2-2b", FP32, 64),
+    ):  # fmt: skip
+        call = partial(attend_two, HEADS[model], dtype, count, bounded=count == 5, parts=1000 if count == 5 else 1)
+        yield f"sources {count} {model} {called(dtype)}", call
+
+
+def summarised(num_kv_heads: int, head_dim: int, chunks: int) -> ChunkSummaries:
+    codes = torch.empty(1, num_kv_heads, chunks, head_dim, dtype=torch.int8)
+    return ChunkSummaries(codes, torch.empty(*codes.shape[:3], 2, dtype=FP16))
+
+
+def score(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, coded: bool) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    keys = torch.empty(1, num_kv_heads, 4096, head_dim, dtype=dtype)
+    chunk_scores_triton(
+        torch.empty(1, count, num_heads, head_dim, dtype=dtype),
+        summarised(num_kv_heads, head_dim, 4096) if coded else keys, ints(1), scale=0.1,
+        rows_used=ints(1) if coded else None,
+    )  # fmt: skip
+
+
+def gather(heads: tuple[int, int, int], dtype: torch.dtype, chunk_size: int, *, used: bool) -> None:
+    _, num_kv_heads, head_dim = heads
+    lists = ints(1, num_kv_heads, 256), ints(1, num_kv_heads, 256)
+    source, data = BlockTable.empty(1, 64, torch.device("cpu")), caches(num_kv_heads, head_dim, dtype)
+    gather_chunks_triton(*lists, source, data, chunk_size=chunk_size, used=ints(1) if used else None)
+
+
+def retrieval_calls() -> Iterator[tuple[str, Call]]:
+    for model, dtype, chunk_size in (("llama-3-8b", BF16, 4), ("smollm2-135m", FP32, 64)):
+        _, num_kv_heads, head_dim = heads = HEADS[model]
+        name, half = f"{model} {called(dtype)}", dtype == BF16
+        yield f"scores {name}", partial(score, heads, dtype, 16 if half else 1, coded=half)
+        out, kv = summarised(num_kv_heads, head_dim, 1024), caches(num_kv_heads, head_dim, dtype)
+        yield f"summaries {name}", partial(chunk_summaries_triton, kv, range(3), out, chunk_size=chunk_size)
+        yield f"gather {name}", partial(gather, heads, dtype, chunk_size, used=half)
+    scores, held = torch.empty(1, 8, 4096), ints(1, 8, 1024)
+    yield "select", partial(select_chunks_triton, scores, ints(1), budget_chunks=1024, held=held)
+
+
+def rotate(heads: tuple[int, int, int], dtype: torch.dtype, *, norm: bool) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    angles = torch.empty(5, head_dim // 2)
+    weight = torch.empty(head_dim, dtype=dtype)
+    qkv = torch.empty(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    rows = RopeRows(angles, angles, ints(5), ints(5), ints(5))
+    rope_store_triton(
+        qkv, rows, caches(num_kv_heads, head_dim, dtype), HeadNorm(weight, weight, 1e-6) if norm else None
+    )
+
+
+def layer_calls() -> Iterator[tuple[str, Call]]:
+    for dtype, width in ((BF16, 4096), (FP32, 576)):
+        x, weight = torch.empty(5, width, dtype=dtype), torch.empty(width, dtype=dtype)
+        yield f"rms_norm {width} {called(dtype)}", partial(rms_norm_triton, x, weight, 1e-5)
+        yield f"swiglu {width} {called(dtype)}", partial(swiglu_triton, x)
+    for model, dtype, norm in (("llama-3-8b", BF16, True), ("smollm2-135m", FP32, False), ("phi-2", BF16, False)):
+        yield f"rope_store {model} {called(dtype)}", partial(rotate, HEADS[model], dtype, norm=norm)
+    for _, num_kv_heads, head_dim in (HEADS["llama-3-8b"], HEADS["phi-2"]):
+        kv = caches(num_kv_heads, head_dim, BF16, batch=32)
+        yield f"compact_rows {head_dim}", partial(compact_rows_triton, kv, ints(7), 3)
+
+
+def sampling_calls() -> Iterator[tuple[str, Call]]:
+    rows, keys = (ints(5), ints(5)), ints(2, 4)
+    yield "gumbel_noise", partial(gumbel_noise_triton, *rows, keys, vocab_size=32000)
+    yield "gumbel_perturb", partial(gumbel_perturb_triton, torch.empty(5, 32000), *rows, keys)
+    yield "gumbel_argmax", partial(gumbel_argmax_triton, torch.empty(5, 128256, dtype=BF16), *rows, keys)
+
+
+def step_calls() -> Iterator[tuple[str, Call]]:
+    window, words = ints(2, 40), ints(2)
+    for place, head_dim in ((None, 128), (ints(2, 2), 80)):
+        rotation = StepRotation(torch.empty(2, head_dim // 2), 1.0)
+        steps = partial(step_rows_triton, window, words, 3, rotation, offset=-1, last_token=999, place=place)
+        yield f"step_rows {head_dim}", steps
+    yield "put_token", partial(put_token_triton, window, words, ints(2, dtype=I64), ints(2))
+    yield "accept", partial(accept_triton, window, ints(2, 6, dtype=I64), ints(2, 2, dtype=I64))
+    yield "copy_words", partial(copy_words_triton, words, ints(2))
+    yield "pace_link", partial(pace_link, ints(1, dtype=I64), 1000)
+
+
+# A tile that a consumer card has no room for, and one of a size that no compiler takes.
+TOO_LARGE, REFUSED = LinearTile(128, 128, 64, 8, 5, False), LinearTile(24, 64, 64, 4, 2, True)
+
+
+def wrong_calls() -> Iterator[tuple[str, Call]]:
+    """What shows that something can be found out; not compiled unless it is named."""
+    yield "wrong too_large", partial(product_of, 128, 22016, 4096, BF16, TOO_LARGE)
+    yield "wrong refused", partial(product_of, 128, 22016, 4096, BF16, REFUSED)
+    yield "wrong idle", lambda: None
+
+
+def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
+    """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
+    every = (linear_calls, attention_calls, sources_calls, retrieval_calls, layer_calls, sampling_calls, step_calls)
+    for name, call in (named for group in (*every, *((wrong_calls,) if wanted else ())) for named in group()):
+        if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):
+            yield name, call
+
+
+def main(arch: int, wanted: list[str]) -> None:
+    torch.set_num_threads(1)
+    launched: list[tuple[str, Any]] = []
+    use(arch, lambda name, compiled: launched.append((name, compiled)))
+    kept: dict[int, Any] = {}  # by their ids, which are theirs as long as they are kept
+    left = kernel_names()
+    for call_name, call in calls(wanted):
+        launched.clear()
+        try:
+            call()
+            assert launched, "nothing was launched"
+        except Exception as error:
+            print(json.dumps({"call": call_name, "failed": f"{type(error).__name__}: {error}"}), flush=True)
+        for name, compiled in launched:
+            left.discard(name)
+            if id(compiled) not in kept:
+                kept[id(compiled)] = compiled
+                print(json.dumps({"call": call_name, "kernel": name, **usage(compiled)}), flush=True)
+    print(json.dumps({"not_compiled": sorted(left)}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,74 @@
+"""Every kernel compiled for GPUs that are not there: each binary fits, and hardly spills where that costs most."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.kernel_conditions import SHARED_BYTES
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# For these everything is compiled. The others have nothing that is not in one of them: matrix units as on 8.9, and
+# either 99 KB or the tiles and overlapping launches of 9.0. So of the others only what takes most is compiled.
+WHOLLY = (89, 90)
+LARGEST = ("gated", "prefill bfloat16", "sources 64")
+# Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products
+# of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
+# several sources 160.
+STACK_BYTES = {"_linear_kernel": 64, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What `tests.helpers.compiling` says: `binaries`, `failed` calls, and the kernels that no call compiled."""
+
+    binaries: list[dict[str, Any]]
+    failed: list[dict[str, str]]
+    left: list[str]
+
+    @classmethod
+    def of(cls, arch: int, cache: Path, *wanted: str) -> Compiled:
+        """Made in a process of its own, as this one's kernels may be interpreted."""
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "tests.helpers.compiling", str(arch), *wanted]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        *lines, last = map(json.loads, done.stdout.splitlines())
+        failed = [line for line in lines if "failed" in line]
+        return cls([line for line in lines if "failed" not in line], failed, last["not_compiled"])
+
+    def too_large(self, arch: int) -> list[dict[str, Any]]:
+        """Those that cannot be launched."""
+        return [binary for binary in self.binaries if binary["shared"] > SHARED_BYTES[arch]]
+
+    def spilling(self) -> list[dict[str, Any]]:
+        """Those that keep more on the stack than they did."""
+        return [b for b in self.binaries if b["stack"] > STACK_BYTES.get(b["kernel"], b["stack"])]
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
+    compiled = Compiled.of(arch, tmp_path, *(() if arch in WHOLLY else LARGEST))
+    assert not compiled.failed
+    assert {"_linear_kernel", "prefill_kernel", "_sources_kernel"} <= {b["kernel"] for b in compiled.binaries}
+    assert arch not in WHOLLY or not compiled.left, "a kernel that tests.helpers.compiling does not call"
+    assert not compiled.too_large(arch)
+    assert not compiled.spilling()
+
+
+def test_what_does_not_compile_or_fit_is_found_out(tmp_path: Path) -> None:
+    compiled = Compiled.of(89, tmp_path, "wrong")
+    assert {line["call"] for line in compiled.failed} == {"wrong refused", "wrong idle"}
+    assert [binary["call"] for binary in compiled.too_large(89)] == ["wrong too_large"]
+    assert not compiled.too_large(90)
+    assert "merge_kernel" in compiled.left and "_linear_kernel" not in compiled.left
