@@ -26,6 +26,7 @@ from offload_runtime.memory import DeviceBudget, HostArena, Registrar, require_r
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.target import window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
 
@@ -250,17 +251,21 @@ def _on_device(blocks: list[torch.Tensor], budget: DeviceBudget, name: str) -> l
     return buffers
 
 
+@torch.inference_mode()
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     """Compile kernels, load library modules and let the allocator take its blocks, with every way to cut a product.
 
-    With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. Leaves the cache empty.
+    With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. The cache is empty before and
+    afterwards.
     """
     runner, cache = model.runner, model.runner.cache
     tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
+    first = next(runner.streamer.layers())  # of a pass that is given up there: the other layers have the same shapes
+    for count in (count for count in TILE_ROWS if count <= cache.capacity_tokens):
+        cache.begin_window([0], [count])
+        window_pass(runner.decoder, [first], cache, runner.rows.build([Window((0,) * count)], [0], [0]))
     runner.prefill(0, [0] * tokens)
     rows = min(TILE_ROWS[-1], cache.capacity_tokens - tokens)
-    for fewer in (count for count in TILE_ROWS if count < rows):
-        runner.verify([Window((0,) * fewer)], [0])
     window, branches = Window((0,) * rows), trees and rows > 2
     if branches:
         if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too

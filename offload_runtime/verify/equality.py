@@ -269,9 +269,8 @@ def verify_identity(
                 )
                 runs.append(run)
                 on_step()
-            mates = list(prompts.values())
             number = prompt_number + setting_number
-            for name, expected, other in _as_loaded(runtime, plain, prompt, params, mates, number):
+            for name, expected, other in _as_loaded(runtime, plain, prompt, params, list(prompts.values()), number):
                 finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
                 tokens = len(other.tokens)
                 runs.append(IdentityRun(prompt_name, setting_name, seed, name, None, tokens, other.passes, finding))
