@@ -57,10 +57,13 @@ def attention_reference(
 
 
 def attend_blocks_cpu(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, *, scale: float,
-    sliding_window: int | None = None, num_keys: int | None = None, gathered_bytes: int = GATHERED_BYTES,
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState | torch.Tensor, *,
+    scale: float, sliding_window: int | None = None, num_keys: int | None = None, gathered_bytes: int = GATHERED_BYTES,
 ) -> None:  # fmt: skip
-    """CPU version of `attend_blocks`; reads positions on the host, and keys of a tree's paths so many bytes a time."""
+    """CPU version of `attend_blocks`; reads positions on the host, and keys of a tree's paths so many bytes a time.
+
+    In place of a state there may be the attention itself, [B, T, H, D], of queries that see nothing else.
+    """
     heads = q.float().unflatten(2, (kv.num_kv_heads, -1))  # [B, T, H_kv, G, D]
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
     for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
@@ -75,7 +78,8 @@ def attend_blocks_cpu(
         if not seen:
             continue
         tiles = _Tiles(heads[b], positions, seen, alone=committed is not None)
-        tiles.load(state, b)
+        if isinstance(state, AttentionState):
+            tiles.load(state, b)
         end = max(keys.stop for keys in seen.values())
         first = max(blocks.start, min(keys.start for keys in seen.values()) // BLOCK_TOKENS)
         for block in range(first, min(blocks.stop, -(-end // BLOCK_TOKENS))):
@@ -85,7 +89,10 @@ def attend_blocks_cpu(
             keys = _fp32_block(data, min(end - start, committed_here))
             for chosen, own in _keys_of_tiles(tiles, keys, kv, rows, b, committed_here, start, gathered_bytes):
                 tiles.attend(chosen, own, start, scale)
-        tiles.store(state, b)
+        if isinstance(state, AttentionState):
+            tiles.store(state, b)
+        else:
+            state[b][tiles.queries] = tiles.result().to(state.dtype)
 
 
 def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
@@ -123,64 +130,82 @@ class _Tiles:
     def __init__(self, q: torch.Tensor, positions: Sequence[int], keys: Mapping[int, range], *, alone: bool) -> None:
         numbers: dict[tuple[int, int], int] = {}
         tiles = [numbers.setdefault((positions[t] // _TILE_QUERIES, t if alone else 0), len(numbers)) for t in keys]
-        self.queries, self._tile = torch.tensor(list(keys)), torch.tensor(tiles)
-        self._place = torch.tensor([positions[t] % _TILE_QUERIES for t in keys])
+        places = [tile * _TILE_QUERIES + positions[t] % _TILE_QUERIES for t, tile in zip(keys, tiles, strict=True)]
+        self.queries, self._places, self._group = torch.tensor(list(keys)), torch.tensor(places), q.shape[2]
+        # The keys that each place sees. Where there is no query all are seen, as nothing but NaN would come of none.
+        self._seen = [range(1 << 31)] * (_TILE_QUERIES * len(numbers))
         self.reach = [range(0)] * len(numbers)  # the keys that any of a tile sees
-        for tile, seen in zip(tiles, keys.values(), strict=True):
+        for place, tile, seen in zip(places, tiles, keys.values(), strict=True):
             reach = self.reach[tile] or seen
+            self._seen[place] = seen
             self.reach[tile] = range(min(reach.start, seen.start), max(reach.stop, seen.stop))
-        # Where there is no query all keys are seen, as nothing but NaN would come of none.
-        self._bounds = torch.tensor([0, 1 << 31]).repeat(len(numbers), _TILE_QUERIES, 1)
-        self._bounds[self._tile, self._place] = torch.tensor([[seen.start, seen.stop] for seen in keys.values()])
-        self._group = q.shape[2]
         self._q = self._spread(q[self.queries])
+        self._best = self._q.new_full(self._q.shape[:3], float("-inf"))
+        self._total, self._acc = torch.zeros_like(self._best), torch.zeros_like(self._q)
+        self._fresh = True  # nothing has been seen yet
 
     def _spread(self, values: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
         """[queries, H_kv, G, ...] in their places: [tiles, H_kv, 8 * G, ...]."""
-        shape = (len(self.reach), values.shape[1], _TILE_QUERIES, *values.shape[2:])
-        spread = values.new_full(shape, empty)
-        spread[self._tile, :, self._place] = values
-        return spread.flatten(2, 3)
+        spread = values.new_full((len(self._seen), *values.shape[1:]), empty)
+        spread[self._places] = values
+        return spread.unflatten(0, (-1, _TILE_QUERIES)).transpose(1, 2).flatten(2, 3)
+
+    def _gathered(self, spread: torch.Tensor) -> torch.Tensor:
+        """[tiles, H_kv, 8 * G, ...] of the queries: [queries, H, ...]."""
+        places = spread.unflatten(2, (_TILE_QUERIES, self._group)).transpose(1, 2).flatten(0, 1)
+        return places[self._places].flatten(1, 2)
 
     def load(self, state: AttentionState, b: int) -> None:
         """Begin with what has been seen of the queries of batch row b."""
-        best, total, acc = (
-            one[b][self.queries].unflatten(1, (self._q.shape[1], self._group))
-            for one in (state.best, state.total, state.acc)
-        )
+        best = state.best[b][self.queries]
         fresh = best == float("-inf")
-        self._best = self._spread(best, float("-inf"))
-        self._total = self._spread(total.masked_fill(fresh, 0.0))
-        self._acc = self._spread(acc.masked_fill(fresh[..., None], 0.0))
+        if fresh.all():
+            return
+        total = state.total[b][self.queries].masked_fill(fresh, 0.0)
+        acc = state.acc[b][self.queries].masked_fill(fresh[..., None], 0.0)
+        grouped = (one.unflatten(1, (-1, self._group)) for one in (best, total, acc))
+        self._best, self._total, self._acc = map(self._spread, grouped, (float("-inf"), 0.0, 0.0))
+        self._fresh = False
 
     def store(self, state: AttentionState, b: int) -> None:
         """Write what has been seen now."""
         for kept, own in ((state.best, self._best), (state.total, self._total), (state.acc, self._acc)):
-            spread = own.unflatten(2, (_TILE_QUERIES, self._group))
-            kept[b][self.queries] = spread[self._tile, :, self._place].flatten(1, 2)
+            kept[b][self.queries] = self._gathered(own)
+
+    def result(self) -> torch.Tensor:
+        """The attention of the queries that there are: [queries, H, D] fp32."""
+        return self._gathered(self._acc / self._total[..., None])
 
     def attend(self, chosen: list[int], keys: torch.Tensor, start: int, scale: float) -> None:
         """Merge a split, whose keys [2, H_kv, 256, D] begin at position `start`, into the chosen tiles."""
-        key = torch.arange(start, start + BLOCK_TOKENS)
-        begins, ends = self._bounds[chosen, :, None].unbind(-1)  # [n, 8, 1] each
-        visible = (begins <= key) & (key < ends)  # [n, 8, 256]
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf")).repeat_interleave(self._group, dim=1)
+        seen = [self._seen[tile * _TILE_QUERIES + place] for tile in chosen for place in range(_TILE_QUERIES)]
+        shape = (len(chosen), 1, _TILE_QUERIES, 1)
+        bounds = torch.tensor([[keys.start - start, keys.stop - start] for keys in seen]).view(*shape, 2)
+        key = torch.arange(BLOCK_TOKENS)
+        visible = (bounds[..., 0] <= key) & (key < bounds[..., 1])  # [n, 1, 8, 256]
+        mask = torch.where(visible, 0.0, float("-inf")).repeat_interleave(self._group, dim=2)
+        whole = len(chosen) == len(self.reach)
+        at = slice(None) if whole else chosen
         # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
         # log-sum-exp. It computes every tile and head by itself.
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self._q[chosen], *keys[:, None].expand(-1, len(chosen), -1, -1, -1), 0.0, False, attn_mask=mask[:, None],
-            scale=scale,
-        )  # fmt: skip
-        unseen = ~visible.any(dim=2).repeat_interleave(self._group, dim=1)[:, None]  # [n, 1, 8 G]
-        lse = (lse * _LOG2_E).masked_fill(unseen, float("-inf"))
-        part = part.masked_fill(unseen[..., None], 0.0)
-        best, total, acc = self._best[chosen], self._total[chosen], self._acc[chosen]
-        new_best = torch.maximum(best, lse)
-        pivot = new_best.masked_fill(new_best == float("-inf"), 0.0)
-        # Tile by tile: of how many numbers are asked for at once decides how they are rounded.
-        shrink, weight = (torch.stack([torch.exp2(one) for one in side - pivot]) for side in (best, lse))
-        self._best[chosen], self._total[chosen] = new_best, total * shrink + weight
-        self._acc[chosen] = acc * shrink[..., None] + part * weight[..., None]
+            self._q[at], *keys[:, None].expand(-1, len(chosen), -1, -1, -1), 0.0, False, attn_mask=mask, scale=scale
+        )
+        lse = lse * _LOG2_E
+        unseen = [not (keys.start < start + BLOCK_TOKENS and start < keys.stop) for keys in seen]
+        if any(unseen):
+            none = torch.tensor(unseen).view(shape).repeat_interleave(self._group, dim=2)  # [n, 1, 8 G, 1]
+            lse, part = lse.masked_fill(none[..., 0], float("-inf")), part.masked_fill(none, 0.0)
+        if whole and self._fresh:  # what a merge with nothing comes to
+            new_best, total, acc = lse, (lse > float("-inf")).float(), part + 0.0
+        else:
+            best, total, acc = self._best[at], self._total[at], self._acc[at]
+            new_best = torch.maximum(best, lse)
+            pivot = new_best.masked_fill(new_best == float("-inf"), 0.0)
+            # Tile by tile: of how many numbers are asked for at once decides how they are rounded.
+            shrink, weight = (torch.stack([torch.exp2(one) for one in side - pivot]) for side in (best, lse))
+            total, acc = total * shrink + weight, acc * shrink[..., None] + part * weight[..., None]
+        self._best[at], self._total[at], self._acc[at], self._fresh = new_best, total, acc, False
 
 
 def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ def _sources_kernel(
     b_stride_sequence: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BOUNDED_A: tl.constexpr, BOUNDED_B: tl.constexpr,
-    ONE_PART: tl.constexpr, FP32_DOT: tl.constexpr, OVERLAP: tl.constexpr,
+    ONE_PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -88,10 +88,7 @@ def _sources_kernel(
         load_mask = (key_position < end)[:, None] & channel_valid[None, :]
         k = tl.load(k_ptrs, mask=load_mask, other=0.0)
         v = tl.load(k_ptrs + tl.where(in_a, a_stride_value, b_stride_value), mask=load_mask, other=0.0)
-        if FP32_DOT:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-        else:
-            scores = tl.dot(q, tl.trans(k)) * scale_log2e
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         visible = (key_position[None, :] <= position[:, None]) & (key_position < end)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -100,10 +97,7 @@ def _sources_kernel(
         shrink = tl.exp2(best - pivot)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
-        if FP32_DOT:
-            acc = tl.dot(weights, v, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         best = new_best
 
     if OVERLAP:
@@ -243,7 +237,7 @@ def attend_sources_triton(
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, D_BLOCK=channels,
             ROWS=rows_per_program, TILE=cut.tile, BLOCK=BLOCK_TOKENS, STAGES=cut.stages,
             BOUNDED_A=a.source.bounds is not None, BOUNDED_B=b.source.bounds is not None, ONE_PART=num_parts == 1,
-            FP32_DOT=q.dtype == torch.float32, num_warps=4, **overlap_options(q.device),
+            num_warps=4, **overlap_options(q.device),
         )  # fmt: skip
         before += count
     if num_parts > 1:

@@ -83,7 +83,7 @@ def _rows_of_logits(
     q_ptr, keys, unit, spread, out_ptr, tile_max_ptr, tile_sum_ptr, start, num_rows, num_tiles, q_stride_row,
     scale_log2e, spread_log2e, chunk_exists,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, FP32_DOT: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
 ):  # fmt: skip
     row = start + tl.arange(0, ROWS)
     channel = tl.arange(0, D_BLOCK)
@@ -93,10 +93,7 @@ def _rows_of_logits(
         mask=(row[None, :] < num_rows) & (channel[:, None] < HEAD_DIM),
         other=0.0,
     )  # [D, ROWS]: the keys stay in registers, on the side of the product that may
-    if FP32_DOT:
-        logits = tl.dot(keys, q, input_precision="ieee") * scale_log2e
-    else:
-        logits = tl.dot(keys, q) * scale_log2e
+    logits = tl.dot(keys, q, input_precision="ieee") * scale_log2e
     if HAS_FACTORS:
         square = tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=0)  # [ROWS]
         logits = logits * unit[:, None] + (square * spread_log2e)[None, :] * spread[:, None]
@@ -118,8 +115,7 @@ def _chunk_logits_kernel(
     first_head, num_queries, num_tiles, q_stride_batch, q_stride_row, keys_stride_batch, keys_stride_head,
     factors_stride_batch, factors_stride_head, scale_log2e, spread_log2e,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_USED: tl.constexpr, HAS_FACTORS: tl.constexpr, FP32_DOT: tl.constexpr,
-    ONE_STEP: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_USED: tl.constexpr, HAS_FACTORS: tl.constexpr, ONE_STEP: tl.constexpr,
 ):  # fmt: skip
     # A program holds one tile of one head's chunks and takes the query rows past it.
     tile = tl.program_id(0)
@@ -153,14 +149,14 @@ def _chunk_logits_kernel(
         _rows_of_logits(
             q_ptr, keys, unit, spread, out_ptr, tile_max_ptr + in_tiles, tile_sum_ptr + in_tiles, 0, num_rows,
             num_tiles, q_stride_row, scale_log2e, spread_log2e, chunk < count, GROUP, HEAD_DIM, D_BLOCK, ROWS, TILE,
-            HAS_FACTORS, FP32_DOT,
+            HAS_FACTORS,
         )  # fmt: skip
     else:
         for start in range(0, num_rows, ROWS):
             _rows_of_logits(
                 q_ptr, keys, unit, spread, out_ptr, tile_max_ptr + in_tiles, tile_sum_ptr + in_tiles, start, num_rows,
                 num_tiles, q_stride_row, scale_log2e, spread_log2e, chunk < count, GROUP, HEAD_DIM, D_BLOCK, ROWS,
-                TILE, HAS_FACTORS, FP32_DOT,
+                TILE, HAS_FACTORS,
             )  # fmt: skip
 
 
@@ -238,7 +234,7 @@ def chunk_scores_triton(
                 SPREAD_WEIGHT * scale**2 * _LOG2E,
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
                 D_BLOCK=max(16, triton.next_power_of_2(head_dim)), ROWS=_ROWS, TILE=tile,
-                HAS_USED=rows_used is not None, HAS_FACTORS=factors is not keys, FP32_DOT=fp32,
+                HAS_USED=rows_used is not None, HAS_FACTORS=factors is not keys,
                 ONE_STEP=num_rows * group <= _ROWS, num_warps=2,
             )  # fmt: skip
             _softmax_average_kernel[(heads, triton.cdiv(chunks, _COLUMNS))](
