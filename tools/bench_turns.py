@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import chain, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -143,23 +146,38 @@ class Bench:
         return found
 
 
-def measure(source: CheckpointSource, arguments: Any) -> Iterator[dict[str, Any]]:
-    """A row for each place of weights, keys and values."""
-    for number, (weights, kv) in enumerate(PLACES):
-        context = max(arguments.longest + 2, _TURNS * (arguments.tokens + _MOST_NEW) + 200, 300 + arguments.tokens)
-        with Runtime.load(
-            source, draft="ngram", device=arguments.device, dtype=arguments.dtype, context=context, kv=kv,
-            resident_layers=0 if weights == "streamed" else "auto", max_batch=_MOST_BATCH,
-        ) as runtime:  # fmt: skip
-            bench = Bench(runtime, seed=number, tokens=arguments.tokens, temperatures=arguments.temperatures)
-            shares = [-(-total // len(PLACES)) for total in (arguments.turns, arguments.answers, arguments.prompts)]
-            counts = {
-                "turns": bench.turns(shares[0]), "answers": bench.answers(shares[1]),
-                "prompts": bench.prompts(shares[2], arguments.longest),
-            }  # fmt: skip
-        for way, found in counts.items():
-            print(f"{weights:8} weights, KV on {kv:4}: {found.differing} of {found.compared} {way} differ", flush=True)
-            yield {"weights": weights, "kv": kv, "way": way, **asdict(found)}
+def context_of(arguments: Any) -> int:
+    """Return the tokens that the longest sequence needs."""
+    return int(max(arguments.longest + 2, _TURNS * (arguments.tokens + _MOST_NEW) + 200, 300 + arguments.tokens))
+
+
+def measure(place: tuple[str, str], arguments: Any) -> list[dict[str, Any]]:
+    """A row for each way, with weights, keys and values where `place` says."""
+    (weights, kv), number = place, PLACES.index(place)
+    with Runtime.load(
+        open_source(arguments), draft="ngram", device=arguments.device, dtype=arguments.dtype, kv=kv,
+        context=context_of(arguments),
+        resident_layers=0 if weights == "streamed" else "auto", max_batch=_MOST_BATCH,
+    ) as runtime:  # fmt: skip
+        bench = Bench(runtime, seed=number, tokens=arguments.tokens, temperatures=arguments.temperatures)
+        shares = [-(-total // len(PLACES)) for total in (arguments.turns, arguments.answers, arguments.prompts)]
+        counts = {
+            "turns": bench.turns(shares[0]), "answers": bench.answers(shares[1]),
+            "prompts": bench.prompts(shares[2], arguments.longest),
+        }  # fmt: skip
+    for way, found in counts.items():
+        print(f"{weights:8} weights, KV on {kv:4}: {found.differing} of {found.compared} {way} differ", flush=True)
+    return [{"weights": weights, "kv": kv, "way": way, **asdict(found)} for way, found in counts.items()]
+
+
+def open_source(arguments: Any) -> CheckpointSource:
+    """Return the checkpoint or the random weights that are asked for. Raises `OptionError`, `CheckpointError`."""
+    if arguments.model:
+        return open_checkpoint(arguments.model)
+    return random_source(
+        arguments.shape, layers=arguments.layers, seed=0, device=resolve_device(arguments.device),
+        context_tokens=context_of(arguments),
+    )  # fmt: skip
 
 
 @harness.one_line_errors
@@ -176,21 +194,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=24, help="of an answer")
     parser.add_argument("--temperatures", type=floats, default=(0.0, 0.7, 1.0))
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the device, a place each")
     arguments = parser.parse_args(argv)
     check_out(arguments.out)
     if bool(arguments.model) == bool(arguments.shape):
         parser.error("give either --model or --shape")
-    device = resolve_device(arguments.device)
-    if arguments.model:
-        name, source = Path(arguments.model).name, open_checkpoint(arguments.model)
+    name = Path(arguments.model).name if arguments.model else f"random {arguments.shape}"
+    run = partial(measure, arguments=arguments)
+    if arguments.jobs > 1:
+        with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(run, PLACES))
     else:
-        name = f"random {arguments.shape}"
-        source = random_source(arguments.shape, layers=arguments.layers, seed=0, device=device)
-    rows = list(measure(source, arguments))
+        found = list(map(run, PLACES))
+    rows = list(chain.from_iterable(found))
     names = ("differing_tokens", "differing_logit_rows", "differing_keys_and_values")
     failed = any(row[figure] for row in rows for figure in names)
     report = {"benchmark": "turns", "model": name, "dtype": arguments.dtype, "answer_tokens": arguments.tokens}
-    emit({**report, "rows": rows, "exact": not failed, **provenance(device, commit=arguments.commit)}, arguments.out)
+    report |= {"rows": rows, "exact": not failed}
+    emit(report | provenance(resolve_device(arguments.device), commit=arguments.commit), arguments.out)
     return int(failed)
 
 

@@ -52,11 +52,17 @@ SHAPES = {
 }
 
 
-def random_source(name: str, *, layers: int | None, seed: int, device: torch.device) -> UntrainedLlama:
-    """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`. Raises `OptionError`."""
+def random_source(
+    name: str, *, layers: int | None, seed: int, device: torch.device, context_tokens: int = 0
+) -> UntrainedLlama:
+    """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`. Raises `OptionError`.
+
+    They are for `context_tokens` where the shape itself is for fewer.
+    """
     shape = SHAPES[name]
     return random_llama(
-        _decoder(name, layers), seed, vocab_size=shape.vocab_size, context_tokens=shape.max_position_embeddings,
+        _decoder(name, layers), seed, vocab_size=shape.vocab_size,
+        context_tokens=max(context_tokens, shape.max_position_embeddings),
         reference=f"random {name}", device=device,
     )  # fmt: skip
 
