@@ -77,7 +77,9 @@ def attend_blocks_cpu(
         }
         if not seen:
             continue
-        tiles = _Tiles(heads[b], positions, seen, alone=committed is not None)
+        # Siblings of a tree stand at one position.
+        alone = committed is not None or len({positions[t] for t in seen}) < len(seen)
+        tiles = _Tiles(heads[b], positions, seen, alone=alone)
         if isinstance(state, AttentionState):
             tiles.load(state, b)
         end = max(keys.stop for keys in seen.values())

@@ -106,14 +106,14 @@ def _attend_split(
 @jit(
     do_not_specialize=(
         "total_ptr", "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
-        "end_query", "num_rows", "first_split", "first_partial", "num_ancestors", "sliding_window", "num_keys",
-        "direct", "first_block", "num_blocks",
+        "end_query", "num_rows", "first_split", "end_split", "tree_splits", "num_ancestors", "sliding_window",
+        "num_keys", "direct", "first_block", "num_blocks",
     )
 )  # fmt: skip
 def split_kernel(
     q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
-    num_queries, first_query, end_query, num_rows, first_split, first_partial, num_ancestors, sliding_window, num_keys,
-    direct, scale_log2e, first_block, num_blocks,
+    num_queries, first_query, end_query, num_rows, first_split, end_split, tree_splits, num_ancestors, sliding_window,
+    num_keys, direct, scale_log2e, first_block, num_blocks,
     stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
@@ -122,17 +122,23 @@ def split_kernel(
     program = tl.program_id(0)
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % NUM_KV_HEADS
-    split = first_split + tl.program_id(2)
+    # Only the device knows where a tree begins: the splits that may hold keys of it are those from here on.
+    committed = tl.load(committed_ptr + batch)
+    first_of_tree = committed // SPLIT
 
     lane = tl.arange(0, ROWS)
     if TREE:  # one query a program: its ancestors are its own
+        split = first_of_tree + tl.program_id(2)
         query = first_query + program + tl.zeros([ROWS], dtype=tl.int32)
         group = lane
-        row_valid = lane < GROUP
+        own = split + tl.zeros([ROWS], dtype=tl.int32)
+        row_valid = (lane < GROUP) & (own >= first_split) & (own < end_split)
     else:
+        split = first_split + tl.program_id(2)
         query = first_query + (program * ROWS + lane) // GROUP
         group = (program * ROWS + lane) % GROUP
-        row_valid = query < end_query
+        from_tree = split - first_of_tree + tl.zeros([ROWS], dtype=tl.int32)
+        row_valid = (query < end_query) & ((from_tree < 0) | (from_tree >= tree_splits))
     head = kv_head * GROUP + group
     channel = tl.arange(0, D_BLOCK)
     channel_valid = channel < HEAD_DIM
@@ -149,14 +155,13 @@ def split_kernel(
     sequence = tl.load(sequences_ptr + batch).to(tl.int64)
     base_ptrs = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
     ancestor_ptr = ancestors_ptr + (batch * num_queries + first_query + program) * num_ancestors
-    committed = tl.load(committed_ptr + batch) if TREE else 0
     best, total, acc = _attend_split(
         q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, committed, ancestor_ptr,
         first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, TREE, True, WINDOWED,
     )  # fmt: skip
 
     partial_row = batch * (end_query - first_query) + (query - first_query)
-    partial = ((split - first_partial).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
+    partial = ((split - first_split).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
     # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a merge
     # would add the first split to a positive zero.
     to_final = direct + tl.zeros([ROWS], dtype=tl.int32) != 0

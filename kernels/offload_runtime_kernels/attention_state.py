@@ -13,9 +13,9 @@ class QueryRows:
 
     `positions` [B, T] int32: the query's absolute position, negative for padding (its output is zero).
     `sequences` [B] int32: the cache's batch row. `max_length`: at least the largest position + 1.
-    For a tree: `committed` [B] int32, tokens in the cache at their own slots, `min_committed` the least of them, and
-    `ancestors` [B, T, A] int32: the slot of the query's ancestor at position committed + i (itself included). Without
-    a tree every key lies in the slot of its position.
+    For a tree: `committed` [B] int32, tokens in the cache at their own slots, and `ancestors` [B, T, A] int32: the slot
+    of the query's ancestor at position committed + i (itself included). Without a tree every key lies in the slot of
+    its position.
     `used` [B] int32: how many of each sequence's rows count where whole sequences may be padding; None for all.
     """
 
@@ -24,7 +24,6 @@ class QueryRows:
     max_length: int
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
-    min_committed: int = 0
     used: torch.Tensor | None = None
 
 

@@ -103,18 +103,22 @@ class _Call:
         """A program for windows has so many rows, the heads of a query together."""
         return max(_WINDOW_ROWS, triton.next_power_of_2(self.q.shape[2] // self.kv.num_kv_heads))
 
+    @property
+    def _tree_splits(self) -> int:
+        """Splits of a sequence, from the one on where its committed tokens end, that may hold keys of its tree."""
+        ancestors = self.rows.ancestors
+        return 0 if ancestors is None else 1 + triton.cdiv(ancestors.shape[2], SPLIT_TOKENS)
+
     def run_splits(
-        self, partial: AttentionState, queries: range, splits: range, *, first_partial: int, tree: bool,
-        final: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Enqueue one launch of splits on the current stream.
+        self, partial: AttentionState, queries: range, splits: range, *, tree: bool, final: torch.Tensor | None
+    ) -> None:
+        """Enqueue one launch on the current stream: each split's own result.
 
         Args:
             partial: [splits, B * queries, H] and, of `acc`, D more.
             queries: Those of the T queries that attend.
             splits: Of the keys.
-            first_partial: The split whose result comes first in `partial`.
-            tree: Each query has keys of its own.
+            tree: Those of them that may hold keys of a tree, query by query; otherwise all others.
             final: [B, T, H, D], written instead of `partial` when there is one split and no other.
         """
         batch, num_queries, num_heads, _ = self.q.shape
@@ -122,13 +126,14 @@ class _Call:
         programs = len(queries)
         if not tree:
             programs = triton.cdiv(len(queries) * (num_heads // num_kv_heads), self._window_rows)
-        split_kernel[(programs, batch * num_kv_heads, len(splits))](
+        split_kernel[(programs, batch * num_kv_heads, self._tree_splits if tree else len(splits))](
             self.q, self.kv.data, partial.best, partial.total, partial.acc, self.q if final is None else final,
             rows.positions, rows.sequences,
-            rows.committed if tree else rows.sequences, rows.ancestors if tree else rows.sequences,
-            num_queries, queries.start, queries.stop, batch * len(queries), splits.start, first_partial,
-            rows.ancestors.shape[2] if rows.ancestors is not None else 0, self.sliding_window or 0, self.num_keys,
-            int(final is not None), self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks,
+            rows.sequences if rows.committed is None else rows.committed,
+            rows.sequences if rows.ancestors is None else rows.ancestors,
+            num_queries, queries.start, queries.stop, batch * len(queries), splits.start, splits.stop,
+            self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.sliding_window or 0,
+            self.num_keys, int(final is not None), self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks,
             *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows, TREE=tree,
             STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
         )  # fmt: skip
@@ -186,12 +191,11 @@ class _Call:
     def _partials(
         self, partial: AttentionState, queries: range, splits: range, *, final: torch.Tensor | None = None
     ) -> None:
-        """Each split's own result: where all keys are committed for all queries of a program, else query by query."""
-        shared = splits.stop if self.rows.ancestors is None else self.rows.min_committed // SPLIT_TOKENS
-        shared = min(max(shared, splits.start), splits.stop)
-        for part, tree in ((range(splits.start, shared), False), (range(shared, splits.stop), True)):
-            if part:
-                self.run_splits(partial, queries, part, first_partial=splits.start, tree=tree, final=final)
+        """Each split's own result."""
+        if self.rows.ancestors is None or splits != range(1):  # a tree's queries see the first block by themselves
+            self.run_splits(partial, queries, splits, tree=False, final=final)
+        if self.rows.ancestors is not None:
+            self.run_splits(partial, queries, splits, tree=True, final=final)
 
 
 def attention_triton(

@@ -174,25 +174,28 @@ class HostKVCache(BlockCache):
         views, state = self._views[1], AttentionState.empty(q)
         scale, window = self._config.attention_scale, self._config.layer_windows[layer]
 
-        def attend(sequence: int, kv: KVBlocks, blocks: range) -> None:
+        def attend(sequence: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
             row = self._window.index(sequence)
-            part = slice(row, row + 1)
-            attend_blocks(q[part], kv, views[row], blocks, state[part], scale=scale, sliding_window=window)
+            part, view = slice(row, row + 1), views[row]
+            if committed:
+                view = replace(view, ancestors=None)
+            attend_blocks(q[part], kv, view, blocks, state[part], scale=scale, sliding_window=window)
 
         for run, piece in self._passing(layer):
             if run.sequence in self._window:
                 # The same memory whichever batch row is looked up.
                 kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.blocks.start)
-                attend(run.sequence, kv, run.blocks)
+                attend(run.sequence, kv, run.blocks, committed=True)
         ring = KVBlocks(self._ring[layer])
         for sequence in self._window:
-            attend(sequence, ring, range(self._snapshot.blocks[sequence], num_blocks(self._ends[sequence])))
+            recent = range(self._snapshot.blocks[sequence], num_blocks(self._ends[sequence]))
+            attend(sequence, ring, recent, committed=False)
         return finish_attention(q, rows, state)
 
     def _own_rows(self, rows: QueryRows, row: int, sequence: int) -> QueryRows:
         tensors = {name: getattr(rows, name) for name in ("positions", "sequences", "committed", "ancestors")}
         parts = {name: tensor[row : row + 1] for name, tensor in tensors.items() if tensor is not None}
-        return replace(rows, **parts, min_committed=self._lengths[sequence])
+        return replace(rows, **parts)
 
     # --- prefill
 

@@ -128,7 +128,7 @@ class RowBuilder:
         cos, sin = self.rope.angles(rotated, self.rope.row_frequencies(positions, prompt_length))
         query = QueryRows(
             flat_position.view(batch, width), sequence, max(positions) + 1, committed=committed_gpu if tree else None,
-            ancestors=ancestor.view(batch, width, -1) if tree else None, min_committed=min(committed),
+            ancestors=ancestor.view(batch, width, -1) if tree else None,
         )  # fmt: skip
         full = RopeRows(cos, sin, flat_position, flat_slot, flat_sequence)
         return PassRows(flat_tokens, query, full, present=own if len(own) else None)

@@ -263,13 +263,10 @@ class DraftTree:
     def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> StepShape:
         batch, rows = len(lines), max(len(line.tokens) for line in lines)
         reach = max(max(line.positions) for line in lines) + 1 + further
-        committed = min(line.committed for line in lines)
         if self._fixed_shapes:
-            return captured_shape(
-                batch, rows, reach, committed, width=width, capacity_tokens=self._cache.capacity_tokens
-            )  # fmt: skip
+            return captured_shape(batch, rows, reach, width=width, capacity_tokens=self._cache.capacity_tokens)
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
-        return StepShape(batch, rows, depth, reach, committed)
+        return StepShape(batch, rows, depth, reach)
 
     def _upload(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: StepShape) -> None:
         """Tell the device what the step is about: enqueued on the current stream."""
@@ -343,7 +340,7 @@ class DraftTree:
         cos, sin = self._rope.angles(turned, self._frequencies.tensor[:num_rows])
         query = QueryRows(
             positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
-            ancestors=ancestors.view(batch, shape.rows, shape.depth), min_committed=shape.committed,
+            ancestors=ancestors.view(batch, shape.rows, shape.depth),
         )  # fmt: skip
         rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners))
         runner = self._runner

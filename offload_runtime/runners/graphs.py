@@ -22,8 +22,7 @@ MOST_DEPTH = 256
 NARROW_ROWS = 8
 # Reaches of steps that are captured at load, up to 16384 tokens: a draft of longer texts rarely keeps all of them.
 _MOST_REACHES = 5
-# Tokens up to which all steps are captured as one: reading them for each query on its own takes no longer than
-# reading them for all queries of a program together.
+# Tokens up to which all steps are captured as one.
 _LEAST_REACH = 4 * BLOCK_TOKENS
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
@@ -178,34 +177,29 @@ class StepShape:
         rows: Of each of them.
         depth: Most ancestors that a row may have.
         reach: Most tokens of a text and a path behind it.
-        committed: Tokens that every text has at least.
     """
 
     batch: int
     rows: int
     depth: int
     reach: int
-    committed: int
 
 
-def captured_shape(batch: int, rows: int, reach: int, committed: int, *, width: int, capacity_tokens: int) -> StepShape:
+def captured_shape(batch: int, rows: int, reach: int, *, width: int, capacity_tokens: int) -> StepShape:
     """The shape that a step is rounded up to where every shape is a CUDA graph: few rows or all, by powers of two.
 
     Args:
         batch: Sequences.
         rows: Of each of them; `width` at the most.
         reach: Tokens of the longest text and path.
-        committed: Tokens of the shortest text.
         capacity_tokens: Of a text and a path behind it.
     """
     doubled = _LEAST_REACH
     while doubled < reach:
         doubled *= 2
-    # Whose text and path reach beyond half of it has a text of at least so many tokens.
-    shared = doubled // 2 - MOST_DEPTH if doubled > _LEAST_REACH else 0
     return StepShape(
         batch, min(NARROW_ROWS, width) if rows <= NARROW_ROWS else width, MOST_DEPTH,
-        min(doubled, -(-capacity_tokens // BLOCK_TOKENS) * BLOCK_TOKENS), shared if committed >= shared else 0,
+        min(doubled, -(-capacity_tokens // BLOCK_TOKENS) * BLOCK_TOKENS),
     )  # fmt: skip
 
 
@@ -215,7 +209,7 @@ def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[Ste
     while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
         reaches.append(2 * reaches[-1])
     return [
-        captured_shape(batch, rows, reach, reach, width=width, capacity_tokens=capacity_tokens)
+        captured_shape(batch, rows, reach, width=width, capacity_tokens=capacity_tokens)
         for reach in reaches for rows in sorted({1, width})
     ]  # fmt: skip
 

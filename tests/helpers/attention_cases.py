@@ -124,7 +124,7 @@ def tree_rows(
     positions = [[c + len(path) - 1 for path in paths] for c in committed]
     return QueryRows(
         int32(positions), int32(list(sequences or range(len(committed)))), max(map(max, positions)) + 1,
-        committed=int32(list(committed)), ancestors=int32(ancestors), min_committed=min(committed),
+        committed=int32(list(committed)), ancestors=int32(ancestors),
     )  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def attend(
 ) -> None:
     """A prompt, or a window of two splits, whose results are merged; of a tree the second split is each query's own."""
     num_heads, num_kv_heads, head_dim = heads
-    tree_rows = {"committed": ints(1), "ancestors": ints(1, count, 24), "min_committed": 300} if tree else {}
+    tree_rows = {"committed": ints(1), "ancestors": ints(1, count, 24)} if tree else {}
     q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
     attention_triton(
         q, kv, query_rows(count, **tree_rows), scale=0.1, sliding_window=window, prefill=False if tree else count > 100

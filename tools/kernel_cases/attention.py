@@ -37,7 +37,6 @@ def _rows(queries: int, context: int, *, tree: bool) -> QueryRows:
         max_length=context + depth,
         committed=integers([context]),
         ancestors=integers([ancestors]),
-        min_committed=context,
     )
 
 
