@@ -6,6 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.model import PassShape
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GRAPHS, captured_shape, captured_shapes
 
 CAPACITY_TOKENS = 8000
@@ -21,8 +22,8 @@ NEAR_BOUNDARIES = st.builds(
 def test_every_step_about_a_text_fits_a_shape_that_was_captured(length: int, path: int, rows: int, count: int) -> None:
     width = 32 // count
     rows, reach = min(rows, width), min(length + path, CAPACITY_TOKENS)
-    shape = captured_shape(count, rows, reach, width=width, capacity_tokens=CAPACITY_TOKENS)
-    assert shape.reach >= reach and shape.rows >= rows and shape.depth >= path
+    shape = captured_shape(PassShape(count, rows, path, reach), width=width, capacity_tokens=CAPACITY_TOKENS)
+    assert shape.reach >= reach and shape.width >= rows and shape.depth >= path
     assert shape in captured_shapes(count, width=width, capacity_tokens=CAPACITY_TOKENS)
 
 

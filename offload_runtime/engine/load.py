@@ -179,8 +179,8 @@ def load_runtime(
             check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
         planning.check_host_memory(plan)
         budget.reserve("workspace", plan.workspace_bytes)
-        if plan.graph_bytes:
-            budget.reserve("CUDA graphs", plan.graph_bytes)
+        if graph_bytes := plan.graph_bytes + plan.captured_bytes:
+            budget.reserve("CUDA graphs", graph_bytes)
         undo.callback(gc.collect)  # before the budget's end, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.

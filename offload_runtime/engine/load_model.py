@@ -25,7 +25,7 @@ from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena, Registrar, require_readable_arenas
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
-from offload_runtime.runners import ModelRunner
+from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.target import window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
@@ -153,6 +153,9 @@ def load_models(
     target = load(target_source, plan.target, name="target")
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)
+        runner, layers = target.runner, target.runner.streamer.resident_layers()
+        if plan.captured_bytes and layers is not None:
+            runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
         if draft is not None:
             warm_up(draft)
     return target, draft

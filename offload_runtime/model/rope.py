@@ -6,6 +6,8 @@ the prompt it was prefilled with): what plain decoding through transformers uses
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offload_runtime.config import ModelConfig
@@ -115,3 +117,10 @@ class RowFrequencies:
         if chosen != self._sets[row]:
             self.tensor[row].copy_(self._rope.frequencies(length))
             self._sets[row] = chosen
+
+    def set_rows(self, positions: Sequence[int]) -> None:
+        """From now on the first rows are rotated as the last ones of sequences that end at these positions; negative
+        ones are padding."""
+        for row, position in enumerate(positions):
+            if position >= 0:
+                self.set(row, position + 1)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -46,18 +47,83 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
+class PassShape:
+    """All that the launches of a pass over windows depend on besides device memory.
+
+    Attributes:
+        batch: Windows.
+        width: Rows of each of them.
+        depth: Most ancestors of a row, itself included; 0 where every window is a chain.
+        reach: Where positions end: of all keys that a row sees.
+    """
+
+    batch: int
+    width: int
+    depth: int
+    reach: int
+
+    @classmethod
+    def of(cls, windows: Sequence[Window], committed: Sequence[int]) -> PassShape:
+        """What windows behind so many committed tokens need."""
+        deepest = [1 + max(window.depths) for window in windows]
+        tree = any(window.parents is not None for window in windows)
+        return cls(
+            len(windows), max(len(window.tokens) for window in windows), max(deepest) if tree else 0,
+            max(map(add, committed, deepest)),
+        )  # fmt: skip
+
+    @property
+    def num_rows(self) -> int:
+        """Of all windows."""
+        return self.batch * self.width
+
+    @property
+    def sizes(self) -> list[int]:
+        """Integers of each part of what the host lays out: tokens, positions, slots and sequences by row; sequences and
+        committed tokens by window; ancestors."""
+        return [self.num_rows] * 4 + [self.batch] * 2 + [self.num_rows * self.depth]
+
+    def lay_out(
+        self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """The parts of a pass of this shape, or of one that it has room for; absent rows have position -1."""
+        tokens, positions, slots = list[int](), list[int](), list[int]()
+        for window, start in zip(windows, committed, strict=True):
+            count, padding = len(window.tokens), self.width - len(window.tokens)
+            tokens += [*window.tokens, *[0] * padding]
+            positions += [*(start + depth for depth in window.depths), *[-1] * padding]
+            slots += [*range(start, start + count), *[0] * padding]
+        owners = [sequence for sequence in sequences for _ in range(self.width)]
+        return [tokens, positions, slots, owners, sequences, committed, self._ancestors(windows, committed)]
+
+    def _ancestors(self, windows: Sequence[Window], committed: Sequence[int]) -> array[int]:
+        """[B, T, A] int32, flat: of each token the slots from its window's root to itself, 0 behind them.
+
+        A path is its parent's and one more, copied as a whole: token by token, windows of hundreds in a row would take
+        the host longer than a short pass takes the device.
+        """
+        found = array("i", bytes(4 * self.num_rows * self.depth))
+        for b, window in enumerate(windows if self.depth else ()):
+            first = b * self.width * self.depth
+            parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
+            for t, (parent, depth) in enumerate(zip(parents, window.depths, strict=True)):
+                at, above = first + t * self.depth, first + parent * self.depth
+                found[at : at + depth] = found[above : above + depth]
+                found[at + depth] = committed[b] + t
+        return found
+
+
+@dataclass(frozen=True)
 class PassRows:
     """Device tensors that describe the B x T rows of a pass; absent rows have position -1.
 
     `tokens` [B*T] int32; `query` is of shape (B, T); `full` rotates, `plain` is the same without rotation (layers
-    without positions). `present` [N] int32 are the numbers of the rows that are not absent; None: all are there, or
-    only the device knows.
+    without positions).
     """
 
     tokens: torch.Tensor
     query: QueryRows
     full: RopeRows
-    present: torch.Tensor | None = None
 
     @classmethod
     def of_step(cls, step: StepRows, sequences: torch.Tensor, *, max_length: int) -> PassRows:
@@ -107,47 +173,31 @@ class RowBuilder:
             prompt_length: Of the prompt that this is a piece of, by which some models rotate; 0 for a decoding window.
             rope_shift: Rotate as if every position were so much larger.
         """
-        batch, width = len(windows), max(len(window.tokens) for window in windows)
-        tree = any(window.parents is not None for window in windows)
-        depths = [window.depths for window in windows]
-        tokens, positions, slots, present = [], [], [], list[int]()
-        for b, (window, own_depths, start) in enumerate(zip(windows, depths, committed, strict=True)):
-            count, padding = len(window.tokens), width - len(window.tokens)
-            tokens += [*window.tokens, *[0] * padding]
-            positions += [*(start + depth for depth in own_depths), *[-1] * padding]
-            slots += [*range(start, start + count), *[0] * padding]
-            present += range(b * width, b * width + count)
-        parts: list[Sequence[int]] = [
-            tokens, positions, slots, [s for s in sequences for _ in range(width)], list(sequences), list(committed),
-            _ancestors(windows, depths, committed) if tree else array("i"),
-            present if len(present) < batch * width else [],
-        ]  # fmt: skip
-        uploaded = unpack(upload(pack(parts), self.rope.device), map(len, parts))
-        flat_tokens, flat_position, flat_slot, flat_sequence, sequence, committed_gpu, ancestor, own = uploaded
-        rotated = flat_position + rope_shift if rope_shift else flat_position
-        cos, sin = self.rope.angles(rotated, self.rope.row_frequencies(positions, prompt_length))
+        shape = PassShape.of(windows, committed)
+        parts = shape.lay_out(windows, committed, sequences)
+        frequencies = self.rope.row_frequencies(list(parts[1]), prompt_length)
+        return self.rows(shape, upload(pack(parts), self.rope.device), frequencies, rope_shift=rope_shift or None)
+
+    def rows(
+        self,
+        shape: PassShape,
+        words: torch.Tensor,
+        frequencies: torch.Tensor,
+        *,
+        rope_shift: int | torch.Tensor | None = None,
+    ) -> PassRows:
+        """The rows that the host has laid out in `words` (int32, device); fit for a CUDA graph.
+
+        Args:
+            shape: Of the pass.
+            words: Its packed parts, and perhaps others behind them.
+            frequencies: [D/2] or [B*T, D/2] fp32, device: of all rows, or of each.
+            rope_shift: As of `build`, or of each row (int32, device).
+        """
+        tokens, positions, slots, owners, sequences, committed, ancestors = unpack(words, shape.sizes)
+        cos, sin = self.rope.angles(positions if rope_shift is None else positions + rope_shift, frequencies)
         query = QueryRows(
-            flat_position.view(batch, width), sequence, max(positions) + 1, committed=committed_gpu if tree else None,
-            ancestors=ancestor.view(batch, width, -1) if tree else None,
+            positions.view(shape.batch, -1), sequences, shape.reach, committed=committed if shape.depth else None,
+            ancestors=ancestors.view(shape.batch, -1, shape.depth) if shape.depth else None,
         )  # fmt: skip
-        full = RopeRows(cos, sin, flat_position, flat_slot, flat_sequence)
-        return PassRows(flat_tokens, query, full, present=own if len(own) else None)
-
-
-def _ancestors(windows: Sequence[Window], depths: Sequence[Sequence[int]], committed: Sequence[int]) -> array[int]:
-    """[B, T, A] int32, flat: of each token the slots from its window's root to itself, 0 behind them.
-
-    `depths` are those of the windows. A path is its parent's and one more, copied as a whole: token by token, windows
-    of hundreds in a row would take the host longer than a short pass takes the device.
-    """
-    width = max(len(window.tokens) for window in windows)
-    most = 1 + max(map(max, depths))
-    found = array("i", bytes(4 * len(windows) * width * most))
-    for b, window in enumerate(windows):
-        first = b * width * most
-        parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
-        for t, (parent, depth) in enumerate(zip(parents, depths[b], strict=True)):
-            at, above = first + t * most, first + parent * most
-            found[at : at + depth] = found[above : above + depth]
-            found[at + depth] = committed[b] + t
-    return found
+        return PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners))

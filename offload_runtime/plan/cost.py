@@ -24,7 +24,7 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS
 from offload_runtime.config import GB
 from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
-from offload_runtime.runners.graphs import STEP_ROWS
+from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115
@@ -132,6 +132,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     ring of copies running across passes."""
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
+    captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
+    rows = captured_width(rows) if captured else rows
     height = batch * rows
     slices = -(-height // _SLICE_ROWS)
     # What crosses the link.
@@ -159,12 +161,15 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     layers = target.config.num_layers
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * slices
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces
+    if captured:  # the device goes from kernel to kernel by itself
+        stages.append((launches, machine.launch_us * 1e-6, 0.0))
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
         hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
         arithmetic_s=sum(count * arithmetic_s for count, _, arithmetic_s in stages),
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
-        launch_s=layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s, lookahead_s=lookahead_s,
+        launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S,
+        staging_s=staging_s, lookahead_s=lookahead_s,
     )  # fmt: skip
 
 

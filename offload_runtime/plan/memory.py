@@ -29,7 +29,7 @@ from offload_runtime.plan.request import (
     resolve_context,
     resolve_dtype,
 )
-from offload_runtime.runners import draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step_graph_bytes, tree_slots
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
@@ -321,8 +321,24 @@ class RunPlan:
     @cached_property
     def device(self) -> tuple[MemoryPart, ...]:
         """Device memory, part by part."""
+        parts = (*self._needed, MemoryPart("CUDA graphs of passes", self.captured_bytes))
+        return tuple(part for part in parts if part.nbytes)
+
+    @cached_property
+    def captured_bytes(self) -> int:
+        """CUDA graphs of the target's passes, where all that these need is on the device, with room for them."""
+        target, limit_bytes = self.target, self.limits.device_bytes
+        if self.request.device == "cpu" or self.placement.streamed_layers or target.kv_layers_on_host:
+            return 0
+        nbytes = captured_pass_bytes(target.config, target.dtype.itemsize)
+        fits = limit_bytes is None or sum(part.nbytes for part in self._needed) + nbytes <= limit_bytes
+        return nbytes if fits else 0
+
+    @cached_property
+    def _needed(self) -> tuple[MemoryPart, ...]:
+        """Device memory of what there must be."""
         target, draft, placement = self.target, self.draft, self.placement
-        parts = (
+        return (
             MemoryPart("CUDA context", self.limits.reserved_bytes),
             MemoryPart("embedding and head", target.layout.shared.total_bytes),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
@@ -334,7 +350,6 @@ class RunPlan:
             MemoryPart("CUDA graphs", self.graph_bytes),
             MemoryPart("workspace", self.workspace_bytes),
         )
-        return tuple(part for part in parts if part.nbytes)
 
     @property
     def device_bytes(self) -> int:
@@ -343,8 +358,8 @@ class RunPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of these, everything but the target's layers of weights."""
-        return self.device_bytes - self.target.held_bytes(self.placement)
+        """Of what there must be, everything but the target's layers of weights."""
+        return sum(part.nbytes for part in self._needed) - self.target.held_bytes(self.placement)
 
     @property
     def workspace_bytes(self) -> int:

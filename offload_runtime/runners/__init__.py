@@ -4,11 +4,12 @@ from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.graphs import (
     StepGraphs,
+    captured_pass_bytes,
     draft_graph_bytes,
     step_graph_bytes,
     tree_slots,
     warm_up_batches,
     warm_up_lengths,
 )
-from offload_runtime.runners.target import ModelRunner
+from offload_runtime.runners.target import CapturedPasses, ModelRunner
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes

@@ -16,15 +16,13 @@ from math import isfinite
 from typing import TypeGuard
 
 import torch
-from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.copy_words import copy_words
-from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import download, packed_words, unpack
-from offload_runtime.model import PassRows, RowFrequencies
+from offload_runtime.model import PassShape, RowFrequencies
 from offload_runtime.runners.draft_kv import DraftKVState
 from offload_runtime.runners.graphs import (
     CHILDREN,
@@ -33,12 +31,12 @@ from offload_runtime.runners.graphs import (
     NARROW_ROWS,
     STEP_ROWS,
     StepGraphs,
-    StepShape,
     captured_shape,
     captured_shapes,
-    input_sizes,
+    tree_input_sizes,
+    tree_input_words,
 )
-from offload_runtime.runners.target import ModelRunner, window_pass
+from offload_runtime.runners.target import ModelRunner
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder
 
@@ -137,7 +135,7 @@ class DraftTree:
         self._batch, rows = batch, max(STEP_ROWS, batch)
         # What steps read and write; the tensors never move. The host writes what they are about to page-locked memory.
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
-        words = packed_words(input_sizes(batch, rows, MOST_DEPTH))
+        words = tree_input_words(batch)
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._inputs_read = torch.cuda.Event() if device.type == "cuda" else None
@@ -182,7 +180,7 @@ class DraftTree:
         steps = [
             (make, shape)
             for shape in captured_shapes(count, width=self.width(count), capacity_tokens=self._cache.capacity_tokens)
-            for make in ((self._nodes_step, self._spine_step) if shape.rows <= NARROW_ROWS else (self._nodes_step,))
+            for make in ((self._nodes_step, self._spine_step) if shape.width <= NARROW_ROWS else (self._nodes_step,))
         ]
         with self.graphs.eager():  # compiles
             for params in DIFFERENT_WAYS:
@@ -215,7 +213,6 @@ class DraftTree:
         if any(self._rope.frequency_set(end) != self._rope.frequency_set(end + further) for end in ends):
             further = 0  # a row's frequencies are those of one length
         shape = self._shape(lines, width, further)
-        num_rows = shape.batch * shape.rows
         spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
         recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
         with recorder.span("tree step", rows=asked_rows, spine=further) if recorder else nullcontext():
@@ -223,7 +220,7 @@ class DraftTree:
             self._run(self._nodes_step, shape)
             for _ in range(further):
                 self._run(self._spine_step, shape)
-        outputs = download(self._outputs[: num_rows + further * shape.batch])
+        outputs = download(self._outputs[: shape.num_rows + further * shape.batch])
         tokens = outputs[:, : self._children].tolist()
         scores = outputs[:, self._children :].contiguous().view(torch.float32).tolist()
         answers: dict[int, list[Children]] = {}
@@ -231,9 +228,9 @@ class DraftTree:
             if line.fed:
                 self.texts.learned(line.sequence, asked[line.sequence].text[-line.fed :])
             # The last of the known tokens is the root where that is asked about.
-            first = number * shape.rows + max(0, line.fed - 1)
-            last = number * shape.rows + len(line.tokens)
-            rows = [*range(first, last), *range(num_rows + number, len(tokens), shape.batch)]
+            first = number * shape.width + max(0, line.fed - 1)
+            last = number * shape.width + len(line.tokens)
+            rows = [*range(first, last), *range(shape.num_rows + number, len(tokens), shape.batch)]
             answers[line.sequence] = [_children(tokens[row], scores[row]) for row in rows]
         return answers
 
@@ -260,66 +257,63 @@ class DraftTree:
             committed=end,
         )
 
-    def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> StepShape:
-        batch, rows = len(lines), max(len(line.tokens) for line in lines)
-        reach = max(max(line.positions) for line in lines) + 1 + further
-        if self._fixed_shapes:
-            return captured_shape(batch, rows, reach, width=width, capacity_tokens=self._cache.capacity_tokens)
+    def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> PassShape:
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
-        return StepShape(batch, rows, depth, reach)
+        reach = max(max(line.positions) for line in lines) + 1 + further
+        shape = PassShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
+        if not self._fixed_shapes:
+            return shape
+        return captured_shape(shape, width=width, capacity_tokens=self._cache.capacity_tokens)
 
-    def _upload(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: StepShape) -> None:
+    def _upload(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: PassShape) -> None:
         """Tell the device what the step is about: enqueued on the current stream."""
         if self._inputs_read is not None:
             self._inputs_read.synchronize()  # at once, unless the step before was interrupted
-        sizes = input_sizes(shape.batch, shape.batch * shape.rows, shape.depth)
+        sizes = tree_input_sizes(shape)
         parts = [part.numpy() for part in unpack(self._inputs_pinned, sizes)]
-        tokens, positions, slots, owners, *of_lines, ancestors, spine_slots, _ = parts
+        tokens, positions, slots, owners, sequences, committed, ancestors, *of_lines, spine_slots, _ = parts
         paths, spine_slots = ancestors.reshape(-1, shape.depth), spine_slots.reshape(MOST_SPINE, shape.batch)
         words = packed_words(sizes)
         self._inputs_pinned[:words].zero_()
         positions.fill(-1)
         for number, (line, spine) in enumerate(zip(lines, spines, strict=True)):
-            first = number * shape.rows
+            first = number * shape.width
             last = first + len(line.tokens)
             tokens[first:last], positions[first:last], slots[first:last] = line.tokens, line.positions, line.slots
-            owners[first : first + shape.rows] = line.sequence
+            owners[first : first + shape.width] = line.sequence
             for row, path in enumerate(line.paths, first):
                 paths[row, : len(path)] = path
             start, rope_shift = self.texts.starts[line.sequence], self.texts.rope_shifts[line.sequence]
             values = (line.sequence, line.committed, start, rope_shift, max(first, last - 1))
-            for part, value in zip(of_lines, values, strict=True):
+            for part, value in zip((sequences, committed, *of_lines), values, strict=True):
                 part[number] = value
             spine_slots[: len(spine), number] = spine
-        for row, position in enumerate(positions.tolist()):  # each as of a sequence that ends with it
-            if position >= 0:
-                self._frequencies.set(row, position + 1)
+        self._frequencies.set_rows(positions.tolist())
         copy_words(self._inputs_pinned[:words], self._inputs[:words])
         if self._inputs_read is not None:
             self._inputs_read.record(torch.cuda.current_stream(self._device))
 
-    def _parts(self, shape: StepShape) -> list[torch.Tensor]:
-        """The inputs of a step, in the order of `input_sizes`."""
-        return unpack(self._inputs, input_sizes(shape.batch, shape.batch * shape.rows, shape.depth))
+    def _parts(self, shape: PassShape) -> list[torch.Tensor]:
+        """The inputs of a step, in the order of `tree_input_sizes`."""
+        return unpack(self._inputs, tree_input_sizes(shape))
 
-    def _key(self, make: Callable[[StepShape], None], shape: StepShape) -> Hashable:
+    def _key(self, make: Callable[[PassShape], None], shape: PassShape) -> Hashable:
         return make.__name__, shape, self._sampling.filters
 
-    def _run(self, make: Callable[[StepShape], None], shape: StepShape) -> None:
+    def _run(self, make: Callable[[PassShape], None], shape: PassShape) -> None:
         self.graphs.run(self._key(make, shape), partial(make, shape))
 
-    def _nodes_step(self, shape: StepShape) -> None:
+    def _nodes_step(self, shape: PassShape) -> None:
         """Feed the rows and write their best children into `_outputs`. Captured: no tensor of the host."""
-        num_rows = shape.batch * shape.rows
         self._pass(shape)
-        self._choose(shape, slice(0, num_rows), self._outputs[:num_rows])
-        self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[8].long()]
+        self._choose(shape, slice(0, shape.num_rows), self._outputs[: shape.num_rows])
+        self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
 
-    def _spine_step(self, shape: StepShape) -> None:
+    def _spine_step(self, shape: PassShape) -> None:
         """Go on from each sequence's last row with its best child, whose keys go to the next slot of its spine; its own
         children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
-        batch, num_rows, answer = shape.batch, shape.batch * shape.rows, self._last_outputs[: shape.batch]
-        tokens, positions, slots, _, _, committed, _, _, last, ancestors, spine_slots, steps_done = self._parts(shape)
+        batch, num_rows, answer = shape.batch, shape.num_rows, self._last_outputs[: shape.batch]
+        tokens, positions, slots, _, _, committed, ancestors, _, _, last, spine_slots, steps_done = self._parts(shape)
         live, step = last.long(), steps_done.long()  # [B], [1]
         position, (slot,) = positions[live] + 1, spine_slots.view(MOST_SPINE, batch)[step]
         positions.fill_(-1)  # all other rows only fill up
@@ -332,27 +326,19 @@ class DraftTree:
         found.index_copy_(0, step, answer[None])
         steps_done += 1
 
-    def _pass(self, shape: StepShape) -> None:
+    def _pass(self, shape: PassShape) -> None:
         """Feed the rows; their logits are in `_logits` then."""
-        batch, num_rows = shape.batch, shape.batch * shape.rows
-        tokens, positions, slots, owners, sequences, committed, _, shifts, _, ancestors, _, _ = self._parts(shape)
-        turned = positions + shifts.repeat_interleave(shape.rows) if self.texts.streaming else positions
-        cos, sin = self._rope.angles(turned, self._frequencies.tensor[:num_rows])
-        query = QueryRows(
-            positions.view(batch, shape.rows), sequences, shape.reach, committed=committed,
-            ancestors=ancestors.view(batch, shape.rows, shape.depth),
-        )  # fmt: skip
-        rows = PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners))
-        runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
-        self._logits[:num_rows].copy_(logits)
+        runner, frequencies = self._runner, self._frequencies.tensor[: shape.num_rows]
+        shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
+        rows = runner.rows.rows(shape, self._inputs, frequencies, rope_shift=shifts)
+        self._logits[: shape.num_rows].copy_(runner.run_rows(rows))
 
-    def _choose(self, shape: StepShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
+    def _choose(self, shape: PassShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
         """Write the best children of some rows."""
         parts = self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]
         if self.texts.streaming:
-            ahead = ahead + parts[6].repeat_interleave(shape.rows)
+            ahead = ahead + parts[7].repeat_interleave(shape.width)
         ahead, owners = ahead[rows], owners[rows]
         scores = perturbed_logits(self._logits[rows, : self._vocab_size], self._sampling, ahead, owners)  # [R, V]
         # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.

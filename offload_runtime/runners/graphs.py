@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
+from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.memory import packed_words
+from offload_runtime.model import PassShape
 
 # Deepest node below the text.
 MOST_DEPTH = 256
@@ -26,6 +27,9 @@ _MOST_REACHES = 5
 _LEAST_REACH = 4 * BLOCK_TOKENS
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
+_PRODUCT_ROWS = 8
+# Rows of a target's pass up to which it is captured: of more, the device takes longer than the host that launches it.
+CAPTURED_ROWS = 64
 # Nodes of a spine behind its first one: so many more steps before the host looks at them.
 MOST_SPINE = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
@@ -148,6 +152,31 @@ def graph_reach(max_tokens_with_draft: int, capacity_tokens: int) -> int:
     return min(1 << (blocks - 1).bit_length(), most) * BLOCK_TOKENS
 
 
+def captured_width(width: int) -> int:
+    """Rows of each window that a captured pass fills windows of `width` up to: products of few rows take eight at a
+    time, so that few shapes cost nothing."""
+    return min(1 << (width - 1).bit_length(), -(-width // _PRODUCT_ROWS) * _PRODUCT_ROWS)
+
+
+def captured_pass_shape(shape: PassShape, capacity_tokens: int) -> PassShape:
+    """The shape that a pass over windows is rounded up to where each is a CUDA graph.
+
+    Args:
+        shape: What the windows need.
+        capacity_tokens: Of a sequence with its window.
+    """
+    width, depth = captured_width(shape.width), shape.depth and max(_PRODUCT_ROWS, 1 << (shape.depth - 1).bit_length())
+    return PassShape(shape.batch, width, depth, graph_reach(shape.reach, capacity_tokens))
+
+
+def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Device bytes of the CUDA graphs of a target's passes, of what they read and write, and of what they allocate."""
+    rows = CAPTURED_ROWS
+    inputs = 4 * (packed_words(PassShape(rows, 1, rows, 0).sizes) + rows * config.head_dim // 2)
+    activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
+    return step_graph_bytes(config) + inputs + rows * config.vocab_size * element_bytes + activations
+
+
 def step_graph_bytes(config: ModelConfig) -> int:
     """Device bytes of the graphs of a model's steps, but for what a step allocates, which they share."""
     nodes = MOST_GRAPHS * (config.num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
@@ -168,57 +197,44 @@ def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int)
     return max(_LEAST_ROWS, rows) * row * element_bytes + logits
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """All that the pass of a step over trees depends on besides device memory.
-
-    Attributes:
-        batch: Sequences.
-        rows: Of each of them.
-        depth: Most ancestors that a row may have.
-        reach: Most tokens of a text and a path behind it.
-    """
-
-    batch: int
-    rows: int
-    depth: int
-    reach: int
-
-
-def captured_shape(batch: int, rows: int, reach: int, *, width: int, capacity_tokens: int) -> StepShape:
-    """The shape that a step is rounded up to where every shape is a CUDA graph: few rows or all, by powers of two.
+def captured_shape(shape: PassShape, *, width: int, capacity_tokens: int) -> PassShape:
+    """The shape that a step over trees is rounded up to where every shape is a CUDA graph: few rows or all, by powers
+    of two.
 
     Args:
-        batch: Sequences.
-        rows: Of each of them; `width` at the most.
-        reach: Tokens of the longest text and path.
+        shape: What the step needs.
+        width: Most rows of each sequence.
         capacity_tokens: Of a text and a path behind it.
     """
     doubled = _LEAST_REACH
-    while doubled < reach:
+    while doubled < shape.reach:
         doubled *= 2
-    return StepShape(
-        batch, min(NARROW_ROWS, width) if rows <= NARROW_ROWS else width, MOST_DEPTH,
+    return PassShape(
+        shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, MOST_DEPTH,
         min(doubled, -(-capacity_tokens // BLOCK_TOKENS) * BLOCK_TOKENS),
     )  # fmt: skip
 
 
-def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[StepShape]:
+def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[PassShape]:
     """The shapes of steps about one text, or about several of about the same length: what is captured at load."""
     reaches = [_LEAST_REACH]
     while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
         reaches.append(2 * reaches[-1])
     return [
-        captured_shape(batch, rows, reach, width=width, capacity_tokens=capacity_tokens)
+        captured_shape(PassShape(batch, rows, MOST_DEPTH, reach), width=width, capacity_tokens=capacity_tokens)
         for reach in reaches for rows in sorted({1, width})
     ]  # fmt: skip
 
 
-def input_sizes(batch: int, rows: int, depth: int) -> list[int]:
-    """Integers of each part of the inputs of a step about `rows` rows in all: tokens, positions (-1 for what only fills
-    up), slots and sequences by row; sequences, committed, starts, RoPE shifts and last rows by line; ancestors; slots
-    of the spines by step; how many of their steps have been made."""
-    return [rows] * 4 + [batch] * 5 + [rows * depth, MOST_SPINE * batch, 1]
+def tree_input_sizes(shape: PassShape) -> list[int]:
+    """Integers of each part of the inputs of a step over trees: those of a pass; of each sequence its start, RoPE shift
+    and last row; slots of the spines by step; how many of their steps have been made."""
+    return [*shape.sizes, *[shape.batch] * 3, MOST_SPINE * shape.batch, 1]
+
+
+def tree_input_words(batch: int) -> int:
+    """Of the largest step of so many sequences or fewer."""
+    return packed_words(tree_input_sizes(PassShape(batch, -(-STEP_ROWS // batch), MOST_DEPTH, 0)))
 
 
 def tree_slots(tree_nodes: int) -> int:
@@ -241,6 +257,6 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, tr
         nbytes += step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
         # What a `DraftTree` has besides the cache and what a step computes on its way.
         outputs = (rows + (MOST_SPINE + 1) * batch) * 2 * CHILDREN
-        words = packed_words(input_sizes(batch, rows, MOST_DEPTH)) + outputs + rows * config.head_dim // 2
+        words = tree_input_words(batch) + outputs + rows * config.head_dim // 2
         nbytes += 4 * words + rows * config.vocab_size * element_bytes
     return nbytes

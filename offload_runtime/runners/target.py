@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.model import Decoder, PassRows, RowBuilder, Weights, Window
+from offload_runtime.memory import overwrite, pack, packed_words
+from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
+from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.trace import TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
@@ -47,8 +51,7 @@ def workspace_bytes(
     angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
-    attention = 2 * (64 << 20)  # partial results of split attention, see kernels.attention_triton.WORKSPACE_BYTES
-    total = (stream + chunk) * element_bytes + angles + logits + attention
+    total = (stream + chunk) * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 
 
@@ -63,6 +66,7 @@ class ModelRunner:
         rows: Builder of the pass's rows.
         chunk_tokens: Pieces that a prompt is worked on in.
         recorder: Whoever wants a trace of the passes sets it.
+        captured: Runs windows as CUDA graphs; set where all that they need is on the device and there is room for it.
     """
 
     decoder: Decoder
@@ -71,6 +75,7 @@ class ModelRunner:
     rows: RowBuilder
     chunk_tokens: int
     recorder: TraceRecorder | None = None
+    captured: CapturedPasses | None = None
 
     @torch.inference_mode()
     def prefill(
@@ -124,7 +129,10 @@ class ModelRunner:
         lengths = [len(window.tokens) for window in windows]
         self.cache.begin_window(sequences, lengths)
         committed = [self.cache.length(sequence) for sequence in sequences]
-        logits = self.run_rows(self.rows.build(windows, committed, sequences))
+        logits = None if self.captured is None else self.captured.run(windows, committed, sequences)
+        if logits is None:
+            logits = self.run_rows(self.rows.build(windows, committed, sequences))
+            logits = logits if len(logits) == sum(lengths) else _present(logits, windows)
         if self.recorder is not None:
             self.recorder.end_pass("verify", lengths, self.streamer.bytes_begun)
         return logits
@@ -145,10 +153,63 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassR
         rows: Which tokens, and where.
 
     Returns:
-        Logits [N, V] of the rows that are present.
+        Logits [B * T, V].
     """
-    residual = _run_layers(decoder, layers, cache, [rows])
-    return decoder.head(residual if rows.present is None else residual[rows.present])
+    return decoder.head(_run_layers(decoder, layers, cache, [rows]))
+
+
+def _present(logits: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
+    """A copy of the rows that windows have tokens for: [N, V] of logits [B * T, V]."""
+    of_windows = logits.split(len(logits) // len(windows))
+    return torch.cat([own[: len(window.tokens)] for own, window in zip(of_windows, windows, strict=True)])
+
+
+class CapturedPasses:
+    """Passes over windows of a model that has everything on the device, as CUDA graphs.
+
+    Launched one by one, the kernels of a layer take a host longer than a layer of few rows takes the device. Each shape
+    of a pass is a graph, and windows are filled up to the next one.
+
+    Args:
+        decoder: The maths.
+        layers: The weights: (layer index, named weights), in order.
+        cache: Keys and values, all on the device.
+        rows: Builder of the passes' rows.
+        max_rows: Of a pass; those of more are not captured.
+    """
+
+    def __init__(
+        self, decoder: Decoder, layers: Layers, cache: KVCache, rows: RowBuilder, *, max_rows: int = CAPTURED_ROWS
+    ) -> None:
+        self._decoder, self._layers, self._cache, self._rows, self._max_rows = decoder, layers, cache, rows, max_rows
+        device, embedding = rows.rope.device, decoder.embedding
+        self.graphs = StepGraphs(device)
+        # What passes read and write; the tensors never move.
+        words = packed_words(PassShape(max_rows, 1, max_rows, 0).sizes)
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._frequencies = RowFrequencies(rows.rope, max_rows)
+        self._logits = torch.empty(max_rows, decoder.config.vocab_size, dtype=embedding.dtype, device=device)
+
+    def run(self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int]) -> torch.Tensor | None:
+        """A pass over windows behind so many committed tokens, which the cache has room for.
+
+        Returns:
+            As of `ModelRunner.verify`; None for passes of more rows than are captured.
+        """
+        shape = captured_pass_shape(PassShape.of(windows, committed), self._cache.max_tokens_with_draft)
+        if shape.num_rows > self._max_rows:
+            return None
+        parts = shape.lay_out(windows, committed, sequences)
+        words = pack(parts)
+        overwrite(self._words[: len(words)], words)
+        self._frequencies.set_rows(parts[1])
+        self.graphs.run(shape, partial(self._pass, shape))
+        return _present(self._logits[: shape.num_rows], windows)
+
+    def _pass(self, shape: PassShape) -> None:
+        """Captured: no tensor of the host."""
+        rows = self._rows.rows(shape, self._words, self._frequencies.tensor[: shape.num_rows])
+        self._logits[: shape.num_rows].copy_(window_pass(self._decoder, self._layers, self._cache, rows))
 
 
 def _run_layers(

@@ -1,0 +1,147 @@
+"""Captured passes: in windows filled up to few shapes, the same bits as where each kernel is launched by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.model import PassShape, Window
+from offload_runtime.runners import CapturedPasses, ModelRunner
+from offload_runtime.runners.graphs import CAPTURED_ROWS, captured_pass_shape
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.kv_runners import CAPACITY, assemble, reset, same
+from tests.helpers.models import random_tokens
+
+GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+DEVICES = [pytest.param({}, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
+LENGTHS = (300, 41, 3)  # of the prompts; a block ends 256 - 44 tokens behind the first
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+@pytest.fixture(params=["llama-gqa", "mistral-window", "qwen3", "llama-dynamic"])
+def runner(request: pytest.FixtureRequest, device: dict[str, Any]) -> Iterator[ModelRunner]:
+    made = assemble(request.param, batch=3, **device)
+    yield made.runner
+    made.close()
+
+
+def captured(runner: ModelRunner) -> CapturedPasses:
+    layers = runner.streamer.resident_layers()
+    assert layers is not None
+    return CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
+
+
+def read_prompts(runner: ModelRunner) -> None:
+    for sequence, length in enumerate(LENGTHS):
+        runner.prefill(sequence, random_tokens(length, seed=sequence))
+
+
+def random_window(generator: random.Random, most: int) -> Window:
+    tokens = tuple(generator.randrange(100) for _ in range(generator.randint(1, most)))
+    if generator.random() < 0.5:
+        return Window(tokens)
+    return Window(tokens, tuple(generator.randrange(-1, node) for node in range(len(tokens))))
+
+
+def random_passes(seed: int) -> list[tuple[list[Window], list[int]]]:
+    generator, passes = random.Random(seed), []
+    for _ in range(30):
+        sequences = generator.sample(range(3), generator.randint(1, 3))
+        passes.append(([random_window(generator, generator.choice((1, 3, 12))) for _ in sequences], sequences))
+    return passes
+
+
+def kv_of(runner: ModelRunner) -> list[torch.Tensor]:
+    """Keys and values of everything that is committed."""
+    found = []
+    for layer in range(runner.decoder.config.num_layers):
+        for sequence in range(3):
+            positions = torch.arange(runner.cache.length(sequence), device=runner.rows.rope.device)
+            found += runner.cache.store(layer).at(positions.new_tensor([sequence]), positions)
+    return [side.clone() for side in found]
+
+
+def play(runner: ModelRunner, passes: Sequence[tuple[list[Window], list[int]]]) -> list[torch.Tensor]:
+    """Logits of passes behind each of which a path is committed, and the keys and values that they leave."""
+    reset(runner)
+    read_prompts(runner)
+    found = []
+    for windows, sequences in passes:
+        found.append(runner.verify(windows, sequences).clone())
+        for window, sequence in zip(windows, sequences, strict=True):
+            path, last = list[int](), 0
+            for node, parent in enumerate(window.parents or range(-1, len(window.tokens) - 1)):
+                if node == 0 or parent == last:
+                    path, last = [*path, node], node
+            runner.cache.commit_path(sequence, path)
+    return [*found, *kv_of(runner)]
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_captured_passes_say_what_others_say(runner: ModelRunner, seed: int) -> None:
+    passes = random_passes(seed)
+    expected = play(runner, passes)
+    runner.captured = captured(runner)
+    for _ in range(2):  # the second time most of them are replayed
+        assert all(map(same, expected, play(runner, passes)))
+    if runner.rows.rope.device.type == "cuda":
+        assert runner.captured.graphs.num_graphs > 3
+
+
+def test_a_pass_says_the_same_whatever_ran_before(device: dict[str, Any]) -> None:
+    """What absent rows and shorter paths leave in the inputs is read by nobody, and a result is nobody else's."""
+    made = assemble("llama-gqa", batch=3, **device)
+    made.runner.captured = captured(made.runner)
+    read_prompts(made.runner)
+    window, others = Window((5, 6, 7), (-1, 0, 0)), Window((9,) * 8, (-1, 0, 1, 2, 3, 4, 5, 6))
+    first = made.runner.verify([window], [1])
+    kept = first.clone()
+    for sequence in (0, 2):
+        made.runner.verify([others], [sequence])
+    assert same(made.runner.verify([window], [1]), kept) and same(first, kept)
+    made.close()
+
+
+def test_wide_passes_are_not_captured(device: dict[str, Any]) -> None:
+    made = assemble("llama-gqa", batch=3, **device)
+    passes = captured(made.runner)
+    wide = Window((3,) * (CAPTURED_ROWS + 1))
+    assert passes.run([wide], [0], [0]) is None
+    assert passes.run([Window((3,) * 24)] * 3, [0] * 3, [0, 1, 2]) is None
+    made.close()
+
+
+def test_up_to_the_end_of_the_cache(runner: ModelRunner) -> None:
+    """Filled-up windows reach beyond the last token there is room for, and write nothing there."""
+    runner.prefill(0, random_tokens(CAPACITY - 3))
+    window = Window(tuple(random_tokens(runner.cache.max_tokens_with_draft - CAPACITY + 3, seed=5))[:40])
+    expected = runner.verify([window], [0]).clone()
+    runner.captured = captured(runner)
+    for _ in range(3):
+        assert same(runner.verify([window], [0]), expected)
+
+
+@given(
+    lengths=st.lists(st.integers(1, CAPTURED_ROWS), min_size=1, max_size=8),
+    committed=st.integers(0, 5000),
+    tree=st.booleans(),
+)
+def test_shapes_have_room_for_what_they_are_for(lengths: list[int], committed: int, tree: bool) -> None:
+    parents = [tuple(range(-1, length - 1)) if tree else None for length in lengths]
+    windows = [Window((1,) * length, own) for length, own in zip(lengths, parents, strict=True)]
+    needed = PassShape.of(windows, [committed] * len(windows))
+    shape = captured_pass_shape(needed, 5120)
+    assert shape.batch == needed.batch and shape.width >= needed.width and shape.depth >= needed.depth
+    assert shape.reach >= min(needed.reach, 5120) and bool(shape.depth) == tree
+    assert shape.width < 2 * needed.width and shape.width - needed.width < 8
+    assert captured_pass_shape(shape, 5120) == shape
