@@ -132,8 +132,6 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     ring of copies running across passes."""
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
-    captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
-    rows = captured_width(rows) if captured else rows
     height = batch * rows
     slices = -(-height // _SLICE_ROWS)
     # What crosses the link.
@@ -161,8 +159,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     layers = target.config.num_layers
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * slices
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces
-    if captured:  # the device goes from kernel to kernel by itself
-        stages.append((launches, machine.launch_us * 1e-6, 0.0))
+    stages.append((launches, machine.launch_us * 1e-6, 0.0))  # of the device, from kernel to kernel
+    captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
         hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
