@@ -24,7 +24,15 @@ from tests.helpers.widening import GQA
 
 NEW_TOKENS = 14
 TEXTS = ("the quick brown fox jumps over the lazy dog and the quick", "a link, a layer, a slot; the pass streams on")
-MEASURED = ("ours-plain", "ours", "ours-chains", "accelerate", "transformers-offloaded-cache", "resident")
+MEASURED = (
+    "ours-plain",
+    "ours",
+    "ours-chains",
+    "accelerate",
+    "transformers-offloaded-cache",
+    "resident",
+    "resident-compiled",
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outc
     assert results["accelerate"]["bytes_per_pass"] == layers
     for name in ("ours", "ours-chains", "ours-plain"):
         assert layers <= results[name]["bytes_per_pass"] < 1.01 * layers
-    for name in ("resident", "transformers-offloaded-cache"):
+    for name in ("resident", "resident-compiled", "transformers-offloaded-cache"):
         assert results[name]["bytes_per_pass"] == 0
     assert results["ours-plain"]["tokens_per_pass"] == results["accelerate"]["tokens_per_pass"] == 1
     assert results["ours-chains"]["settings"]["tree_nodes"] == 0 and results["ours-chains"]["tokens_per_pass"] > 2
@@ -123,7 +131,7 @@ def test_what_is_streamed_is_the_layers_and_the_draft_saves_passes(outcome: Outc
 def test_table_json_and_chart_are_there(outcome: Outcome) -> None:
     lines = outcome.printed.splitlines()
     assert json.loads(lines[-1]) == outcome.report
-    assert [line.split()[0] for line in lines[1:9]] == list(systems.SYSTEMS)
+    assert [line.split()[0] for line in lines[1:10]] == list(systems.SYSTEMS)
     assert outcome.out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     drawn = outcome.out.with_suffix(".svg").read_text()
     assert all(f"<!-- {name} -->" in drawn for name in MEASURED) and "<!-- deepspeed -->" not in drawn

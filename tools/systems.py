@@ -82,6 +82,7 @@ SYSTEMS = {
     "resident": System(
         "accelerate_offload.py", ("--whole", "--vram", "all"), takes=("prefill_chunk",), whole_model=True
     ),
+    "resident-compiled": System("accelerate_offload.py", ("--compiled", "--vram", "all"), whole_model=True),
 }  # fmt: skip
 
 

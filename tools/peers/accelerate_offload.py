@@ -17,6 +17,7 @@ from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
 from models import NamedWeights, fill_resident, make_meta_model, require_whole_model, resident_layers
 from torch import nn
+from transformers import StaticCache
 
 from offload_runtime.errors import OffloadError
 
@@ -42,14 +43,16 @@ def host_weights(
     return found
 
 
-def prepare(options: PeerOptions, *, pin: bool, whole: bool = False) -> Prepared:
+def prepare(options: PeerOptions, *, pin: bool, whole: bool = False, compiled: bool = False) -> Prepared:
     """Build the model on the meta device, fill it, and offload all but the first resident decoder layers.
 
     Args:
         options: What to build.
         pin: Whether the offloaded weights are page-locked.
         whole: Raise `BudgetError` unless all layers fit the device: nothing is offloaded.
+        compiled: As `whole`, with a static cache, for which transformers compiles decoding itself, on a GPU.
     """
+    whole = whole or compiled
     if whole:
         require_whole_model(options)
     num_resident = options.layers if whole else resident_layers(options, working_layers=1)
@@ -73,13 +76,16 @@ def prepare(options: PeerOptions, *, pin: bool, whole: bool = False) -> Prepared
         if options.device.type != "cuda":
             notes.append("no GPU: weights are not pinned and nothing crosses a link, the times mean nothing")
     return Prepared(
-        system="transformers" if cpu_offload is None else "accelerate cpu_offload",
+        system=("transformers, compiled" if compiled else "transformers")
+        if cpu_offload is None
+        else "accelerate cpu_offload",
         version=version or _transformers_version(),
         model=model,
         bytes_per_pass=bytes_per_pass,
         pinned_bytes=pinned_bytes,
         system_settings={"resident_layers": num_resident, "pinned": pin_possible and cpu_offload is not None},
         notes=tuple(notes),
+        static_cache=StaticCache(model.config, max_cache_len=options.context_tokens) if compiled else None,
     )
 
 
@@ -93,7 +99,8 @@ def prepare_from(arguments: argparse.Namespace) -> Callable[[PeerOptions], Prepa
     """Bind the script's own options."""
     pin: bool = arguments.pin
     whole: bool = arguments.whole
-    return lambda options: prepare(options, pin=pin, whole=whole)
+    compiled: bool = arguments.compiled
+    return lambda options: prepare(options, pin=pin, whole=whole, compiled=compiled)
 
 
 def main() -> int:
@@ -101,6 +108,7 @@ def main() -> int:
     parser = peer_parser("Measure transformers with decoder layers in host memory under accelerate's cpu_offload.")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="weights in pinned memory")
     parser.add_argument("--whole", action="store_true", help="no offloading: exit code 3 where the model does not fit")
+    parser.add_argument("--compiled", action="store_true", help="as --whole, compiled, with a static cache")
     return run_peer(parser, prepare_from)
 
 

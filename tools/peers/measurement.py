@@ -32,7 +32,15 @@ from runs import (
     num_differing_of,
 )
 from timing import measure_link_gbps
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
@@ -139,7 +147,8 @@ class Prepared:
     """A model whose decoder layers stream, ready for `generate`, and what its system is and was told.
 
     `bytes_per_pass` are the weights that cross the link in one pass, `pinned_bytes` those that lie in pinned memory
-    (asked of the tensors, not of the settings).
+    (asked of the tensors, not of the settings). `static_cache` holds the keys and values of one generation after the
+    other; None for a new cache that grows, each time.
     """
 
     system: str
@@ -149,6 +158,7 @@ class Prepared:
     pinned_bytes: int
     system_settings: dict[str, Any]
     notes: tuple[str, ...]
+    static_cache: StaticCache | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,11 @@ def generate_once(
     ids = torch.tensor([asked.tokens], device=options.device)  # [1, T] int64
     # Our own cache object: by name the configuration would put the draft's keys on the host, too.
     config = prepared.model.config
-    cache = MendedCache(config) if options.offloads_cache else DynamicCache(config=config)
+    if prepared.static_cache is not None:
+        cache: Cache = prepared.static_cache
+        prepared.static_cache.reset()
+    else:
+        cache = MendedCache(config) if options.offloads_cache else DynamicCache(config=config)
     behind_prompt = BehindPrompt(len(asked.tokens))
     torch.manual_seed(options.seed)
     if options.device.type == "cuda":
