@@ -378,9 +378,28 @@ def plans() -> Iterator[str]:
     yield f"is within {percent(max(large))} for copies of 4 MiB and more"
 
 
+def attention_kernels() -> Iterator[str]:
+    """Shares of the time of the kernels before, by kind of case."""
+    before, after = (result(f"kernel-attention-{name}h100")["cases"] for name in ("before-", ""))
+    shares: dict[str, list[float]] = {}
+    for old, new in zip(before, after, strict=True):
+        kind = old["mode"]
+        if kind in ("window", "prefill"):
+            kind = f"{kind} of 1" if old["queries"] == 1 else f"{kind} {bool(old['context'])}"
+        shares.setdefault(kind, []).append(new["triton_ms"]["median"] / old["triton_ms"]["median"])
+    words = {kind: (f"{min(found):.2f}", f"{max(found):.2f}") for kind, found in shares.items()}
+    yield "windows of one token take as long ({} to {} of the time)".format(*words["window of 1"])
+    yield "wider ones {} to {}".format(*words["window True"])
+    yield "trees of 64 nodes {} to {}".format(*words["tree"])
+    (wide, grouped), (wide_alone, grouped_alone) = shares["prefill True"], shares["prefill False"]
+    yield f"takes {wide:.2f} (32 heads) and {grouped:.2f} (64 heads"
+    yield f"without anything before it {wide_alone:.2f} and {grouped_alone:.2f}"
+
+
 @pytest.mark.parametrize(
     "claims",
     [
+        attention_kernels,
         streaming,
         long_context,
         on_chip,
