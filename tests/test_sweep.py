@@ -156,9 +156,25 @@ class Lying(Session):
 
 @pytest.mark.slow
 def test_a_row_says_where_it_is_not_plain_decoding(runtime: Runtime) -> None:
-    rows = RowMeasurement(Lying(runtime), Rig(runtime), [TOKENS], Lengths(8, 8, 2))
+    rows = RowMeasurement(Lying(runtime), Rig(runtime), {"novel": [TOKENS]}, Lengths(8, 8, 2))
     row = rows.measure(Setting(OPTIONS, 0.6, 900, 9, 8))
     assert not row["identical_to_plain"] and row["first_difference"] == (0, 5)
+
+
+@pytest.mark.slow
+def test_places_are_drawn_from_several_texts(sweep: Callable[..., int], tmp_path: Path) -> None:
+    other, outs = tmp_path / "other.txt", [tmp_path / f"{seed}.json" for seed in (1, 1, 2)]
+    other.write_text(TEXT[::-1] * 60)
+    found = []
+    for seed, out in zip((1, 1, 2), outs, strict=True):
+        out.unlink(missing_ok=True)
+        words = ("--values", "9", "--other-text", str(other), "--draw", str(seed), "--out", str(out))
+        assert sweep("gamma", *words) == 0
+        (row,) = json.loads(out.read_text())["rows"]
+        found.append([(place["text"], place["tokens"]) for place in row["places"]])
+        times = [place["times_plain"] for place in row["places"]]
+        assert min(times) <= row["times_plain"] <= max(times) and row["identical_to_plain"]
+    assert [name for name, _ in found[0]] == ["novel.txt", "other.txt"] and found[0] == found[1] != found[2]
 
 
 @pytest.mark.slow
@@ -369,6 +385,9 @@ def test_starts_and_stretches() -> None:
     starts = starts_of([TOKENS], 800, 4)
     ends = [len(start[0]) for start in starts]
     assert ends == sorted(ends, reverse=True) and len(set(ends)) == 4 and 750 <= ends[-1] < ends[0] < 800
+    drawn = [len(start[0]) for start in starts_of([TOKENS], 800, 4, 7)]
+    assert drawn == sorted(set(drawn), reverse=True) and len(drawn) == 4 and 700 <= drawn[-1] < drawn[0] < 800
+    assert drawn == [len(start[0]) for start in starts_of([TOKENS], 800, 4, 7)] != ends
     apart = stretches(TOKENS, 300, 3)
     assert [part[0] for part in apart] == [TOKENS[0], TOKENS[300], TOKENS[600]]
     overlapping = stretches(TOKENS, 800, 3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ _UNUSED = {
     "tokens": frozenset({"needle"}),
     "plain_tokens": frozenset({"needle"}),
     "starts": frozenset({"needle"}),
+    "other_text": frozenset({"needle"}),
+    "draw": frozenset({"needle"}),
     "chain_gamma": frozenset(SWEEPS) - {"policy"},
 }
 
@@ -88,7 +92,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--refresh-steps", type=int, default=1)
     parser.add_argument("--chain-gamma", type=int, default=8, help="tokens that the draft alone proposes to a pass")
-    parser.add_argument("--starts", type=int, default=4, help="places in the text that a row is measured from")
+    parser.add_argument("--starts", type=int, default=4, help="places in the texts that a row is measured from")
+    parser.add_argument("--other-text", type=Path, nargs="+", default=[], help="which have their share of them")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="draw them, and where a text begins, by this seed")
 
 
 def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
@@ -202,27 +208,45 @@ def stretches(tokens: Sequence[int], length: int, count: int) -> list[list[int]]
     return [list(tokens[number * step : number * step + length]) for number in range(count)]
 
 
-def run_points(arguments: argparse.Namespace, work: Sequence[Work], text: Sequence[int]) -> None:
+def read_texts(
+    arguments: argparse.Namespace, small: CheckpointSource, settings: Sequence[Setting]
+) -> dict[str, list[int]]:
+    """Token ids of all texts by the names of their files, each from a drawn place on where places are drawn. Raises as
+    `harness.read_tokens`."""
+    tokenizer, found = small.tokenizer(), dict[str, list[int]]()
+    needed_tokens = max(setting.context_tokens for setting in settings)
+    whole_tokens = max(setting.context_tokens * setting.batch for setting in settings)  # where nothing overlaps
+    for option, paths in (("--text", [arguments.text]), ("--other-text", arguments.other_text)):
+        for path in paths:
+            found[path.name] = harness.read_tokens(path, option, tokenizer, needed_tokens, lower="--context")
+    if arguments.draw is not None:
+        drawn = random.Random(arguments.draw)
+        found = {name: text[drawn.randrange(max(1, len(text) - whole_tokens)) :] for name, text in found.items()}
+    return found
+
+
+def run_points(arguments: argparse.Namespace, work: Sequence[Work], texts: Mapping[str, Sequence[int]]) -> None:
     """Load one runtime and measure all missing rows of some sweeps with it."""
     points = [point for _, missing in work for point in missing]
     if not points:
         return
-    lengths = Lengths(arguments.tokens, arguments.plain_tokens, arguments.starts)
+    lengths = Lengths(arguments.tokens, arguments.plain_tokens, arguments.starts, arguments.draw)
     # All new tokens may be one sequence's.
     reserve = points[0].setting.batch * max(lengths.tokens, lengths.plain_tokens) + 512
     with load(arguments, points, reserve_tokens=reserve) as runtime:
-        measure_rows(arguments, runtime, work, lengths, text)  # on its return nothing holds on to the runtime's memory
+        measure_rows(arguments, runtime, work, lengths, texts)  # on its return nothing holds on to the runtime's memory
 
 
 def measure_rows(
-    arguments: argparse.Namespace, runtime: Runtime, work: Sequence[Work], lengths: Lengths, text: Sequence[int]
-) -> None:
+    arguments: argparse.Namespace, runtime: Runtime, work: Sequence[Work], lengths: Lengths,
+    texts: Mapping[str, Sequence[int]],
+) -> None:  # fmt: skip
     """Measure all missing rows of some sweeps, each written when it is there."""
     settings = [point.setting for _, missing in work for point in missing]
     batch, context = settings[0].batch, max(setting.context_tokens for setting in settings)
     session, rig = Session(runtime, batch=batch), Rig(runtime)
-    rows = RowMeasurement(session, rig, stretches(text, context, batch), lengths)
-    needle = NeedleTest(session, rig, text)
+    read = {name: stretches(text, context, batch) for name, text in texts.items()}
+    rows, needle = RowMeasurement(session, rig, read, lengths), NeedleTest(session, rig, next(iter(texts.values())))
     for file, missing in work:
         for number, point in enumerate(missing):
             started_s = time.perf_counter()
@@ -240,13 +264,13 @@ def measure(arguments: argparse.Namespace, work: Sequence[Work]) -> None:
         return
     # Refused before anything is loaded.
     _, small = sources(arguments)
-    text = read_text(arguments, small, max(setting.context_tokens for setting in settings))
-    for setting in settings:
+    texts = read_texts(arguments, small, settings)
+    for setting, text in product(settings, texts.values()):
         stretches(text, setting.context_tokens, setting.batch)
-    run_points(arguments, [part for part in work if part[0].sweep != "batch"], text)
+    run_points(arguments, [part for part in work if part[0].sweep != "batch"], texts)
     for file, missing in work:
         for point in missing if file.sweep == "batch" else ():
-            run_points(arguments, [(file, [point])], text)
+            run_points(arguments, [(file, [point])], texts)
 
 
 def print_row(sweep: str, row: Mapping[str, Any], *, heading: bool) -> None:
@@ -259,9 +283,11 @@ def print_row(sweep: str, row: Mapping[str, Any], *, heading: bool) -> None:
         agreed = {name: _share(found["agreement"]) for name, found in row["policies"].items()}
         cells = {"found": str(row["found"]), "log p": f"{row['number_log_probability']:.2f}", **agreed}
     else:
+        times = [place["times_plain"] for place in row["places"]]
         cells = {
             "plain ms": f"{1e3 * row['plain_s_per_token']:.2f}", "ms/token": f"{1e3 * row['s_per_token']:.2f}",
-            "times": f"{row['times_plain']:.2f}", "bound": f"{row['bound_times_plain']:.2f}",
+            "times": f"{row['times_plain']:.2f}", "worst": f"{min(times):.2f}", "best": f"{max(times):.2f}",
+            "bound": f"{row['bound_times_plain']:.2f}",
             "tok/pass": f"{row['tokens_per_pass']:.2f}", "accepted": _share(row["acceptance"]),
             "draft's/step": _share(row["draft_accepted_per_step"]),
         }  # fmt: skip

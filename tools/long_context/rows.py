@@ -3,7 +3,8 @@ starts, beside the bound that single times give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,26 +151,33 @@ def points_of(sweep: str, base: Setting, values: Sequence[str] | None) -> list[P
 
 @dataclass(frozen=True)
 class Lengths:
-    """How much is decoded for a row: `tokens` and, plainly, `plain_tokens` of a sequence behind each of the starts."""
+    """How much is decoded for a row: `tokens` and, plainly, `plain_tokens` of a sequence behind each of the starts, of
+    which each text has its share. `draw` is the seed that they are drawn by; None for those at equal distances."""
 
     tokens: int
     plain_tokens: int
     starts: int
+    draw: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise OptionError(f"{name.replace('_', '-')} must be at least 1, not {value}")
+        for name in ("tokens", "plain_tokens", "starts"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
 
 
-def starts_of(texts: Sequence[Sequence[int]], context_tokens: int, count: int) -> list[list[list[int]]]:
+def starts_of(
+    texts: Sequence[Sequence[int]], context_tokens: int, count: int, draw: int | None = None
+) -> list[list[list[int]]]:
     """Known tokens of each sequence for `count` starts a little before the end of the context, the longest first.
 
-    All are in its last sixteenth: each row's first start finds the rest of the text in the cache.
+    All are in its last sixteenth, or drawn by a seed from its last eighth: each row's first start finds the rest of the
+    text in the cache.
     """
     stride = max(1, min(_MOST_STRIDE_TOKENS, context_tokens // (16 * count)))
     ends = [context_tokens - stride * (number + 1) for number in range(count)]
-    return [[list(text[:end]) for text in texts] for end in ends]
+    if draw is not None:
+        ends = random.Random(draw).sample(range(context_tokens - context_tokens // 8, context_tokens), count)
+    return [[list(text[:end]) for text in texts] for end in sorted(ends, reverse=True)]
 
 
 class RowMeasurement:
@@ -178,11 +186,13 @@ class RowMeasurement:
     Args:
         session: Its cache.
         rig: Its proposer.
-        texts: A text for each sequence, as long as the longest context.
+        texts: By name, what each sequence reads, as long as the longest context.
         lengths: How much to decode.
     """
 
-    def __init__(self, session: Session, rig: Rig, texts: Sequence[Sequence[int]], lengths: Lengths) -> None:
+    def __init__(
+        self, session: Session, rig: Rig, texts: Mapping[str, Sequence[Sequence[int]]], lengths: Lengths
+    ) -> None:
         self._session = session
         self._rig = rig
         self._texts = texts
@@ -196,23 +206,35 @@ class RowMeasurement:
         Raises:
             OptionError, BudgetError: The setting cannot be.
         """
-        starts = starts_of(self._texts, setting.context_tokens, self._lengths.starts)
+        count, draw = -(-self._lengths.starts // len(self._texts)), self._lengths.draw
+        places = [
+            (name, start)
+            for name, texts in self._texts.items()
+            for start in starts_of(texts, setting.context_tokens, count, draw)
+        ]
+        starts = [start for _, start in places]
         params, session = SamplingParams(setting.temperature, seed=_SEED), self._session
         plain = self._decode_plainly(setting, starts)
         pass_s = self._pass_s(setting, starts[-1])
         proposer = self._rig.build(setting.options, setting.policy)
-        found = together(
-            [
-                session.decode(start, proposer, params, gamma=setting.window, count=self._lengths.tokens)
-                for start in starts
-            ]
-        )
+        decoded = [
+            session.decode(start, proposer, params, gamma=setting.window, count=self._lengths.tokens)
+            for start in starts
+        ]
+        found = together(decoded)
         steps_ms = session.step_times_ms(starts[-1], proposer, params, gamma=setting.window)
         same = compare(plain.texts, found.texts)
         row = {
             "plain_s_per_token": plain.s_per_token, "s_per_token": found.s_per_token,
             "times_plain": plain.s_per_token / found.s_per_token, "tokens": found.num_tokens, "passes": found.passes,
             "tokens_per_pass": found.tokens_per_pass, **found.acceptance(), "pass_s": pass_s, **steps_ms,
+            "places": [
+                {
+                    "text": name, "tokens": len(start[0]), "s_per_token": one.s_per_token,
+                    "tokens_per_pass": one.tokens_per_pass, "times_plain": plain.s_per_token / one.s_per_token,
+                }
+                for (name, start), one in zip(places, decoded, strict=True)
+            ],
         }  # fmt: skip
         return {
             **row, **bound(row, setting), "identical_to_plain": same.identical, "compared_tokens": same.num_tokens,
