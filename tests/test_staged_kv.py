@@ -21,7 +21,7 @@ from offload_runtime.kv import BlockLocking, HostBlocks, HostKVCache
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
-from tests.helpers.assembly import HostKV, StagedKV
+from tests.helpers.assembly import CPU, HostKV, StagedKV
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import failing, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, copying_threads, delays, reset, same
@@ -157,7 +157,8 @@ def test_each_block_crosses_the_link_once_each_way() -> None:
 def test_pageable_memory_is_known_as_long_as_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes to lie at its address afterwards may be page-locked."""
     pageable = PageableMemory()
-    blocks = HostBlocks(range(3), 4096, batch=2, most_blocks=9, locking=BlockLocking(None, pageable, (0, 2)))
+    locking = BlockLocking(None, pageable, (0, 2))
+    blocks = HostBlocks(range(3), 4096, batch=2, most_blocks=9, locking=locking, device=CPU)
     blocks.grow(0, 4)
     blocks.grow(1, 5)
     assert pageable.nbytes == 2 * 9 * 4096 and blocks.nbytes == 3 * 9 * 4096

@@ -79,7 +79,10 @@ class HostKVCache(BlockCache):
         assert self._piece_blocks > 0, "a slot must hold a block"
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
-        self.blocks = HostBlocks(streamed, self._block_bytes, batch=batch, most_blocks=most_blocks, locking=locking)
+        self.blocks = HostBlocks(
+            streamed, self._block_bytes, batch=batch, most_blocks=most_blocks, locking=locking, device=budget.device
+        )  # fmt: skip
+        self._entered = [0] * batch  # blocks that the tables know
         shape = (len(streamed), batch, self._ring_blocks, *block_shape(config))
         self._rings = allocate_zeros(budget, f"{name}: open blocks", dtype, shape)
         shape = (len(resident_layers), batch, most_blocks, *block_shape(config))
@@ -203,7 +206,7 @@ class HostKVCache(BlockCache):
         self._abandon_prefill()
         start, total = self._lengths[sequence], self._lengths[sequence] + count
         check_capacity(total, self.capacity_tokens)
-        self._grow(sequence, total // BLOCK_TOKENS)
+        self.blocks.grow(sequence, total // BLOCK_TOKENS, in_background=True)
         self._rows = slice(sequence, sequence + 1)
         if not self._ring:
             return
@@ -228,6 +231,7 @@ class HostKVCache(BlockCache):
             full = prefill.total // BLOCK_TOKENS
             self._ring_from[sequence] = kept_from(prefill.total)
             self.writes.expect(sequence, full, prefill.written)
+        self._enter_blocks(sequence)
         for layer, data in self._resident.items():
             self._notify(layer, sequence, KVBlocks(data), sequence, filled_blocks(before, before + count))
 
@@ -264,7 +268,8 @@ class HostKVCache(BlockCache):
         self._abandon_prefill()
         super().begin_window(sequences, counts)
         for sequence in sequences:
-            self._grow(sequence, self._ends[sequence] // BLOCK_TOKENS)
+            self.blocks.grow(sequence, self._ends[sequence] // BLOCK_TOKENS)
+            self._enter_blocks(sequence)
         self.writes.collect()
         self._window, self._views = tuple(sequences), None
         for sequence in sequences:
@@ -291,23 +296,19 @@ class HostKVCache(BlockCache):
             for sequence in range(batch):
                 for number, data in self._resident.items():
                     self._tables[number].put(sequence, 0, data[sequence])
-                self._enter_blocks(sequence, 0)
+                self._enter_blocks(sequence)
         return self._tables[layer]
 
-    def _enter_blocks(self, sequence: int, first: int) -> None:
-        """Tell the tables where the host has the sequence's blocks from `first` on."""
-        end = self.blocks.num_blocks(sequence)
-        for run in self.blocks.runs(sequence, first, end, self.blocks.most_blocks) if self._tables else ():
+    def _enter_blocks(self, sequence: int) -> None:
+        """Tell the tables, if there are any, where the host has the sequence's new blocks."""
+        if not self._tables:
+            return
+        first, self._entered[sequence] = self._entered[sequence], self.blocks.num_blocks(sequence)
+        for run in self.blocks.runs(sequence, first, self._entered[sequence], self.blocks.most_blocks):
             for layer in self._ring:
                 memory = self.blocks.memory(layer, *run).view(self._dtype)
                 memory = memory.view(len(run.blocks), *block_shape(self._config))
                 self._tables[layer].put(sequence, run.blocks.start, memory)
-
-    def _grow(self, sequence: int, blocks: int) -> None:
-        """Make room on the host for the first `blocks` blocks."""
-        before = self.blocks.num_blocks(sequence)
-        self.blocks.grow(sequence, blocks)
-        self._enter_blocks(sequence, before)
 
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]

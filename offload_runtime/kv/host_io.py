@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig, format_bytes, 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
-from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory, touch
+from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory, current_device, touch
 
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4
@@ -55,10 +56,11 @@ class Run(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """Consecutive blocks of a sequence that were made at once."""
+    """Consecutive blocks of a sequence that are made at once, and page-locked layer by layer."""
 
     blocks: range
     arenas: dict[int, HostArena]  # by layer
+    locked: dict[int, Future[None]]  # by layer, when it may be used
 
 
 class HostBlocks:
@@ -70,15 +72,17 @@ class HostBlocks:
         batch: Sequences.
         most_blocks: That a sequence will ever have.
         locking: How it is page-locked.
+        device: That copies from there.
     """
 
     def __init__(
-        self, layers: Sequence[int], block_bytes: int, *, batch: int, most_blocks: int, locking: BlockLocking
-    ) -> None:
+        self, layers: Sequence[int], block_bytes: int, *, batch: int, most_blocks: int, locking: BlockLocking,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.most_blocks = most_blocks
         self.block_bytes = block_bytes
         self.locking = locking
-        self._layers = layers
+        self._layers, self._device = layers, device
         self._extents: list[list[_Extent]] = [[] for _ in range(batch)]
 
     @property
@@ -99,40 +103,65 @@ class HostBlocks:
         extents = self._extents[sequence]
         return extents[-1].blocks.stop if extents else 0
 
-    def grow(self, sequence: int, num_blocks: int) -> None:
+    def grow(self, sequence: int, num_blocks: int, *, in_background: bool = False) -> None:
         """Make room for the first `num_blocks` blocks of a sequence, in all layers or, on failure, in none.
+
+        In the background the first layers may be used while others are still page-locked, which takes a long context
+        seconds; of one that is refused `memory` tells, and the next call gives back what was made.
 
         Raises:
             BudgetError: The system refused the memory or does not let us lock it.
         """
+        self._drop_refused(sequence)
         have = self.num_blocks(sequence)
         if num_blocks <= have or not self._layers:
             return
         assert num_blocks <= self.most_blocks
         blocks = range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
         nbytes = len(blocks) * self.block_bytes
-        arenas: dict[int, HostArena] = {}
+        extent = _Extent(blocks, {}, {})
         try:
             check_host_memory(nbytes * len(self._layers), what="the KV cache")
             for layer in self._layers:
-                arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
-            if self.locking.registrar is not None:
-                touch(arena for layer, arena in arenas.items() if layer not in self.locking.staged_layers)
-            for layer, arena in arenas.items():
-                self._lock_or_enter(layer, arena)
+                extent.arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
         except BudgetError as error:
-            self._give_back(arenas.values())
-            raise BudgetError(
-                f"the KV cache in host memory holds {format_bytes(self.nbytes)} and could not grow by "
-                f"{format_bytes(nbytes * len(self._layers))} ({error}): shorten the prompt or close other programs"
-            ) from error
-        self._extents[sequence].append(_Extent(blocks, arenas))
+            self._give_back(extent.arenas.values())
+            raise self._refusal(nbytes, error) from error
+        self._extents[sequence].append(extent)
+        worker = ThreadPoolExecutor(1, thread_name_prefix="kv-growth")
+        for layer, arena in extent.arenas.items():
+            extent.locked[layer] = worker.submit(self._lock_or_enter, layer, arena)
+        worker.shutdown(wait=False)  # it goes on until all is done
+        try:
+            for layer in () if in_background else self._layers:
+                self.memory(layer, sequence, range(have, have))
+        except BudgetError:
+            self._drop_refused(sequence)
+            raise
+
+    def _refusal(self, layer_bytes: int, error: BudgetError) -> BudgetError:
+        return BudgetError(
+            f"the KV cache in host memory could not grow by {format_bytes(layer_bytes * len(self._layers))} "
+            f"({error}): shorten the prompt or close other programs"
+        )
+
+    def _drop_refused(self, sequence: int) -> None:
+        """Give memory back of which some was refused."""
+        extents = self._extents[sequence]
+        if extents and any(locked.done() and locked.exception() for locked in extents[-1].locked.values()):
+            wait(extents[-1].locked.values())
+            self._give_back(extents.pop().arenas.values())
 
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
         registrar, pageable = self.locking.registrar, self.locking.pageable
-        if layer not in self.locking.staged_layers and (registrar is None or not arena.lock(registrar, arena.nbytes)):
-            return
+        if layer not in self.locking.staged_layers:
+            if registrar is None:
+                return
+            touch([arena])
+            with current_device(self._device):
+                if not arena.lock(registrar, arena.nbytes):
+                    return
         if pageable is None:
             assert registrar is not None
             raise BudgetError(
@@ -149,9 +178,18 @@ class HostBlocks:
             arena.close()
 
     def memory(self, layer: int, sequence: int, blocks: range) -> torch.Tensor:
-        """Where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host."""
+        """Where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host. Waits
+        until they may be used.
+
+        Raises:
+            BudgetError: The system does not let us lock them.
+        """
         extent = next(extent for extent in self._extents[sequence] if blocks.start in extent.blocks)
         assert blocks.stop <= extent.blocks.stop
+        try:
+            extent.locked[layer].result()
+        except BudgetError as error:
+            raise self._refusal(extent.arenas[layer].nbytes, error) from error
         first, stop = (self.block_bytes * (block - extent.blocks.start) for block in (blocks.start, blocks.stop))
         return extent.arenas[layer].buffer[first:stop]
 
@@ -164,6 +202,7 @@ class HostBlocks:
 
     def close(self) -> None:
         """Give the memory back."""
+        wait(locked for extents in self._extents for extent in extents for locked in extent.locked.values())
         self._give_back(self._arenas())
         for extents in self._extents:
             extents.clear()

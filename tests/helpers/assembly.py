@@ -40,13 +40,15 @@ class StagedKV:
 
 @dataclass(frozen=True)
 class HostKV:
-    """A KV cache in host memory: slots of its ring on the link, blocks in a slot, and the layers that stay."""
+    """A KV cache in host memory: slots of its ring on the link, blocks in a slot, the layers that stay, and who locks
+    its memory, by default what there is for the device."""
 
     slots: int = 2
     piece_blocks: int = 1
     resident_layers: tuple[int, ...] = ()
     window_tokens: int = 40
     staged: StagedKV | None = None
+    registrar: Any = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def make_runner(
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
     else:
         piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
-        locking, writeback = BlockLocking(registrar), make_copy_engine(device)
+        locking, writeback = BlockLocking(host_kv.registrar or registrar), make_copy_engine(device)
         if host_kv.staged is not None:
             locking = BlockLocking(registrar, PageableMemory(), host_kv.staged.layers)
             rings = _staging_rings(host_kv.staged, locking)
