@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "memory": {KERNELS},  # for small tensors that go up and down by a kernel
     "trace": set(),
-    "hardware": {PROFILES, "memory"},
+    "hardware": {PROFILES, "memory", KERNELS},
     "copy": {"memory", "trace", KERNELS},
     "sampling": {"memory", KERNELS},
     "weights": {"memory", KERNELS},

@@ -288,6 +288,7 @@ def test_measuring_a_gpu_gives_plausible_figures() -> None:
     assert 2 * profile.link_gbps < profile.hbm_gbps < 20_000
     assert set(profile.tflops) == set(DTYPES)
     assert profile.tflops["bf16"] > profile.tflops["fp32"] > 1
+    assert profile.library_rows["4096x11008"] in (256, 512) and len(profile.library_rows) == 15
     assert profile.graph_launch_us and profile.launch_us
     assert 0.1 < profile.graph_launch_us < 100 > profile.launch_us > 0.5
     assert profile.pin_gbps and profile.host_gbps_while_link_busy and profile.link_gbps_while_host_busy

@@ -62,6 +62,8 @@ def card(**changes: Any) -> dict[str, Any]:
         ({"tflops": {"int3": 1.0}}, "tflops must be a table keyed by bf16, fp16, fp32"),
         ({"tflops": {"bf16": -1.0}}, "with values that are a number"),
         ({"tflops": 165.0}, "tflops must be a table"),
+        ({"library_rows": {"4096": 512}}, "library_rows must be a table keyed by shapes of matrices"),
+        ({"library_rows": {"4096x11008": 0.5}}, "with values that are a whole number from 0 to 4096 "),
         ({"link_by_copy_mib": {"big": 1.0}}, "link_by_copy_mib must be a table keyed by a number"),
         ({"link_by_copy_mib": {"1": 1.0, "1.0": 2.0}}, "two keys of one table mean 1.0"),
         ({"host_by_threads": {"1.5": 1.0}}, "host_by_threads must be a table keyed by a whole number"),
@@ -115,6 +117,8 @@ def profiles(draw: st.DrawFn) -> MachineProfile:
         figures["pinnable_bytes"] = maybe(st.integers(1, ram_bytes))
         figures["pcie_generation"] = maybe(st.integers(1, 7))
         figures["pcie_width"] = maybe(st.sampled_from(PCIE_WIDTHS))
+        shapes = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999)).map("{0[0]}x{0[1]}".format)
+        figures["library_rows"] = draw(st.dictionaries(shapes, st.integers(0, 4096), max_size=3))
         figures["tflops"] = draw(st.dictionaries(st.sampled_from(DTYPES), rates))
         figures["link_by_copy_mib"] = draw(st.dictionaries(st.floats(2**-20, 1 << 20), rates, max_size=3))
     return MachineProfile(draw(lines), draw(lines), gpus, ram_bytes, **figures)

@@ -77,6 +77,7 @@ def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
         ("link by size of copy", _figures(by_size, "GB/s")),
         ("HBM, read + write", _rate(profile.hbm_gbps, " GB/s")),
         ("matrix products", _figures(profile.tflops, "TFLOP/s")),
+        ("prompts by the library", _library(profile.library_rows)),
         ("kernel launch", launch),
         ("can be pinned", _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)),
         ("pinning", _rate(profile.pin_gbps, " GB/s")),
@@ -96,6 +97,15 @@ def _host_rows(report: MachineReport) -> list[tuple[str, str]]:
         *([] if report.gpu is None else [("the same beside copies", busy)]),
         ("disk, reading", _rate(profile.disk_gbps, " GB/s")),
     ]
+
+
+def _library(rows: Mapping[str, int]) -> str:
+    """Return for how many shapes of matrices the library's products have our own ones' bits, and for which not."""
+    if not rows:
+        return _NOT_MEASURED
+    ours = [shape for shape, least in rows.items() if not least]
+    listed = f", not of {', '.join(ours)}" if ours else ""
+    return f"{len(rows) - len(ours)} of {len(rows)} products have the bits of ours{listed}"
 
 
 def _rate(figure: float | None, unit: str) -> str:

@@ -15,11 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from offload_runtime_kernels.linear import LIBRARY_ROWS, library_agrees
 
 from offload_runtime.config import GB, format_bytes
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
 
+# [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
+_MODEL_MATRICES = (
+    (960, 576), (576, 576), (3072, 576), (576, 1536), (12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008),
+    (6144, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),
+)  # fmt: skip
 # GB/s of one lane by PCIe generation, after line coding and before packet headers.
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563, 7: 15.125}
 
@@ -241,6 +247,17 @@ def measure_tflops(device: torch.device, *, budget_s: float) -> dict[str, float]
         multiply = partial(torch.mm, left, right, out=product)
         rates[name] = 2 * size**3 / _event_time_s(multiply, budget_s=budget_s) / 1e12
     return rates
+
+
+def measure_library_rows(device: torch.device) -> dict[str, int]:
+    """By shape of a bf16 matrix, the least rows of a product by the library that has our own products' bits; 0 where
+    none has, so that ours are taken for prompts too."""
+    found = {}
+    for m, k in _MODEL_MATRICES:
+        weight = torch.empty(m, k, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        heights = [rows for rows in LIBRARY_ROWS[device.type] if library_agrees(rows, weight, None, gated=False)]
+        found[f"{m}x{k}"] = min(heights, default=0)
+    return found
 
 
 def measure_launch_us(device: torch.device, *, budget_s: float) -> float:

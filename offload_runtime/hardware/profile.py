@@ -80,6 +80,10 @@ _BY_THREADS = _table(_number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 1
 _BY_DTYPE = _table(
     _Rule(", ".join(DTYPES), lambda key: key in DTYPES), _number(1e-6, 1e6, " (TFLOP/s)"), "bf16 = 165.0"
 )
+_BY_SHAPE = _table(
+    _Rule("shapes of matrices", lambda key: isinstance(key, str) and re.fullmatch(r"\d+x\d+", key) is not None),
+    _number(0, 4096, " (rows)", whole=True), '"4096x11008" = 512',
+)  # fmt: skip
 _CPU = _Rule('a table, such as [cpu] name = "…" cores = 16', lambda value: isinstance(value, CpuFigures))
 
 
@@ -159,6 +163,7 @@ class MachineProfile:
     disk_gbps: float | None = field(default=None, metadata=_key(_RATE))
     cpu: CpuFigures | None = field(default=None, metadata=_key(_CPU))
     tflops: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_DTYPE, gpu=True))
+    library_rows: Mapping[str, int] = field(default_factory=dict, metadata=_key(_BY_SHAPE, gpu=True))
     link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
     host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
 
