@@ -5,8 +5,9 @@ threads, which in 16 bits shows in every other text. So it is always given eight
 of keys: the query's position alone says which place is its own and how threads share the work.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -64,37 +65,25 @@ def attend_blocks_cpu(
 
     In place of a state there may be the attention itself, [B, T, H, D], of queries that see nothing else.
     """
-    heads = q.float().unflatten(2, (kv.num_kv_heads, -1))  # [B, T, H_kv, G, D]
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
+    heads = (kv.num_kv_heads, q.shape[2] // kv.num_kv_heads)
     for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
-        seen = {
-            t: range(
-                0 if sliding_window is None else max(0, position + 1 - sliding_window),
-                position + 1 if num_keys is None else min(position + 1, num_keys),
-            )
-            for t, position in enumerate(positions)
-            if position >= 0
-        }
-        if not seen:
+        layout = _Layout.of(tuple(positions), sliding_window, num_keys, *heads, tree=committed is not None)
+        if not layout.reach:
             continue
-        # Siblings of a tree stand at one position.
-        alone = committed is not None or len({positions[t] for t in seen}) < len(seen)
-        tiles = _Tiles(heads[b], positions, seen, alone=alone)
+        tiles = _Tiles(layout, q[b])
         if isinstance(state, AttentionState):
             tiles.load(state, b)
-        end = max(keys.stop for keys in seen.values())
-        first = max(blocks.start, min(keys.start for keys in seen.values()) // BLOCK_TOKENS)
+        end = max(keys.stop for keys in layout.reach)
+        first = max(blocks.start, min(keys.start for keys in layout.reach) // BLOCK_TOKENS)
         for block in range(first, min(blocks.stop, -(-end // BLOCK_TOKENS))):
             start = block * BLOCK_TOKENS
             committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
             data = kv.data[sequence, (block - kv.first_block) % kv.num_blocks]
             keys = _fp32_block(data, min(end - start, committed_here))
-            for chosen, own in _keys_of_tiles(tiles, keys, kv, rows, b, committed_here, start, gathered_bytes):
+            for chosen, own in _keys_of_tiles(layout, keys, kv, rows, b, committed_here, start, gathered_bytes):
                 tiles.attend(chosen, own, start, scale)
-        if isinstance(state, AttentionState):
-            tiles.store(state, b)
-        else:
-            state[b][tiles.queries] = tiles.result().to(state.dtype)
+        tiles.store(state, b)
 
 
 def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
@@ -119,95 +108,117 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
     return finish_attention_cpu(q, state)
 
 
-class _Tiles:
-    """The queries of one sequence by eight, each in the place that its position gives it, and their softmax so far.
+@dataclass(frozen=True)
+class _Layout:
+    """The queries of one sequence in tiles of eight, each in the place that its position gives it.
 
-    Args:
-        q: [T, H_kv, G, D] fp32.
-        positions: Of the T queries.
-        keys: Of each query that sees any, which.
-        alone: Each query has a tile of its own.
+    A place that has no query of its own holds the tile's first one once more, and what comes of that is not used.
+
+    Attributes:
+        queries: [Q], those that are not padding.
+        source: [N, H_kv, 8 * G], which of [T * H] each place holds.
+        target: [Q, H], which of [N * H_kv * 8 * G] are the queries' own.
+        keys: [2, N, 8 * G], the first key that each place sees, and the first behind it that it does not.
+        reach: The keys that any of a tile sees.
+        sliding: A place may see nothing of a block of which others of its tile see some.
     """
 
-    def __init__(self, q: torch.Tensor, positions: Sequence[int], keys: Mapping[int, range], *, alone: bool) -> None:
-        numbers: dict[tuple[int, int], int] = {}
-        tiles = [numbers.setdefault((positions[t] // _TILE_QUERIES, t if alone else 0), len(numbers)) for t in keys]
-        places = [tile * _TILE_QUERIES + positions[t] % _TILE_QUERIES for t, tile in zip(keys, tiles, strict=True)]
-        self.queries, self._places, self._group = torch.tensor(list(keys)), torch.tensor(places), q.shape[2]
-        # The keys that each place sees. Where there is no query all are seen, as nothing but NaN would come of none.
-        self._seen = [range(1 << 31)] * (_TILE_QUERIES * len(numbers))
-        self.reach = [range(0)] * len(numbers)  # the keys that any of a tile sees
-        for place, tile, seen in zip(places, tiles, keys.values(), strict=True):
-            reach = self.reach[tile] or seen
-            self._seen[place] = seen
-            self.reach[tile] = range(min(reach.start, seen.start), max(reach.stop, seen.stop))
-        self._q = self._spread(q[self.queries])
-        self._best = self._q.new_full(self._q.shape[:3], float("-inf"))
-        self._total, self._acc = torch.zeros_like(self._best), torch.zeros_like(self._q)
-        self._fresh = True  # nothing has been seen yet
+    queries: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    keys: torch.Tensor
+    reach: list[range]
+    sliding: bool
 
-    def _spread(self, values: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
-        """[queries, H_kv, G, ...] in their places: [tiles, H_kv, 8 * G, ...]."""
-        spread = values.new_full((len(self._seen), *values.shape[1:]), empty)
-        spread[self._places] = values
-        return spread.unflatten(0, (-1, _TILE_QUERIES)).transpose(1, 2).flatten(2, 3)
+    @staticmethod
+    @lru_cache(maxsize=32)  # all layers of a pass ask for the same
+    def of(
+        positions: tuple[int, ...], sliding_window: int | None, num_keys: int | None, num_kv_heads: int, group: int, *,
+        tree: bool,
+    ) -> "_Layout":  # fmt: skip
+        """That of queries at such positions; each has a tile of its own in a tree, or where siblings show it is one."""
+        queries = [t for t, position in enumerate(positions) if position >= 0]
+        alone = tree or len({positions[t] for t in queries}) < len(queries)
+        tiles: dict[tuple[int, int], list[int]] = {}
+        for t in queries:
+            tile = tiles.setdefault((positions[t] // _TILE_QUERIES, t if alone else 0), [t] * _TILE_QUERIES)
+            tile[positions[t] % _TILE_QUERIES] = t
+        places = torch.tensor(list(tiles.values()), dtype=torch.int64).view(len(tiles), _TILE_QUERIES)
+        position = torch.tensor(positions)[places]
+        stop = position + 1 if num_keys is None else (position + 1).clamp(max=num_keys)
+        first = torch.zeros_like(stop) if sliding_window is None else (position + 1 - sliding_window).clamp(min=0)
+        source = places[:, None, :, None] * num_kv_heads * group + torch.arange(num_kv_heads * group).view(-1, 1, group)
+        is_own = position % _TILE_QUERIES == torch.arange(_TILE_QUERIES)
+        target = torch.arange(source.numel()).view(source.shape).transpose(1, 2)[is_own]
+        keys = torch.stack((first, stop)).repeat_interleave(group, dim=2)
+        reach = list(map(range, first.amin(1).tolist(), stop.amax(1).tolist()))
+        return _Layout(places[is_own], source.flatten(2), target.flatten(1), keys, reach, sliding_window is not None)
 
-    def _gathered(self, spread: torch.Tensor) -> torch.Tensor:
-        """[tiles, H_kv, 8 * G, ...] of the queries: [queries, H, ...]."""
-        places = spread.unflatten(2, (_TILE_QUERIES, self._group)).transpose(1, 2).flatten(0, 1)
-        return places[self._places].flatten(1, 2)
+
+class _Tiles:
+    """The queries [T, H, D] of one sequence, in tiles, and their softmax so far."""
+
+    def __init__(self, layout: _Layout, q: torch.Tensor) -> None:
+        self._layout = layout
+        self._q = self._spread(q).float()
+        self._sums: tuple[torch.Tensor, ...] | None = None  # the largest log-sum-exp, the total, the values
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, H, ...] in their places: [N, H_kv, 8 * G, ...]."""
+        return values.flatten(0, 1)[self._layout.source]
 
     def load(self, state: AttentionState, b: int) -> None:
         """Begin with what has been seen of the queries of batch row b."""
-        best = state.best[b][self.queries]
+        best = self._spread(state.best[b])
         fresh = best == float("-inf")
-        if fresh.all():
+        if not fresh.all():
+            total, acc = self._spread(state.total[b]), self._spread(state.acc[b])
+            self._sums = best, total.masked_fill_(fresh, 0.0), acc.masked_fill_(fresh[..., None], 0.0)
+
+    def store(self, state: AttentionState | torch.Tensor, b: int) -> None:
+        """Write what has been seen now, or the attention itself."""
+        if self._sums is None:
             return
-        total = state.total[b][self.queries].masked_fill(fresh, 0.0)
-        acc = state.acc[b][self.queries].masked_fill(fresh[..., None], 0.0)
-        grouped = (one.unflatten(1, (-1, self._group)) for one in (best, total, acc))
-        self._best, self._total, self._acc = map(self._spread, grouped, (float("-inf"), 0.0, 0.0))
-        self._fresh = False
-
-    def store(self, state: AttentionState, b: int) -> None:
-        """Write what has been seen now."""
-        for kept, own in ((state.best, self._best), (state.total, self._total), (state.acc, self._acc)):
-            kept[b][self.queries] = self._gathered(own)
-
-    def result(self) -> torch.Tensor:
-        """The attention of the queries that there are: [queries, H, D] fp32."""
-        return self._gathered(self._acc / self._total[..., None])
+        best, total, acc = (one.flatten(0, 2)[self._layout.target] for one in self._sums)  # [Q, H, ...]
+        if isinstance(state, AttentionState):
+            for kept, own in ((state.best, best), (state.total, total), (state.acc, acc)):
+                kept[b][self._layout.queries] = own
+        else:
+            state[b][self._layout.queries] = (acc / total[..., None]).to(state.dtype)
 
     def attend(self, chosen: list[int], keys: torch.Tensor, start: int, scale: float) -> None:
-        """Merge a split, whose keys [2, H_kv, 256, D] begin at position `start`, into the chosen tiles."""
-        seen = [self._seen[tile * _TILE_QUERIES + place] for tile in chosen for place in range(_TILE_QUERIES)]
-        shape = (len(chosen), 1, _TILE_QUERIES, 1)
-        bounds = torch.tensor([[keys.start - start, keys.stop - start] for keys in seen]).view(*shape, 2)
+        """Merge a split, keys [2, n, H_kv, 256, D] that begin at position `start`, into the n chosen tiles."""
+        few, (first, last) = len(chosen), (chosen[0], chosen[-1])
+        at = slice(first, last + 1) if last - first + 1 == few else chosen
+        first_key, stop = self._layout.keys[:, at, :, None] - start  # [n, 8 * G, 1]
         key = torch.arange(BLOCK_TOKENS)
-        visible = (bounds[..., 0] <= key) & (key < bounds[..., 1])  # [n, 1, 8, 256]
-        mask = torch.where(visible, 0.0, float("-inf")).repeat_interleave(self._group, dim=2)
-        whole = len(chosen) == len(self.reach)
-        at = slice(None) if whole else chosen
+        visible = key < stop
+        if self._layout.sliding:
+            visible &= key >= first_key
+        mask = torch.where(visible, 0.0, float("-inf"))[:, None]
         # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
         # log-sum-exp. It computes every tile and head by itself.
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self._q[at], *keys[:, None].expand(-1, len(chosen), -1, -1, -1), 0.0, False, attn_mask=mask, scale=scale
+            self._q[at], *keys, 0.0, False, attn_mask=mask, scale=scale
         )
         lse = lse * _LOG2_E
-        unseen = [not (keys.start < start + BLOCK_TOKENS and start < keys.stop) for keys in seen]
-        if any(unseen):
-            none = torch.tensor(unseen).view(shape).repeat_interleave(self._group, dim=2)  # [n, 1, 8 G, 1]
-            lse, part = lse.masked_fill(none[..., 0], float("-inf")), part.masked_fill(none, 0.0)
-        if whole and self._fresh:  # what a merge with nothing comes to
-            new_best, total, acc = lse, (lse > float("-inf")).float(), part + 0.0
-        else:
-            best, total, acc = self._best[at], self._total[at], self._acc[at]
-            new_best = torch.maximum(best, lse)
-            pivot = new_best.masked_fill(new_best == float("-inf"), 0.0)
-            # Tile by tile: of how many numbers are asked for at once decides how they are rounded.
-            shrink, weight = (torch.stack([torch.exp2(one) for one in side - pivot]) for side in (best, lse))
-            total, acc = total * shrink + weight, acc * shrink[..., None] + part * weight[..., None]
-        self._best[at], self._total[at], self._acc[at], self._fresh = new_best, total, acc, False
+        if self._layout.sliding:
+            unseen = ~visible.any(-1)[:, None]
+            lse, part = lse.masked_fill_(unseen, float("-inf")), part.masked_fill_(unseen[..., None], 0.0)
+        if self._sums is None and few == len(self._q):  # what a merge with nothing comes to
+            self._sums = lse, (lse > float("-inf")).float(), part + 0.0
+            return
+        if self._sums is None:
+            best = self._q.new_full(self._q.shape[:3], float("-inf"))
+            self._sums = best, torch.zeros_like(best), torch.zeros_like(self._q)
+        best, total, acc = self._sums
+        both = torch.stack((best[at], lse), dim=-1)
+        best[at] = new_best = both.amax(-1)
+        both -= new_best.masked_fill(new_best == float("-inf"), 0.0)[..., None]
+        # Every other number is computed by itself; of neighbours, how many there are decides how they are rounded.
+        shrink, weight = (torch.exp2(one) for one in both.unbind(-1))
+        total[at] = total[at] * shrink + weight
+        acc[at] = acc[at] * shrink[..., None] + part * weight[..., None]
 
 
 def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
@@ -221,35 +232,34 @@ def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _keys_of_tiles(
-    tiles: _Tiles, keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, committed: int, start: int,
+    layout: _Layout, keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, committed: int, start: int,
     gathered_bytes: int,
 ) -> Iterator[tuple[list[int], torch.Tensor]]:  # fmt: skip
-    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as tiles see it, and which of them do.
+    """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as tiles see it: [2, n, H_kv, 256, D] of n.
 
-    A path stands behind the `committed` keys, as if that were a plain sequence. Paths share a buffer: be done with one
-    before the next is asked for.
+    A path stands behind the `committed` keys, as if that were a plain sequence. Paths share a buffer: be done with some
+    before others are asked for.
     """
     stops = {
         tile: min(reach.stop - start, BLOCK_TOKENS)
-        for tile, reach in enumerate(tiles.reach)
+        for tile, reach in enumerate(layout.reach)
         if reach.start < start + BLOCK_TOKENS and start < reach.stop
     }
     branching = [tile for tile, stop in stops.items() if stop > committed]
     together = [tile for tile, stop in stops.items() if stop <= committed]
     if together:
-        yield together, keys
+        yield together, keys[:, None].expand(-1, len(together), -1, -1, -1)
     if not branching:
         return
     assert rows.ancestors is not None and rows.committed is not None
-    path = keys.clone()
-    depth = start - int(rows.committed[b])  # of the block's first position
-    most = max(stops[tile] for tile in branching)
-    at_once = max(1, gathered_bytes // ((most - committed) * keys[:, :, 0].nbytes))
+    at_once = min(len(branching), max(1, gathered_bytes // keys.nbytes))
+    paths = keys[:, None].repeat(1, at_once, 1, 1, 1)
     for first in range(0, len(branching), at_once):
         group = branching[first : first + at_once]
-        # Each query has a tile of its own. Behind a path's end the slots say nothing.
-        slots = rows.ancestors[b, tiles.queries[group], committed + depth : most + depth]
-        paths = torch.stack(kv.at(rows.sequences[b], slots), dim=1).transpose(2, 3)  # [n, 2, H_kv, S, D]
-        for tile, gathered in zip(group, paths, strict=True):
-            path[:, :, committed : stops[tile]] = gathered[:, :, : stops[tile] - committed]
-            yield [tile], path
+        # Each query has a tile of its own. Behind a path's end the slots say nothing: its last key stands there.
+        own = torch.tensor([stops[tile] for tile in group])[:, None]
+        position = torch.minimum(torch.arange(committed, int(own.max())), own - 1)  # [n, S], in the block
+        slots = rows.ancestors[b, layout.queries[group][:, None], position + start - rows.committed[b]]
+        for side, gathered in zip(paths, kv.at(rows.sequences[b], slots), strict=True):  # [n, S, H_kv, D]
+            side[: len(group), :, committed : committed + position.shape[1]] = gathered.transpose(1, 2)
+        yield group, paths[:, : len(group)]
