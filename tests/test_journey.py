@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,13 @@ PASS, KERNEL = ("runners/target.py", "run_rows"), ("model/decoder.py", "embed")
 MOST_FILES = {"plain": 12, "tree": 20}
 
 
+@cache
+def file_of(name: str) -> str | None:
+    """The file of the package that code's own name for its file means; None for others'."""
+    path = Path(name)
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else None
+
+
 @contextmanager
 def journeys() -> Iterator[list[list[str]]]:
     """The files of the package whose functions are called, in order: one list a step, up to the target's embedding."""
@@ -28,10 +36,8 @@ def journeys() -> Iterator[list[list[str]]]:
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         nonlocal under_way, by_target
-        path = Path(frame.f_code.co_filename)
-        if event != "call" or not path.is_relative_to(PACKAGE):
+        if event != "call" or (name := file_of(frame.f_code.co_filename)) is None:
             return
-        name = path.relative_to(PACKAGE).as_posix()
         if (name, frame.f_code.co_name) == STEP:
             steps.append([LOOP])
             under_way, by_target = True, False
