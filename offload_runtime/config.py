@@ -13,10 +13,10 @@ import reprlib
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -169,6 +169,8 @@ def require_type(name: str, value: object, hint: Any) -> None:
 
 
 _NUMBERS = {int: Integral, float: Real}  # numpy's as well
+# Every choice of a token that has noise of its own has parameters of its own.
+_types_of: Callable[[type], Mapping[str, Any]] = cache(get_type_hints)
 
 
 def is_of_type(value: Any, hint: Any) -> bool:
@@ -186,7 +188,7 @@ def is_of_type(value: Any, hint: Any) -> bool:
 
 def require_types(options: object) -> None:
     """Raise `OptionError` unless every field of a dataclass is of its annotated type."""
-    for name, hint in get_type_hints(type(options)).items():
+    for name, hint in _types_of(type(options)).items():
         require_type(name, getattr(options, name), hint)
 
 
@@ -299,8 +301,7 @@ class SamplingParams:
         require_types(self)
         temperature = self.temperature
         require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
-        if 0 < temperature < 1e-3:
-            raise OptionError(f"temperature {temperature} is too small to divide by: use 0 for greedy decoding")
+        require(not 0 < temperature < 1e-3, f"temperature {temperature} is too small to divide by: use 0 for greedy")
         require(self.top_k >= 0, f"top_k must be 0 (off) or positive, not {self.top_k}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
