@@ -80,7 +80,10 @@ def attend_blocks_cpu(
             start = block * BLOCK_TOKENS
             committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
             data = kv.data[sequence, (block - kv.first_block) % kv.num_blocks]
-            keys = _fp32_block(data, min(end - start, committed_here))
+            # A copy in fp32, aligned as any, with zeros behind the tokens that there are: a split's own result is not
+            # rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
+            keys, length = torch.zeros(data.shape), min(end - start, committed_here)
+            keys[:, :, :length] = data[:, :, :length]
             for chosen, own in _keys_of_tiles(layout, keys, kv, rows, b, committed_here, start, gathered_bytes):
                 tiles.attend(chosen, own, start, scale)
         tiles.store(state, b)
@@ -118,17 +121,17 @@ class _Layout:
         queries: [Q], those that are not padding.
         source: [N, H_kv, 8 * G], which of [T * H] each place holds.
         target: [Q, H], which of [N * H_kv * 8 * G] are the queries' own.
-        keys: [2, N, 8 * G], the first key that each place sees, and the first behind it that it does not.
+        start, stop: [N, 8 * G, 1], the first key that each place sees, if not all see the first there is, and the
+            first behind it that it does not see.
         reach: The keys that any of a tile sees.
-        sliding: A place may see nothing of a block of which others of its tile see some.
     """
 
     queries: torch.Tensor
     source: torch.Tensor
     target: torch.Tensor
-    keys: torch.Tensor
+    start: torch.Tensor | None
+    stop: torch.Tensor
     reach: list[range]
-    sliding: bool
 
     @staticmethod
     @lru_cache(maxsize=32)  # all layers of a pass ask for the same
@@ -145,14 +148,15 @@ class _Layout:
             tile[positions[t] % _TILE_QUERIES] = t
         places = torch.tensor(list(tiles.values()), dtype=torch.int64).view(len(tiles), _TILE_QUERIES)
         position = torch.tensor(positions)[places]
-        stop = position + 1 if num_keys is None else (position + 1).clamp(max=num_keys)
-        first = torch.zeros_like(stop) if sliding_window is None else (position + 1 - sliding_window).clamp(min=0)
         source = places[:, None, :, None] * num_kv_heads * group + torch.arange(num_kv_heads * group).view(-1, 1, group)
         is_own = position % _TILE_QUERIES == torch.arange(_TILE_QUERIES)
         target = torch.arange(source.numel()).view(source.shape).transpose(1, 2)[is_own]
-        keys = torch.stack((first, stop)).repeat_interleave(group, dim=2)
-        reach = list(map(range, first.amin(1).tolist(), stop.amax(1).tolist()))
-        return _Layout(places[is_own], source.flatten(2), target.flatten(1), keys, reach, sliding_window is not None)
+        position = position.repeat_interleave(group, dim=1)[..., None]
+        stop = (position + 1).clamp(0, num_keys)
+        start = None if sliding_window is None else (position + 1 - sliding_window).clamp(min=0)
+        starts = [0] * len(tiles) if start is None else start.amin((1, 2)).tolist()
+        reach = list(map(range, starts, stop.amax((1, 2)).tolist()))
+        return _Layout(places[is_own], source.flatten(2), target.flatten(1), start, stop, reach)
 
 
 class _Tiles:
@@ -167,6 +171,10 @@ class _Tiles:
         """[T, H, ...] in their places: [N, H_kv, 8 * G, ...]."""
         return values.flatten(0, 1)[self._layout.source]
 
+    def _gathered(self, places: torch.Tensor) -> torch.Tensor:
+        """[N, H_kv, 8 * G, ...] of the queries themselves: [Q, H, ...]."""
+        return places.flatten(0, 2)[self._layout.target]
+
     def load(self, state: AttentionState, b: int) -> None:
         """Begin with what has been seen of the queries of batch row b."""
         best = self._spread(state.best[b])
@@ -179,22 +187,21 @@ class _Tiles:
         """Write what has been seen now, or the attention itself."""
         if self._sums is None:
             return
-        best, total, acc = (one.flatten(0, 2)[self._layout.target] for one in self._sums)  # [Q, H, ...]
         if isinstance(state, AttentionState):
-            for kept, own in ((state.best, best), (state.total, total), (state.acc, acc)):
-                kept[b][self._layout.queries] = own
+            for kept, own in zip((state.best, state.total, state.acc), self._sums, strict=True):
+                kept[b][self._layout.queries] = self._gathered(own)
         else:
-            state[b][self._layout.queries] = (acc / total[..., None]).to(state.dtype)
+            _, total, acc = self._sums
+            state[b][self._layout.queries] = self._gathered(acc / total[..., None]).to(state.dtype)
 
     def attend(self, chosen: list[int], keys: torch.Tensor, start: int, scale: float) -> None:
         """Merge a split, keys [2, n, H_kv, 256, D] that begin at position `start`, into the n chosen tiles."""
-        few, (first, last) = len(chosen), (chosen[0], chosen[-1])
-        at = slice(first, last + 1) if last - first + 1 == few else chosen
-        first_key, stop = self._layout.keys[:, at, :, None] - start  # [n, 8 * G, 1]
-        key = torch.arange(BLOCK_TOKENS)
-        visible = key < stop
-        if self._layout.sliding:
-            visible &= key >= first_key
+        layout = self._layout
+        at = slice(chosen[0], chosen[-1] + 1) if chosen[-1] - chosen[0] < len(chosen) else chosen
+        key = torch.arange(start, start + BLOCK_TOKENS)
+        visible = key < layout.stop[at]  # [n, 8 * G, 256]
+        if layout.start is not None:
+            visible &= key >= layout.start[at]
         mask = torch.where(visible, 0.0, float("-inf"))[:, None]
         # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
         # log-sum-exp. It computes every tile and head by itself.
@@ -202,15 +209,15 @@ class _Tiles:
             self._q[at], *keys, 0.0, False, attn_mask=mask, scale=scale
         )
         lse = lse * _LOG2_E
-        if self._layout.sliding:
+        if layout.start is not None:  # some places of a tile may see nothing of a block that others see
             unseen = ~visible.any(-1)[:, None]
             lse, part = lse.masked_fill_(unseen, float("-inf")), part.masked_fill_(unseen[..., None], 0.0)
-        if self._sums is None and few == len(self._q):  # what a merge with nothing comes to
-            self._sums = lse, (lse > float("-inf")).float(), part + 0.0
+        if self._sums is None and len(chosen) == len(self._q):  # what a merge with nothing comes to
+            self._sums = lse, torch.ones_like(lse), part + 0.0
             return
         if self._sums is None:
-            best = self._q.new_full(self._q.shape[:3], float("-inf"))
-            self._sums = best, torch.zeros_like(best), torch.zeros_like(self._q)
+            empty = torch.zeros(self._q.shape[:3])
+            self._sums = empty - torch.inf, empty, torch.zeros_like(self._q)
         best, total, acc = self._sums
         both = torch.stack((best[at], lse), dim=-1)
         best[at] = new_best = both.amax(-1)
@@ -219,16 +226,6 @@ class _Tiles:
         shrink, weight = (torch.exp2(one) for one in both.unbind(-1))
         total[at] = total[at] * shrink + weight
         acc[at] = acc[at] * shrink[..., None] + part * weight[..., None]
-
-
-def _fp32_block(block: torch.Tensor, length: int) -> torch.Tensor:
-    """A copy of a block [2, H_kv, 256, D] in fp32, aligned as any, with zeros behind its first `length` tokens.
-
-    A split's own result is not rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
-    """
-    copy = torch.zeros(block.shape)
-    copy[:, :, :length] = block[:, :, :length]
-    return copy
 
 
 def _keys_of_tiles(
@@ -240,13 +237,10 @@ def _keys_of_tiles(
     A path stands behind the `committed` keys, as if that were a plain sequence. Paths share a buffer: be done with some
     before others are asked for.
     """
-    stops = {
-        tile: min(reach.stop - start, BLOCK_TOKENS)
-        for tile, reach in enumerate(layout.reach)
-        if reach.start < start + BLOCK_TOKENS and start < reach.stop
-    }
-    branching = [tile for tile, stop in stops.items() if stop > committed]
-    together = [tile for tile, stop in stops.items() if stop <= committed]
+    stops = [min(reach.stop - start, BLOCK_TOKENS) for reach in layout.reach]
+    seeing = [tile for tile, reach in enumerate(layout.reach) if reach.start < start + BLOCK_TOKENS and stops[tile] > 0]
+    branching = [tile for tile in seeing if stops[tile] > committed]
+    together = [tile for tile in seeing if stops[tile] <= committed]
     if together:
         yield together, keys[:, None].expand(-1, len(together), -1, -1, -1)
     if not branching:

@@ -190,17 +190,11 @@ def linear_reference(
     """The rule on a CPU: products of exactly `_CPU_ROWS` rows, the last of them filled up with zeros."""
     for start in range(0, x.shape[0], _CPU_ROWS):
         rows, result = x[start : start + _CPU_ROWS], out[start : start + _CPU_ROWS]
-        missing = _CPU_ROWS - rows.shape[0]
-        if missing:
-            padded = (
-                torch.nn.functional.pad(result, (0, 0, 0, missing)) if add else x.new_empty(_CPU_ROWS, out.shape[1])
-            )
-            linear_library(
-                torch.nn.functional.pad(rows, (0, 0, 0, missing)), weight, padded, bias=bias, add=add, gated=gated
-            )
-            result.copy_(padded[: rows.shape[0]])
-        else:
-            linear_library(rows, weight, result, bias=bias, add=add, gated=gated)
+        padding = (0, 0, 0, _CPU_ROWS - rows.shape[0])
+        rows, padded = (torch.nn.functional.pad(one, padding) if any(padding) else one for one in (rows, result))
+        linear_library(rows, weight, padded, bias=bias, add=add, gated=gated)
+        if any(padding):
+            result.copy_(padded[: result.shape[0]])
 
 
 _by_rule = {"cuda": linear_triton, "cpu": linear_reference}

@@ -13,6 +13,7 @@ import torch
 
 from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, overlap_options, tl, triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.rms_norm import rms_norm_reference
 
 _BLOCK = tl.constexpr(BLOCK_TOKENS)
 
@@ -41,11 +42,6 @@ class HeadNorm:
     eps: float
 
 
-def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -60,19 +56,19 @@ def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_n
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if head_norm is not None:
-        q = _head_norm(qk[:, :num_heads], head_norm.q_weight, head_norm.eps)
-        qk = torch.cat((q, _head_norm(qk[:, num_heads:], head_norm.k_weight, head_norm.eps)), dim=1)
+        q = rms_norm_reference(qk[:, :num_heads], head_norm.q_weight, head_norm.eps)
+        qk = torch.cat((q, rms_norm_reference(qk[:, num_heads:], head_norm.k_weight, head_norm.eps)), dim=1)
     if rows.cos is not None and rows.sin is not None:
         qk = _rotate(qk, rows.cos, rows.sin)
     q, k = qk.split((num_heads, num_kv_heads), dim=1)
     real = rows.positions >= 0
-    stored = real.nonzero().squeeze(1)
+    stored = slice(None) if real.all() else real
     # torch will not write by index through an expanded dimension; batch rows of stride 0 are all the first.
     data = kv.data[:1] if kv.data.stride(0) == 0 else kv.data
     sequences, slots = rows.sequences[stored].long() % data.shape[0], rows.slots[stored].long()
     block = (slots // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
     data[sequences, block, :, :, slots % BLOCK_TOKENS] = torch.stack((k, v), dim=1)[stored]
-    return torch.where(real[:, None, None], q, 0)
+    return q.contiguous() if stored is not real else torch.where(real[:, None, None], q, 0)
 
 
 # Specialising on where blocks begin and how many they are would only compile it again.
