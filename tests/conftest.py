@@ -138,7 +138,7 @@ def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `slow` tests unless they are named or `-m` says what to run.
+    """Leave out `slow` tests unless they are named or `-m` says what to run; those marked `early` come first.
 
     Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
     as every one of them waits for what others are at.
@@ -160,6 +160,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (left_out if is_left_out else chosen).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
         return

@@ -14,12 +14,13 @@ from tests.helpers.covering import few
 
 
 def chosen_of(named: list[str], markexpr: str = "", here: str = "/repo") -> list[str]:
-    """Names of what is left of a slow test, one that is not, and a grid of which two are wanted."""
+    """Names of what is left of slow tests, two that are not, one of them early, and a grid of which two are wanted."""
     path, items, gone = Path("/repo/tests/test_x.py"), [], []
     marks: dict[str, dict[str, Any]] = {
         "test_slow": {"slow": True},
         "TestIt::test_slow": {"slow": True},
         "test_not": {},
+        "test_early": {"early": True},
     }
     marks |= {f"test_grid[{x}-{y}]": {"few": pytest.mark.few(2), "at": (x, y)} for x, y in product(range(2), range(2))}
     for name, of in marks.items():
@@ -40,7 +41,7 @@ def chosen_of(named: list[str], markexpr: str = "", here: str = "/repo") -> list
     return [item.name for item in every]
 
 
-OFTEN = ["test_not", "test_grid[0-0]", "test_grid[1-1]"]
+OFTEN = ["test_early", "test_not", "test_grid[0-0]", "test_grid[1-1]"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,9 @@ OFTEN = ["test_not", "test_grid[0-0]", "test_grid[1-1]"]
     ids=str,
 )  # fmt: skip
 def test_slow_tests_are_run_where_they_are_named(named: list[str], more: list[str]) -> None:
-    assert set(chosen_of(named)) == {*OFTEN, *more}
+    chosen = chosen_of(named)
+    assert set(chosen) == {*OFTEN, *more}
+    assert chosen[0] == "test_early"
 
 
 def test_a_path_begins_where_the_command_is_run() -> None:
@@ -64,7 +67,7 @@ def test_a_path_begins_where_the_command_is_run() -> None:
 
 
 def test_an_expression_decides_alone() -> None:
-    assert len(chosen_of([], markexpr="slow")) == 7
+    assert len(chosen_of([], markexpr="slow")) == 8
 
 
 def test_a_few_rows_hold_every_pair_of_values() -> None:

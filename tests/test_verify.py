@@ -29,6 +29,7 @@ from offload_runtime.verify.report import VerificationPlan, VerificationReport, 
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of
 
+pytestmark = pytest.mark.early  # `exact_report` takes ten seconds
 T1 = SamplingParams(temperature=1.0)
 PLAN = VerificationPlan(
     prompts={"words": PROMPT, "letters": "a, b, c, d, a, b, c, d, a, b"},
