@@ -164,8 +164,9 @@ def require(fine: bool, message: str) -> None:
 
 def require_type(name: str, value: object, hint: Any) -> None:
     """Raise `OptionError` unless a value is of an annotated type."""
-    wanted = str(hint).replace("collections.abc.", "") if get_args(hint) else hint.__name__
-    require(is_of_type(value, hint), f"{name} must be of type {wanted}, not {reprlib.repr(value)}")
+    if not is_of_type(value, hint):
+        wanted = str(hint).replace("collections.abc.", "") if get_args(hint) else hint.__name__
+        raise OptionError(f"{name} must be of type {wanted}, not {reprlib.repr(value)}")
 
 
 _NUMBERS = {int: Integral, float: Real}  # numpy's as well
@@ -318,7 +319,7 @@ class SamplingParams:
         """Whether any of top-k, top-p, min-p restricts the allowed tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
-    @property
+    @cached_property
     def without_noise(self) -> SamplingParams:
         """What two requests share that choose alike: everything but the noise."""
         return replace(self, seed=0, noise_id=0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from offload_runtime.config import GenerationParams, require
@@ -205,7 +205,7 @@ class StepRunner:
             seen = [result for _, result in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
         controller.observe(
-            sampling, replace(choice, size=size), [_own(result, choice, size) for result in seen],
+            sampling, Choice(choice.mode, size), [_own(result, choice, size) for result in seen],
             tokens=tokens, seconds=seconds if whole else None, **sizes,
         )  # fmt: skip
         return results
@@ -261,7 +261,7 @@ class StepRunner:
         )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.
-        actual = replace(choice, size=min(choice.size, max(len(result.proposal) for result in results)))
+        actual = Choice(choice.mode, min(choice.size, max(len(result.proposal) for result in results)))
         self._taken.append((actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)))
         if parts.recorder is not None:
             parts.recorder.decided(

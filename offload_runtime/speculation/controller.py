@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from offload_runtime.config import SamplingParams
 
@@ -45,8 +46,7 @@ _MARGIN = 0.02
 _SHORT_TOKENS = 1024
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """How a step is played.
 
     `mode` is a way to propose: `ngram` (what the text has said before behind its ending), `unigram` (the same where
@@ -66,6 +66,8 @@ class Choice:
         return f"{self.mode} {self.size}" if self.size else self.mode
 
 
+# Which of `SIZES` is the largest within one.
+_index: Callable[[int], int] = cache(lambda size: bisect_right(SIZES, size) - 1)
 # No proposals at all.
 PLAIN = Choice("plain", 0)
 
@@ -81,10 +83,6 @@ def size_for(count: int) -> int:
 def size_within(count: int) -> int:
     """The largest of `SIZES` that is no more than `count`."""
     return SIZES[_index(count)]
-
-
-def _index(size: int) -> int:
-    return bisect_right(SIZES, size) - 1
 
 
 def guessed_cost(choice: Choice, *, streamed: bool = False) -> float:
