@@ -91,13 +91,13 @@ def philox4x32_reference(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]
     low word leave above bit 32 is cut once, after the xors.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
+    rounds = torch.arange(10, device=c0.device)
+    k0s, k1s = ((one[..., None] + weyl * rounds & _MASK32).unbind(-1) for one, weyl in zip(key, _WEYL, strict=True))
+    for k0, k1 in zip(k0s, k1s, strict=True):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((p1 >> 32) ^ (c1 ^ k0)).bitwise_and_(_MASK32)
         c2 = ((p0 >> 32) ^ (c3 ^ k1)).bitwise_and_(_MASK32)
         c1, c3 = p1, p0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
     return c0, c1 & _MASK32, c2, c3 & _MASK32
 
 
