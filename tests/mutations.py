@@ -151,8 +151,8 @@ MUTATIONS = (
     Mutation(
         "mask: a token of a window sees the one behind it",
         f"{_KERNELS}/attention_cpu.py",
-        "position + 1 if num_keys is None",
-        "position + 2 if num_keys is None",
+        "stop = (position + 1).clamp",
+        "stop = (position + 2).clamp",
         ("tests/kernels/test_attention_cpu.py::test_blocks_of_other_sequences_and_of_the_future_are_not_read",),
     ),
     Mutation(
