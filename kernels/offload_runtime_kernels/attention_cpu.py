@@ -84,8 +84,8 @@ def attend_blocks_cpu(
             # rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
             keys, length = torch.zeros(data.shape), min(end - start, committed_here)
             keys[:, :, :length] = data[:, :, :length]
-            for chosen, own in _keys_of_tiles(layout, keys, kv, rows, b, committed_here, start, gathered_bytes):
-                tiles.attend(chosen, own, start, scale)
+            for at, own in _keys_of_tiles(layout, keys, kv, rows, b, committed_here, start, gathered_bytes):
+                tiles.attend(at, own, start, scale)
         tiles.store(state, b)
 
 
@@ -113,7 +113,7 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
 
 @dataclass(frozen=True)
 class _Layout:
-    """The queries of one sequence in tiles of eight, each in the place that its position gives it.
+    """The queries of one sequence in tiles of eight, each in the place that its position gives it, in that order.
 
     A place that has no query of its own holds the tile's first one once more, and what comes of that is not used.
 
@@ -140,7 +140,7 @@ class _Layout:
         tree: bool,
     ) -> "_Layout":  # fmt: skip
         """That of queries at such positions; each has a tile of its own in a tree, or where siblings show it is one."""
-        queries = [t for t, position in enumerate(positions) if position >= 0]
+        queries = sorted((t for t, position in enumerate(positions) if position >= 0), key=positions.__getitem__)
         alone = tree or len({positions[t] for t in queries}) < len(queries)
         tiles: dict[tuple[int, int], list[int]] = {}
         for t in queries:
@@ -194,10 +194,9 @@ class _Tiles:
             _, total, acc = self._sums
             state[b][self._layout.queries] = self._gathered(acc / total[..., None]).to(state.dtype)
 
-    def attend(self, chosen: list[int], keys: torch.Tensor, start: int, scale: float) -> None:
-        """Merge a split, keys [2, n, H_kv, 256, D] that begin at position `start`, into the n chosen tiles."""
+    def attend(self, at: slice, keys: torch.Tensor, start: int, scale: float) -> None:
+        """Merge a split, keys [2, n, H_kv, 256, D] that begin at position `start`, into n tiles."""
         layout = self._layout
-        at = slice(chosen[0], chosen[-1] + 1) if chosen[-1] - chosen[0] < len(chosen) else chosen
         key = torch.arange(start, start + BLOCK_TOKENS)
         visible = key < layout.stop[at]  # [n, 8 * G, 256]
         if layout.start is not None:
@@ -208,11 +207,11 @@ class _Tiles:
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             self._q[at], *keys, 0.0, False, attn_mask=mask, scale=scale
         )
-        lse = lse * _LOG2_E
+        lse.mul_(_LOG2_E)
         if layout.start is not None:  # some places of a tile may see nothing of a block that others see
             unseen = ~visible.any(-1)[:, None]
             lse, part = lse.masked_fill_(unseen, float("-inf")), part.masked_fill_(unseen[..., None], 0.0)
-        if self._sums is None and len(chosen) == len(self._q):  # what a merge with nothing comes to
+        if self._sums is None and len(lse) == len(self._q):  # what a merge with nothing comes to
             self._sums = lse, torch.ones_like(lse), part + 0.0
             return
         if self._sums is None:
@@ -221,39 +220,38 @@ class _Tiles:
         best, total, acc = self._sums
         both = torch.stack((best[at], lse), dim=-1)
         best[at] = new_best = both.amax(-1)
-        both -= new_best.masked_fill(new_best == float("-inf"), 0.0)[..., None]
+        both -= new_best.clamp(min=torch.finfo(torch.float32).min)[..., None]  # of nothing seen -inf stays, not NaN
         # Every other number is computed by itself; of neighbours, how many there are decides how they are rounded.
         shrink, weight = (torch.exp2(one) for one in both.unbind(-1))
-        total[at] = total[at] * shrink + weight
-        acc[at] = acc[at] * shrink[..., None] + part * weight[..., None]
+        total[at].mul_(shrink).add_(weight)
+        acc[at].mul_(shrink[..., None]).add_(part.mul_(weight[..., None]))
 
 
 def _keys_of_tiles(
     layout: _Layout, keys: torch.Tensor, kv: KVBlocks, rows: QueryRows, b: int, committed: int, start: int,
     gathered_bytes: int,
-) -> Iterator[tuple[list[int], torch.Tensor]]:  # fmt: skip
+) -> Iterator[tuple[slice, torch.Tensor]]:  # fmt: skip
     """The block `keys` [2, H_kv, 256, D] of positions from `start` on, as tiles see it: [2, n, H_kv, 256, D] of n.
 
     A path stands behind the `committed` keys, as if that were a plain sequence. Paths share a buffer: be done with some
     before others are asked for.
     """
-    stops = [min(reach.stop - start, BLOCK_TOKENS) for reach in layout.reach]
-    seeing = [tile for tile, reach in enumerate(layout.reach) if reach.start < start + BLOCK_TOKENS and stops[tile] > 0]
-    branching = [tile for tile in seeing if stops[tile] > committed]
-    together = [tile for tile in seeing if stops[tile] <= committed]
-    if together:
-        yield together, keys[:, None].expand(-1, len(together), -1, -1, -1)
-    if not branching:
+    seeing = [n for n, seen in enumerate(layout.reach) if seen.start < start + BLOCK_TOKENS and start < seen.stop]
+    first, end = (seeing[0], seeing[-1] + 1) if seeing else (0, 0)
+    branching = next((n for n in seeing if min(layout.reach[n].stop - start, BLOCK_TOKENS) > committed), end)
+    if first < branching:
+        yield slice(first, branching), keys[:, None].expand(-1, branching - first, -1, -1, -1)
+    if branching == end:
         return
     assert rows.ancestors is not None and rows.committed is not None
-    at_once = min(len(branching), max(1, gathered_bytes // keys.nbytes))
+    at_once = min(end - branching, max(1, gathered_bytes // keys.nbytes))
     paths = keys[:, None].repeat(1, at_once, 1, 1, 1)
-    for first in range(0, len(branching), at_once):
-        group = branching[first : first + at_once]
+    for tile in range(branching, end, at_once):
+        at = slice(tile, min(tile + at_once, end))
         # Each query has a tile of its own. Behind a path's end the slots say nothing: its last key stands there.
-        own = torch.tensor([stops[tile] for tile in group])[:, None]
-        position = torch.minimum(torch.arange(committed, int(own.max())), own - 1)  # [n, S], in the block
-        slots = rows.ancestors[b, layout.queries[group][:, None], position + start - rows.committed[b]]
+        own = (layout.stop[at, 0] - start).clamp(max=BLOCK_TOKENS)
+        position = torch.minimum(torch.arange(committed, int(own[-1])), own - 1)  # [n, S], in the block
+        slots = rows.ancestors[b, layout.queries[at, None], position + start - rows.committed[b]]
         for side, gathered in zip(paths, kv.at(rows.sequences[b], slots), strict=True):  # [n, S, H_kv, D]
-            side[: len(group), :, committed : committed + position.shape[1]] = gathered.transpose(1, 2)
-        yield group, paths[:, : len(group)]
+            side[: len(own), :, committed : committed + position.shape[1]] = gathered.transpose(1, 2)
+        yield at, paths[:, : len(own)]
