@@ -72,7 +72,7 @@ def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> Non
          if not entry.expanded and len(path) <= depth), reverse=True
     )  # fmt: skip
     picked = tree.next_to_expand(count, depth)
-    assert len(set(picked)) == len(picked) and all(not tree.is_expanded(node) for node in picked)
+    assert len(set(picked)) == len(picked) and all(not tree.nodes[node].expanded for node in picked)
     assert [tree.log_probability(node) for node in picked] == pytest.approx(waiting[:count], abs=1e-9)
     ranked = sorted((listed.log_probability(path) for path in listed.entries if 0 < len(path) <= depth), reverse=True)
     proposal, nodes = tree.best(count, depth)
@@ -81,15 +81,15 @@ def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> Non
     for index, node in enumerate(nodes):  # a `Proposal` checks by itself that parents come first
         parent = proposal.parents[index]
         assert path_of(tree, node) == (*(path_of(tree, nodes[parent]) if parent >= 0 else ()), proposal.tokens[index])
-        assert proposal.sources[index] == tree.source(node) and tree.depth(node) <= depth
+        assert proposal.sources[index] == tree.nodes[node].source and tree.depth(node) <= depth
     for path, entry in listed.entries.items():
         node = node_of(tree, path)
         assert tree.depth(node) == len(path) and path_of(tree, node) == path
         assert tree.log_probability(node) == pytest.approx(listed.log_probability(path), abs=1e-9)
-        assert tree.is_expanded(node) == entry.expanded
+        assert tree.nodes[node].expanded == entry.expanded
         slots = tuple(listed.entries[path[: end + 1]].slot for end in range(len(path)))
-        assert tree.slots(node) == (slots if entry.expanded else ())
-        assert not path or tree.source(node) == entry.source
+        assert tree.nodes[node].slots == (slots if entry.expanded else ())
+        assert not path or tree.nodes[node].source == entry.source
 
 
 @given(st.data())
@@ -124,7 +124,7 @@ def test_a_tree_is_what_a_list_of_paths_says(draw: st.DataObject) -> None:
             known = draw.draw(st.sampled_from(sorted(listed.entries)))
             tokens = (*known, *draw.draw(st.lists(st.integers(0, 3), max_size=1)))
             assert tree.follow(tokens) == listed.follow(tokens)
-            assert tree.token(tree.root) == (tokens[-1] if tokens else tree.token(tree.root))
+            assert tree.nodes[tree.root].token == (tokens[-1] if tokens else tree.nodes[tree.root].token)
             compare(tree, listed, draw)
 
 
@@ -172,15 +172,15 @@ class Twins:
         tokens = self.chance.sample(range(7), self.chance.randrange(7))
         chances = sorted((self.drawn_chance() for _ in tokens), reverse=True)
         above = self.in_eager(path)
-        before = self.eager.children(above)
+        before = list(self.eager.nodes[above].children.values())
         added = [self.eager.add(above, token, said, "a") for token, said in zip(tokens, chances, strict=True)]
         expected = [self.eager.log_probability(node) for node in added if node not in before]
         assert self.lazy.offer(self.known[path], tokens, chances, "a") == expected
 
     def expand(self, path: Path) -> None:
         """Parents come before their children."""
-        above = path == self.above or self.lazy.is_expanded(self.known[path[:-1]])
-        if self.lazy.is_expanded(self.known[path]) or not above:
+        above = path == self.above or self.lazy.nodes[self.known[path[:-1]]].expanded
+        if self.lazy.nodes[self.known[path]].expanded or not above:
             return
         (slot,) = self.lazy.free_slots(1)
         for tree, node in ((self.lazy, self.known[path]), (self.eager, self.in_eager(path))):
@@ -198,7 +198,7 @@ class Twins:
         paths = [self.learn(node) for node in ours]
         if self.exact:
             assert paths == [(*self.above, *path_of(self.eager, node)) for node in theirs]
-            assert [self.lazy.source(node) for node in ours] == [self.eager.source(node) for node in theirs]
+            assert [self.lazy.nodes[node].source for node in ours] == [self.eager.nodes[node].source for node in theirs]
         return paths
 
     def ask(self) -> None:
@@ -216,14 +216,14 @@ class Twins:
     def follow(self) -> None:
         """Mostly something that is there, which may only have been offered."""
         node, tokens = self.eager.root, list[int]()
-        while self.eager.children(node) and self.chance.random() < 0.6:
-            node = self.chance.choice(self.eager.children(node))
-            tokens.append(self.eager.token(node))
+        while (below := self.eager.nodes[node].children) and self.chance.random() < 0.6:
+            node = self.chance.choice(list(below.values()))
+            tokens.append(self.eager.nodes[node].token)
         if self.chance.random() < 0.1:
             tokens.append(self.chance.randrange(7))
         assert self.lazy.follow(tokens) == self.eager.follow(tokens)
         self.above = (*self.above, *tokens)
-        self.known = {path: node for path, node in self.known.items() if node in self.lazy}
+        self.known = {path: node for path, node in self.known.items() if node in self.lazy.nodes}
         self.known[self.above] = self.lazy.root
 
 
@@ -256,7 +256,7 @@ def test_a_node_that_became_likelier_takes_its_branch_with_it() -> None:
     below = tree.add(rare, 7, -0.25, "a")
     tree.set_expanded(tree.root, None)
     assert tree.next_to_expand(3, 9) == [likely, rare, below]
-    assert tree.add(tree.root, 5, -0.5, "b") == rare and tree.source(rare) == "a"
+    assert tree.add(tree.root, 5, -0.5, "b") == rare and tree.nodes[rare].source == "a"
     assert tree.next_to_expand(3, 9) == [rare, below, likely]
     assert tree.log_probability(below) == -0.75
     assert tree.add(tree.root, 5, -2.0, "b") == rare and tree.log_probability(rare) == -0.5
@@ -266,18 +266,19 @@ def test_what_is_offered_becomes_nodes_when_likelier_ones_have_been_asked_for() 
     tree = CandidateTree(1)
     tree.set_expanded(tree.root, None)
     assert tree.offer(tree.root, [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], "a") == [-1.0, -2.0, -3.0, -4.0]
-    (first,) = tree.children(tree.root)
-    assert tree.next_to_expand(0, 9) == [] and tree.children(tree.root) == [first]
-    assert tree.next_to_expand(1, 9) == [first] and [tree.token(node) for node in tree.children(tree.root)] == [5, 6]
+    children = tree.nodes[tree.root].children  # by token
+    first = children[5]
+    assert tree.next_to_expand(0, 9) == [] and list(children) == [5]
+    assert tree.next_to_expand(1, 9) == [first] and list(children) == [5, 6]
     tree.set_expanded(first, 0)
     assert tree.offer(first, [9, 5], [-0.5, -3.5], "a") == [-1.5, -4.5]
     assert [tree.log_probability(node) for node in tree.next_to_expand(3, 9)] == [-1.5, -2.0, -3.0]
     # Too deep ones bring up no others, and one of several that others thought of too is the same.
-    assert tree.next_to_expand(1, 1) == tree.children(tree.root)[1:2]
+    assert tree.next_to_expand(1, 1) == [children[6]]
     likelier = tree.add(tree.root, 8, -0.25, "b")
-    assert tree.source(likelier) == "a" and tree.next_to_expand(9, 1)[0] == likelier
+    assert tree.nodes[likelier].source == "a" and tree.next_to_expand(9, 1)[0] == likelier
     proposal, nodes = tree.best(9, 9)
-    assert proposal.tokens == (8, 5, 9, 6, 7, 5) and nodes[0] == likelier and len(tree.children(tree.root)) == 4
+    assert proposal.tokens == (8, 5, 9, 6, 7, 5) and nodes[0] == likelier and len(children) == 4
 
 
 def test_a_raise_that_is_rounded_away_makes_nobody_wait_twice() -> None:
@@ -296,12 +297,12 @@ def test_a_text_without_end_costs_no_more_and_more() -> None:
     for token in range(1, 500):
         for child in (token, -token):
             tree.set_expanded(tree.add(tree.root, child, -0.5, "a"), tree.free_slots(1)[0])
-        assert tree.follow([token]) and tree.is_expanded(tree.root)
-        assert tree.num_slots == 0 and tree.slots(tree.root) == ()
+        assert tree.follow([token]) and tree.nodes[tree.root].expanded
+        assert tree.num_slots == 0 and tree.nodes[tree.root].slots == ()
     child = tree.add(tree.root, 7, -0.5, "a")
     tree.set_expanded(child, 3)
-    assert tree.slots(child) == (3,)
-    assert max(len(tree.slots(node)) for node in tree) == 1, "only of what is below the root"
+    assert tree.nodes[child].slots == (3,)
+    assert max(len(tree.nodes[node].slots) for node in tree.nodes) == 1, "only of what is below the root"
 
 
 @pytest.mark.parametrize(("sharpness", "missed", "scale"), [(0.4, 0.1, 1.0), (2.5, 0.35, 1.0), (0.03, 0.1, 10.0)])

@@ -334,7 +334,7 @@ def test_ngrams_that_hardly_ever_come_true_do_not_join(draft: TreeDraft) -> None
     proposer = draft.proposer(PARAMS[0], ngrams=True)
     proposer.propose([DraftRequest(0, text, 12, 400)])
     tree = proposer.trees[0].tree
-    guessed = [tree.log_probability(node) for node in tree if tree.source(node) == "ngram"]
+    guessed = [tree.log_probability(number) for number, node in tree.nodes.items() if node.source == "ngram"]
     assert guessed and min(guessed) > math.log(0.9e-4)
 
 

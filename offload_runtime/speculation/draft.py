@@ -56,10 +56,10 @@ class GrownTree:
         the spine behind the last of them."""
         tree, paths = self.tree, dict[int, tuple[int, ...]]()
         for node, slot in placed.items():
-            above = tree.parent(node)
-            assert slot is None or above in paths or tree.is_expanded(above), "what comes before a node has keys"
-            paths[node] = () if slot is None else (*(paths[above] if above in paths else tree.slots(above)), slot)
-        return Asked(self.text, [Branch(tree.token(node), path) for node, path in paths.items()], spine)
+            above = tree.nodes[node].parent
+            assert slot is None or above in paths or tree.nodes[above].expanded, "what comes before a node has keys"
+            paths[node] = () if slot is None else (*(paths[above] if above in paths else tree.nodes[above].slots), slot)
+        return Asked(self.text, [Branch(tree.nodes[node].token, path) for node, path in paths.items()], spine)
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
@@ -188,7 +188,7 @@ class TreeDraftProposer(Proposer):
             self._learn(before, new, path)
             if self._adopt(before, new, path) and before.tree.follow(new):
                 one.tree = before.tree
-                one.children = {node: children for node, children in before.children.items() if node in one.tree}
+                one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         if self.ngrams is not None:
             self._add_ngrams(one)
         self.trees[request.slot] = one
@@ -210,9 +210,10 @@ class TreeDraftProposer(Proposer):
             Whether the keys before it are at theirs, without which the tree is of no use.
         """
         tree = before.tree
-        if tree.is_expanded(tree.root) and not self.model.holds(before.request.slot, before.text):
+        if tree.nodes[tree.root].expanded and not self.model.holds(before.request.slot, before.text):
             return False
-        slots = max(map(tree.slots, path), key=len, default=())  # nodes that were not expanded have none
+        # Nodes that were not expanded have none.
+        slots = max((tree.nodes[node].slots for node in path), key=len, default=())
         if slots:
             self.model.adopt(before.request.slot, new[: len(slots)], slots)
         return True

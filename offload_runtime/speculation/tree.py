@@ -5,7 +5,7 @@ Pure data between the proposers, which make it, and the round, which verifies al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -94,16 +94,17 @@ class Offer:
 
 @dataclass(slots=True)
 class Node:
-    """`depth` and `log_probability` count from where the tree once began, so that a new root changes neither."""
+    """A candidate. `depth` and `log_probability` count from where the tree once began, so that a new root changes
+    neither; `CandidateTree` says what they are from the root on."""
 
     token: int
     parent: int
     depth: int
     log_probability: float
-    source: str
+    source: str  # who thought of it first; of the root nobody
     children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
-    expanded: bool = False
-    slots: tuple[int, ...] = ()  # of the path to it, from below the root on; of nodes that have keys
+    expanded: bool = False  # whether it has been asked what follows it
+    slots: tuple[int, ...] = ()  # of the keys of the path to it, from below the root on; of nodes that are expanded
     offer: Offer | None = None  # where there may be something left of it
 
 
@@ -112,6 +113,10 @@ class CandidateTree:
 
     Args:
         token: The text's last one, the root.
+
+    Attributes:
+        nodes: By their numbers, to be read.
+        root: The number of the root.
     """
 
     def __init__(self, token: int) -> None:
@@ -127,20 +132,14 @@ class CandidateTree:
     def _keep(self, nodes: dict[int, Node]) -> None:
         """Only these are left, the root among them. Order those that wait to be expanded; what is deeper than anybody
         has looked is set aside."""
-        self._nodes = nodes
+        self.nodes = nodes
         self._slots = {node.slots[-1] for node in nodes.values() if node.slots}
         self._first_free = 0
         # What a raised probability or an expansion leaves behind in here is recognised when it comes up.
         self._frontier = [(-node.log_probability, key) for key, node in nodes.items() if not node.expanded]
         heapify(self._frontier)
         self._deeper: list[tuple[float, int]] = []
-        self._reach = self._nodes[self.root].depth
-
-    def __contains__(self, node: int) -> bool:
-        return node in self._nodes
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._nodes)
+        self._reach = self.nodes[self.root].depth
 
     def free_slots(self, count: int) -> list[int]:
         """The first so many that hold keys of no living candidate."""
@@ -153,38 +152,13 @@ class CandidateTree:
         """Candidates that have keys."""
         return len(self._slots)
 
-    def token(self, node: int) -> int:
-        """What a node says."""
-        return self._nodes[node].token
-
     def depth(self, node: int) -> int:
         """Its distance from the root."""
-        return self._nodes[node].depth - self._nodes[self.root].depth
+        return self.nodes[node].depth - self.nodes[self.root].depth
 
     def log_probability(self, node: int) -> float:
         """That the text goes on as its path does."""
-        return self._nodes[node].log_probability - self._nodes[self.root].log_probability
-
-    def source(self, node: int) -> str:
-        """Who thought of it first; of the root nobody."""
-        return self._nodes[node].source
-
-    def slots(self, node: int) -> tuple[int, ...]:
-        """Where the draft keeps the keys of an expanded node's path, from below the root on; none where it has not
-        been expanded."""
-        return self._nodes[node].slots
-
-    def is_expanded(self, node: int) -> bool:
-        """Whether it has been asked what follows it."""
-        return self._nodes[node].expanded
-
-    def children(self, node: int) -> list[int]:
-        """What may follow a node, as far as it has become nodes, in the order in which it has."""
-        return list(self._nodes[node].children.values())
-
-    def parent(self, node: int) -> int:
-        """The node that it follows; not of the root."""
-        return self._nodes[node].parent
+        return self.nodes[node].log_probability - self.nodes[self.root].log_probability
 
     def add(self, parent: int, token: int, log_probability: float, source: str) -> int:
         """What may follow a node; if that is there already, the larger of the two probabilities counts.
@@ -211,7 +185,7 @@ class CandidateTree:
         Returns:
             Log-probabilities of the paths that end with those that were not there.
         """
-        above = self._nodes[parent]
+        above = self.nodes[parent]
         assert above.offer is None, "a node is expanded once"
         new = dict(zip(tokens, log_probabilities, strict=True))
         for token in [token for token in tokens if token in above.children]:
@@ -220,12 +194,12 @@ class CandidateTree:
             token = next(iter(new))
             above.offer = Offer(new, source, last=self._make(parent, token, new[token], source))
         # To the last bit what `log_probability` will say of the nodes: a candidate is not more probable than itself.
-        root = self._nodes[self.root].log_probability
+        root = self.nodes[self.root].log_probability
         return [above.log_probability + log_probability - root for log_probability in new.values()]
 
     def _child(self, parent: int, token: int) -> int | None:
         """The node that says this behind another one, where anybody has thought of it."""
-        above = self._nodes[parent]
+        above = self.nodes[parent]
         offer = above.offer
         if token in above.children or offer is None or token not in offer.log_probabilities:
             return above.children.get(token)
@@ -233,9 +207,9 @@ class CandidateTree:
 
     def _make(self, parent: int, token: int, log_probability: float, source: str) -> int:
         assert log_probability <= 0
-        above = self._nodes[parent]
+        above = self.nodes[parent]
         node, self._made = self._made, self._made + 1
-        self._nodes[node] = Node(token, parent, above.depth + 1, above.log_probability + log_probability, source)
+        self.nodes[node] = Node(token, parent, above.depth + 1, above.log_probability + log_probability, source)
         above.children[token] = node
         self._wait(node)
         return node
@@ -243,8 +217,8 @@ class CandidateTree:
     def _make_sibling(self, node: int) -> int | None:
         """The likeliest of the children that were only offered so far is a node now, if it is the one that is to be
         asked for after this node."""
-        parent = self._nodes[node].parent
-        above = self._nodes.get(parent)
+        parent = self.nodes[node].parent
+        above = self.nodes.get(parent)
         if above is None or above.offer is None or above.offer.last != node:
             return None
         offer = above.offer
@@ -257,12 +231,12 @@ class CandidateTree:
 
     def _raise(self, top: int, parent: int, log_probability: float) -> None:
         """Make a node and all below it more probable, if this is more than it has, given its parent."""
-        by = self._nodes[parent].log_probability + log_probability - self._nodes[top].log_probability
+        by = self.nodes[parent].log_probability + log_probability - self.nodes[top].log_probability
         below = [top] if by > 0 else []
         while below:
-            node = self._nodes[below[-1]]
+            node = self.nodes[below[-1]]
             # Never above its parent by a rounding.
-            raised = min(node.log_probability + by, self._nodes[node.parent].log_probability)
+            raised = min(node.log_probability + by, self.nodes[node.parent].log_probability)
             moved, node.log_probability = raised > node.log_probability, raised
             if moved and not node.expanded:  # else it was rounded away, and the node waits already
                 self._wait(below[-1])
@@ -270,18 +244,18 @@ class CandidateTree:
 
     def _wait(self, key: int) -> None:
         """Put a node among those that may be expanded next."""
-        heappush(self._frontier, (-self._nodes[key].log_probability, key))
+        heappush(self._frontier, (-self.nodes[key].log_probability, key))
 
     def set_expanded(self, node: int, slot: int | None) -> None:
         """What follows a node has been added, and its keys are in a slot, or at their own place (None: the root's).
 
         Parents come before their children.
         """
-        expanded = self._nodes[node]
+        expanded = self.nodes[node]
         expanded.expanded = True
         if slot is not None:
             assert slot not in self._slots, "two candidates share a slot"
-            expanded.slots = (*self._nodes[expanded.parent].slots, slot)
+            expanded.slots = (*self.nodes[expanded.parent].slots, slot)
             self._slots.add(slot)
         self._make_sibling(node)
 
@@ -292,7 +266,7 @@ class CandidateTree:
             count: Most nodes.
             depth: Greatest depth.
         """
-        limit = self._nodes[self.root].depth + depth
+        limit = self.nodes[self.root].depth + depth
         if limit > self._reach:
             for entry in self._deeper:
                 heappush(self._frontier, entry)
@@ -301,7 +275,7 @@ class CandidateTree:
         picked: list[tuple[float, int]] = []
         while self._frontier and len(picked) < count:
             entry = heappop(self._frontier)
-            node = self._nodes.get(entry[1])
+            node = self.nodes.get(entry[1])
             if node is None or node.expanded or node.log_probability != -entry[0]:
                 continue
             if node.depth > limit:
@@ -320,23 +294,23 @@ class CandidateTree:
             count: Most candidates.
             depth: Greatest depth.
         """
-        limit = self._nodes[self.root].depth + depth
+        limit = self.nodes[self.root].depth + depth
         chosen: dict[int, int] = {self.root: -1}
         heap: list[tuple[float, int]] = []
         last = self.root
         while len(chosen) <= count:
-            if self._nodes[last].depth < limit:
-                for child in self._nodes[last].children.values():
-                    heappush(heap, (-self._nodes[child].log_probability, child))
+            if self.nodes[last].depth < limit:
+                for child in self.nodes[last].children.values():
+                    heappush(heap, (-self.nodes[child].log_probability, child))
             if not heap:
                 break
             last = heappop(heap)[1]
             sibling = self._make_sibling(last)
             if sibling is not None:
-                heappush(heap, (-self._nodes[sibling].log_probability, sibling))
+                heappush(heap, (-self.nodes[sibling].log_probability, sibling))
             chosen[last] = len(chosen) - 1
         nodes = list(chosen)[1:]
-        found = [self._nodes[node] for node in nodes]
+        found = [self.nodes[node] for node in nodes]
         tokens, sources = tuple(node.token for node in found), tuple(node.source for node in found)
         return Proposal(tokens, tuple(chosen[node.parent] for node in found), sources), nodes
 
@@ -367,12 +341,12 @@ class CandidateTree:
         if not path:
             return True
         self.root = path[-1]
-        above = len(self._nodes[self.root].slots)
+        above = len(self.nodes[self.root].slots)
         kept: dict[int, Node] = {}
         below = [self.root]
         while below:
             key = below.pop()
-            node = kept[key] = self._nodes[key]
+            node = kept[key] = self.nodes[key]
             node.slots = node.slots[above:]  # of a text without end they would become ever more
             below.extend(node.children.values())
         self._keep(kept)

@@ -96,5 +96,5 @@ def path_of(tree: CandidateTree, node: int) -> tuple[int, ...]:
     """The tokens from below the root to a node."""
     path: tuple[int, ...] = ()
     while node != tree.root:
-        path, node = (tree.token(node), *path), tree.parent(node)
+        path, node = (tree.nodes[node].token, *path), tree.nodes[node].parent
     return path
