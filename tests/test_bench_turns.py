@@ -10,7 +10,7 @@ import bench_turns
 import pytest
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams
 from offload_runtime.verify.equality import Transcript
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
@@ -27,7 +27,7 @@ def test_nothing_differs(long_target: Path, tmp_path: Path) -> None:
 
 
 def test_what_differs_is_counted() -> None:
-    said = Transcript([3, 4], torch.ones(2, 5), SamplingParams(), 7, 1)
+    said = Transcript([3, 4], torch.ones(2, 5), GenerationParams(), 7, 1)
     moved = said.rows.clone()
     moved[1, 2] += 1e-6
     kept = [torch.zeros(3, dtype=torch.int32)]

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 
 from offload_runtime import sampling
 from offload_runtime.cli.verify import describe_finding, identity_table, verdict_line
-from offload_runtime.config import SamplingParams
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.verify.distribution import Fit, fit, fit_row, target_probabilities, total
 from offload_runtime.verify.equality import Finding, IdentityRun, Transcript, compare, resample
 from offload_runtime.verify.report import VerificationReport
@@ -28,7 +28,7 @@ T1 = SamplingParams(temperature=1.0)
 
 def transcript(rows: torch.Tensor, params: SamplingParams, position: int = 10) -> Transcript:
     """What an honest runtime would say from these rows of logits [N, V]."""
-    return Transcript(resample(rows, params, position), rows, params, position, passes=1)
+    return Transcript(resample(rows, params, position), rows, GenerationParams(sampling=params), position, passes=1)
 
 
 def judge(plain: torch.Tensor, other: torch.Tensor, params: SamplingParams, *, bitwise: bool = False) -> Finding:

@@ -106,7 +106,7 @@ class Bench:
                 said.append((text, answer, keys_and_values(runtime, len(text) + self._tokens - 1)))
                 text = [*text, *answer.tokens, *self._draw(self._random.randint(1, _MOST_NEW))]
             for text, answer, kept in said[1 : 1 + count - found.compared]:
-                params = replace(self._params(0), sampling=answer.sampling)
+                params = replace(self._params(0), sampling=answer.params.sampling)
                 fresh = transcribe(runtime, text, params)
                 found.add(fresh, answer, [kept, keys_and_values(runtime, len(text) + self._tokens - 1)])
         return found

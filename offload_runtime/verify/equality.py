@@ -97,21 +97,21 @@ class Transcript:
     Attributes:
         tokens: What was said.
         rows: [N, V] in the model's dtype, on the host: the target's logits that each token was chosen from.
-        sampling: How they were chosen.
+        params: What was asked for, and how the tokens were chosen.
         first_position: Of the first token.
         passes: Passes of the target after prefill.
     """
 
     tokens: list[int]
     rows: torch.Tensor
-    sampling: SamplingParams
+    params: GenerationParams
     first_position: int
     passes: int
 
     @cached_property
     def foreign_tokens(self) -> int:
         """Tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
-        again = resample(self.rows, self.sampling, self.first_position)
+        again = resample(self.rows, self.params.sampling, self.first_position)
         return sum(a != b for a, b in zip_longest(again, self.tokens))
 
 
@@ -136,7 +136,7 @@ def transcribe(
         rows.append(logits.to("cpu", copy=True))
 
     result = runtime.replay(list(prompt), params, proposer=proposer, on_logits=keep, owner=owner, mates=mates)
-    return Transcript(result.tokens, torch.cat(rows), params.sampling, len(prompt), result.stats.passes)
+    return Transcript(result.tokens, torch.cat(rows), params, len(prompt), result.stats.passes)
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
@@ -248,42 +248,42 @@ def verify_identity(
         count: Tokens of every generation.
         on_step: Called after each generation.
     """
-    loaded = loaded_proposers(runtime)
-    runs = []
+    loaded, runs = loaded_proposers(runtime), []
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
-            seed = prompt_number * len(settings) + setting_number
+            seed, number = prompt_number * len(settings) + setting_number, prompt_number + setting_number
             params = GenerationParams(count, ignore_eos=True, sampling=replace(setting, seed=seed))
             plain = transcribe(runtime, prompt, params)
             on_step()
-            script = ScriptedProposer(
-                [*prompt, *plain.tokens], runtime.config.vocab_size, accuracy=_SCRIPT_ACCURACY, seed=seed
-            )
-            for number, (name, proposer) in enumerate({**loaded, "script": script}.items()):
-                gamma = GAMMAS[(prompt_number + setting_number + number) % len(GAMMAS)]
-                nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in proposer.modes({}) else None
-                other = transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
-                finding = compare(plain, other, bitwise=runtime.device.type == "cuda")
-                run = IdentityRun(
-                    prompt_name, setting_name, seed, name, gamma, len(other.tokens), other.passes, finding, nodes
-                )
-                runs.append(run)
-                on_step()
-            number = prompt_number + setting_number
-            for name, expected, other in _as_loaded(runtime, plain, prompt, params, list(prompts.values()), number):
+            others = _generate_otherwise(runtime, loaded, plain, prompt, list(prompts.values()), number)
+            for name, expected, other in others:
                 finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
-                tokens = len(other.tokens)
-                runs.append(IdentityRun(prompt_name, setting_name, seed, name, None, tokens, other.passes, finding))
+                runs.append(IdentityRun(
+                    prompt_name, setting_name, seed, name, other.params.gamma, len(other.tokens), other.passes,
+                    finding, other.params.tree_nodes,
+                ))  # fmt: skip
                 on_step()
     return runs
 
 
-def _as_loaded(
-    runtime: Runtime, plain: Transcript, prompt: Sequence[int], params: GenerationParams,
-    others: Sequence[Sequence[int]], number: int,
+def _generate_otherwise(
+    runtime: Runtime, loaded: Mapping[str, Proposer], plain: Transcript, prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]], number: int,
 ) -> Iterator[tuple[str, Transcript, Transcript]]:  # fmt: skip
-    """Generate as a user does, from the beginning and in another way, which `number` chooses: the way, plain decoding
-    of the same prompt from the beginning, and the generation."""
+    """Generate what plain decoding said with every proposer; then as a user does, from the beginning and in another
+    way. `number` chooses the way and the first gamma.
+
+    Yields:
+        A name for it, plain decoding of the same prompt from the beginning, and the generation.
+    """
+    params, vocab_size = plain.params, runtime.config.vocab_size
+    script = ScriptedProposer(
+        [*prompt, *plain.tokens], vocab_size, accuracy=_SCRIPT_ACCURACY, seed=params.sampling.seed
+    )
+    for turn, (name, proposer) in enumerate({**loaded, script.name: script}.items(), start=number):
+        gamma = GAMMAS[turn % len(GAMMAS)]
+        nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in proposer.modes({}) else None
+        yield name, plain, transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
     own, owner, half = runtime.parts.proposer, object(), len(plain.tokens) // 2
     yield AS_LOADED, plain, transcribe(runtime, prompt, params, own, owner=owner)
     room = runtime.plan.target.batch - 1
@@ -297,7 +297,7 @@ def _as_loaded(
     elif way == SAME_TURN:
         yield way, plain, transcribe(runtime, prompt, params, own, owner=owner)
     else:
-        mates = [list(mate) for mate in islice(cycle(others), room)]
+        mates = [list(mate) for mate in islice(cycle(prompts), room)]
         yield way, plain, transcribe(runtime, prompt, params, own, mates=mates)
 
 
@@ -326,7 +326,7 @@ def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:
 
 def _measure(plain: Transcript, other: Transcript, at: int) -> Mismatch:
     """How close plain decoding was to saying what speculation says as new token `at`."""
-    sampling, position = plain.sampling, torch.tensor([plain.first_position + at])
+    sampling, position = plain.params.sampling, torch.tensor([plain.first_position + at])
     row, other_row = plain.rows[at], other.rows[at]
     expected, token = plain.tokens[at], other.tokens[at]
     slots = SlotSampling.of([sampling], row.device)
