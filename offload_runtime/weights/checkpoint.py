@@ -160,21 +160,23 @@ def open_header(path: Path) -> Iterator[HeaderReader]:
 
 
 def match_tensors(
-    where: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, stored_name: Callable[[str], str] = str
-) -> dict[str, StoredTensor]:
-    """Find every needed tensor, check its shape, and warn of others than known leftovers.
+    where: object, stored: Mapping[str, StoredTensor], config: ModelConfig,
+    check_dtype: Callable[[StoredTensor], None], stored_name: Callable[[str], str] = str,
+) -> dict[str, StoredTensor]:  # fmt: skip
+    """Find every needed tensor, check its shape and dtype, and warn of others than known leftovers.
 
     Args:
         where: File or directory, for messages.
         stored: All tensors that are there, by their names in the file.
         config: Says which are needed.
+        check_dtype: Refuses one that is stored in a way that is not read; asked about one of each way.
         stored_name: From transformers' name to the file's.
 
     Returns:
         By transformers' name, in the order of `stored`.
 
     Raises:
-        CheckpointError: Some are missing or of another shape.
+        CheckpointError: Some are missing, of another shape, or refused.
     """
     destinations = checkpoint_tensors(config)
     needed = {stored_name(name): name for name in destinations}
@@ -195,4 +197,6 @@ def match_tensors(
     if surplus:  # transformers and llama.cpp leave such tensors out too, so the tokens still are the same as theirs
         message = "%s holds %d tensors this model does not use (%s)"
         logging.getLogger(__name__).warning(message, where, len(surplus), shortened(surplus))
+    for tensor in {tensor.dtype: tensor for tensor in found.values()}.values():
+        check_dtype(tensor)
     return found

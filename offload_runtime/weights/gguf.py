@@ -41,10 +41,9 @@ _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata by key, tensors by name in the order of the file; their `dtype` is the name of a quantisation."""
+    """All of the metadata, tensors by name in the order of the file; their `dtype` is the name of a quantisation."""
 
-    path: Path
-    metadata: dict[str, Any]
+    fields: Fields
     tensors: dict[str, StoredTensor]
 
     @property
@@ -52,18 +51,13 @@ class GgufHeader:
         """The architecture, which all keys about the model begin with."""
         return self.fields.text("general.architecture", "")
 
-    @property
-    def fields(self) -> Fields:
-        """All of the metadata."""
-        return Fields(self.path, self.metadata)
-
     def of_model(self) -> Fields:
         """The metadata of the architecture; a per-layer list counts as one value where all layers agree."""
-        prefix, values = f"{self.arch}.", dict(self.metadata)
-        for key, value in self.metadata.items():
+        prefix, values = f"{self.arch}.", dict(self.fields.values)
+        for key, value in self.fields.values.items():
             if key.startswith(prefix) and isinstance(value, list) and value and value.count(value[0]) == len(value):
                 values[key] = value[0]
-        return Fields(self.path, values, prefix)
+        return Fields(self.fields.where, values, prefix)
 
 
 def _string(reader: HeaderReader) -> str:
@@ -118,11 +112,12 @@ def _read_file(path: Path) -> GgufHeader:
             key = _string(reader)
             metadata[key] = _value(reader, reader.number("<I"))
         relative = [_stored_tensor(reader) for _ in range(num_tensors)]
-        alignment = Fields(path, metadata).integer("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        fields = Fields(path, metadata)
+        alignment = fields.integer("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         data_start = -(-reader.position // alignment) * alignment
         tensors = {t.name: replace(t, offset_bytes=data_start + t.offset_bytes) for t in relative}
         reader.check_complete(tensors.values())
-    return GgufHeader(path, metadata, tensors)
+    return GgufHeader(fields, tensors)
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -153,7 +148,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     count = first.fields.integer("split.count", 1, at_least=0) or 1
     if count != len(parts):
         raise UnsupportedArchitectureError(
-            f"{first.path} is one of {count} files by its content and of {len(parts)} by its name: give the files "
+            f"{parts[0]} is one of {count} files by its content and of {len(parts)} by its name: give the files "
             "their names, which end in -00001-of-00002.gguf, or merge them with `llama-gguf-split --merge`"
         )
     return replace(first, tensors={name: tensor for header in headers for name, tensor in header.tensors.items()})
@@ -196,7 +191,8 @@ def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
             "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0),
         }  # fmt: skip
     raise UnsupportedArchitectureError(
-        f"{header.path}: RoPE scaling {shown(kind)} is not supported: use a model with none, linear, yarn or longrope"
+        f"{header.fields.where}: RoPE scaling {shown(kind)} is not supported: use a model with none, linear, yarn or "
+        "longrope"
     )
 
 
@@ -204,15 +200,15 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     """The sizes, from the metadata; the vocabulary's from the embedding, which may be padded."""
     fields, embedding = header.of_model(), header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{header.path} has no token_embd.weight: it is not a language model's weights")
+        raise CheckpointError(f"{header.fields.where} has no token_embd.weight: it is not a language model's weights")
     size = fields.integer
     heads, hidden, num_layers = size("attention.head_count"), size("embedding_length"), size("block_count")
     rotated = size("rope.dimension_count", size("attention.key_length", hidden // heads))
     head_dim = size("attention.key_length", rotated)
     if rotated != head_dim or size("attention.value_length", head_dim) != head_dim:
         raise UnsupportedArchitectureError(
-            f"{header.path}: heads of {head_dim} channels of which {rotated} are rotated, or values of another size, "
-            "are not supported: choose another model"
+            f"{header.fields.where}: heads of {head_dim} channels of which {rotated} are rotated, or values of another "
+            "size, are not supported: choose another model"
         )
     return {
         "vocab_size": embedding.shape[0],
@@ -236,7 +232,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         UnsupportedArchitectureError: Something the decoder does not implement: another architecture, or a mixture of
             experts.
     """
-    path, family, fields = header.path, header.arch, header.of_model()
+    path, family, fields = header.fields.where, header.arch, header.of_model()
     if family not in GGUF_ARCHITECTURES:
         raise UnsupportedArchitectureError(
             f"{path}: GGUF architecture {shown(family)} is not supported: use one of {', '.join(GGUF_ARCHITECTURES)} "
@@ -310,10 +306,7 @@ def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTe
         stem, _, suffix = name.rpartition(".")
         return f"{names.get_name(stem)}.{suffix}"
 
-    found = match_tensors(header.path, header.tensors, config, stored_name)
-    for tensor in {tensor.dtype: tensor for tensor in found.values()}.values():
-        _check_kind(tensor)
-    return found
+    return match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
 
 
 def open_gguf(path: Path, *, reference: str) -> CheckpointSource:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, StoredTensor, match_tensors, open_header
@@ -132,17 +131,12 @@ def _shard_paths(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _find_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Match every needed tensor with its place in a file, checking dtype and shape; in the order of the files."""
-    stored = {name: tensor for path in _shard_paths(directory) for name, tensor in read_header(path).items()}
-    found = match_tensors(directory, stored, config)
-    for name, tensor in found.items():
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{tensor.path}: {name} is stored as {tensor.dtype}, and only {', '.join(DTYPES)} are read: "
-                "use an unquantised checkpoint or a GGUF file"
-            )
-    return found
+def _check_dtype(tensor: StoredTensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(DTYPES)} are read: "
+            "use an unquantised checkpoint or a GGUF file"
+        )
 
 
 def stored_dtype(directory: Path) -> torch.dtype | None:
@@ -166,8 +160,9 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     """
     settings = read_json(directory / "config.json")
     config = model_config_from_json(settings, str(directory))
-    tensors = _find_tensors(directory, config)
-    fills = {name: partial(fill_from_file, stored) for name, stored in tensors.items()}
+    stored = {name: tensor for path in _shard_paths(directory) for name, tensor in read_header(path).items()}
+    tensors = match_tensors(directory, stored, config, _check_dtype)
+    fills = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
     return CheckpointSource(config, dtype, reference, settings, fills, tokenizer, generation)
