@@ -110,7 +110,7 @@ def _fill(
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
-    specs = {(layer, spec.name): spec for layer in left for spec in weights.layout.block(layer).tensors}
+    encodings = {(layer, spec.name): spec.encoding for layer in left for spec in weights.layout.block(layer).tensors}
     done_bytes = 0
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
         jobs: dict[Future[None], Destination] = {}
@@ -121,8 +121,7 @@ def _fill(
             for job in as_completed(jobs):
                 job.result()
                 to = jobs[job]
-                spec = specs[to.layer, to.packed]
-                done_bytes += spec.nbytes * (to.row_end - to.row_start) // spec.shape[0]
+                done_bytes += encodings[to.layer, to.packed].nbytes(to.shape)
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
                     assert registrar is not None
