@@ -91,12 +91,10 @@ def printable(text: str) -> str:
 
 
 def _locked_limit_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
+    if not hasattr(psutil, "RLIMIT_MEMLOCK"):  # not Linux
         return None
-    soft_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft_bytes == resource.RLIM_INFINITY else soft_bytes
+    soft_bytes, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
+    return None if soft_bytes == psutil.RLIM_INFINITY else soft_bytes
 
 
 # --- measurements
