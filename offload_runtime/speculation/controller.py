@@ -108,7 +108,6 @@ class AcceptanceModel:
     def __init__(self, mode: str) -> None:
         self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode == "chain"
         self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)
-        self._curve: list[float] | None = None
         self.steps = 0.0  # observed, decayed
 
     def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
@@ -119,7 +118,6 @@ class AcceptanceModel:
             windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
         """
         self.decay(_MEMORY)
-        self._curve = None
         self.steps += 1
         for path in windows:
             tried = min(size, len(path) + 1) if self._in_a_row else size
@@ -132,7 +130,6 @@ class AcceptanceModel:
         """A step was played, of this mode or of another one: what was known of so many becomes old."""
         if self.steps:
             kept = 1 - 1 / memory
-            self._curve = None
             self.steps *= kept
             self._hits, self._trials = [kept * hits for hits in self._hits], [kept * trials for trials in self._trials]
 
@@ -145,26 +142,25 @@ class AcceptanceModel:
         """A tree's first node is a chain's: what is known better of another mode of the same draft is to be expected of
         this one too, which may have been unlucky."""
         if other.steps >= 1 and other.steps > self.steps:
-            self._first, self._first_weight, self._curve = other.first_rate, min(other.steps, _NEXT_WEIGHT), None
+            self._first, self._first_weight = other.first_rate, min(other.steps, _NEXT_WEIGHT)
 
     def curve(self) -> list[float]:
         """Accepted proposals to be expected of a window of each of `SIZES`."""
-        if self._curve is None:
-            rate, accepted, reached = self._first, 0.0, 1.0
-            self._curve = [0.0]
-            for step, (low, high) in enumerate(pairwise(SIZES)):
-                weight = self._first_weight if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
-                if step and not self._in_a_row:
-                    rate *= (SIZES[step - 1] + low + 1) / (low + high + 1)
-                rate = min(1.0, (self._hits[step] + weight * rate) / (self._trials[step] + weight))
-                if self._in_a_row:
-                    behind = reached * rate ** (high - low)
-                    accepted += (reached - behind) * rate / (1 - rate) if rate < 1 else reached * (high - low)
-                    reached = behind
-                else:
-                    accepted += rate * (high - low)
-                self._curve.append(accepted)
-        return self._curve
+        rate, accepted, reached = self._first, 0.0, 1.0
+        curve = [0.0]
+        for step, (low, high) in enumerate(pairwise(SIZES)):
+            weight = self._first_weight if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
+            if step and not self._in_a_row:
+                rate *= (SIZES[step - 1] + low + 1) / (low + high + 1)
+            rate = min(1.0, (self._hits[step] + weight * rate) / (self._trials[step] + weight))
+            if self._in_a_row:
+                behind = reached * rate ** (high - low)
+                accepted += (reached - behind) * rate / (1 - rate) if rate < 1 else reached * (high - low)
+                reached = behind
+            else:
+                accepted += rate * (high - low)
+            curve.append(accepted)
+        return curve
 
 
 class LatencyModel:
