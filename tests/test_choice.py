@@ -18,7 +18,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.plan import MachineFigures, RunForecast, RunPlan, forecast, machine_figures, plan_run
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
-from offload_runtime.weights import describe_model, packed_bytes
+from offload_runtime.weights import ModelLayout, describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -59,7 +59,7 @@ def drafted(draw: st.DrawFn) -> tuple[RuntimeConfig, MachineFigures]:
         target, draft, context=draw(st.integers(9_000, 131_072)), max_batch=draw(st.sampled_from([1, 1, 2]))
     )
     machine = MachineFigures(
-        "some", packed_bytes(target.config(), torch.bfloat16) + draw(st.integers(3 * GB, 20 * GB)), GB,
+        "some", ModelLayout.plain(target.config(), torch.bfloat16).total_bytes + draw(st.integers(3 * GB, 20 * GB)), GB,
         draw(st.floats(5, 60)), draw(st.floats(500, 4000)), 999 * GB, {"bf16": 165.0},
         draw(st.none() | st.integers(10 * GB, 100 * GB)),
     )  # fmt: skip

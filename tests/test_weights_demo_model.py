@@ -11,7 +11,7 @@ import transformers
 
 from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, StorageError
-from offload_runtime.weights import fetch_demo_model, open_checkpoint, packed_bytes
+from offload_runtime.weights import ModelLayout, fetch_demo_model, open_checkpoint
 
 TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"
 
@@ -24,7 +24,8 @@ def test_real_model_answers():
     lines: list[str] = []
     assert fetch_demo_model(on_progress=lines.append) == path and not lines
     source = open_checkpoint(path)
-    assert source.native_dtype == torch.bfloat16 and packed_bytes(source.config(), torch.bfloat16) == 269_037_824
+    assert source.native_dtype == torch.bfloat16
+    assert ModelLayout.plain(source.config(), torch.bfloat16).total_bytes == 269_037_824
     tokenizer = source.tokenizer()
     names = ["<|im_end|>", "<|endoftext|>", "<reponame>"]  # the file names the first, llama.cpp knows the others
     assert source.generation_eos() == tuple(tokenizer.convert_tokens_to_ids(names)) == (2, 0, 4)

@@ -8,7 +8,7 @@ import transformers
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, layer_layout, packed_bytes
+from offload_runtime.weights import ModelLayout, checkpoint_tensors, layer_layout
 from offload_runtime.weights.layout import PackedLayout, shared_layout
 from tests.helpers.models import model_config_from_transformers, rows_of
 
@@ -112,7 +112,8 @@ def test_alignment_and_sizes(dtype):
 
 def test_tied_embeddings_drop_the_head_and_its_bytes():
     tied, untied = (model_config_from_transformers(tiny("Llama", tie_word_embeddings=flag)) for flag in (True, False))
-    difference = packed_bytes(untied, torch.bfloat16) - packed_bytes(tied, torch.bfloat16)
+    layouts = [ModelLayout.plain(config, torch.bfloat16) for config in (untied, tied)]
+    difference = layouts[0].total_bytes - layouts[1].total_bytes
     assert difference == 96 * 48 * 2
     assert "lm_head.weight" not in checkpoint_tensors(tied)
 

@@ -14,10 +14,10 @@ import transformers
 from offload_runtime.errors import CheckpointError
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.weights import (
+    ModelLayout,
     checkpoint_tensors,
     layer_layout,
     open_checkpoint,
-    packed_bytes,
 )
 from tests.helpers.models import load_plain
 from tests.helpers.page_locking import LimitedRegistrar
@@ -139,7 +139,7 @@ def test_progress_ends_at_the_total(directory):
     weights = load_plain(source, torch.bfloat16, on_progress=lambda *pair: seen.append(pair))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (weights.layout.total_bytes, weights.layout.total_bytes)
-    assert weights.layout.total_bytes == packed_bytes(source.config(), torch.bfloat16)
+    assert weights.layout.total_bytes == ModelLayout.plain(source.config(), torch.bfloat16).total_bytes
     assert len(seen) > len(checkpoint_tensors(source.config()))
     assert weights.load_seconds > 0 and weights.load_gbps > 0
 

@@ -41,7 +41,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.kv import HostKVCache
 from offload_runtime.memory import resolve_device
 from offload_runtime.speculation import Proposer
-from offload_runtime.weights import packed_bytes
+from offload_runtime.weights import ModelLayout
 
 
 class Bench:
@@ -124,7 +124,7 @@ class Bench:
         """Steps of the retrieval verifier over so many tokens, beside the time of reading all they touch once."""
         config, itemsize = runner_of(self.runtime).decoder.config, self.runtime.dtype.itemsize
         shared_bytes = (config.vocab_size + 1) * config.hidden_size * itemsize  # head and final norm
-        layers_bytes = packed_bytes(config, self.runtime.dtype) - shared_bytes * (
+        layers_bytes = ModelLayout.plain(config, self.runtime.dtype).total_bytes - shared_bytes * (
             1 if config.tie_word_embeddings else 2
         )
         found = []

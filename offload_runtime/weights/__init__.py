@@ -7,6 +7,6 @@ knows nothing of devices, copies and plans.
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import Weight
 from offload_runtime.weights.hub import fetch_demo_model
-from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout, packed_bytes
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.sources import describe_model, open_checkpoint

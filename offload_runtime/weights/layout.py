@@ -196,11 +196,6 @@ def shared_layout(config: ModelConfig, dtype: torch.dtype) -> PackedLayout:
     return PackedLayout.build(_packed_shapes(_shared_parts(config)), dtype)
 
 
-def packed_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all blocks of a model that is stored in the dtype it computes in."""
-    return ModelLayout.plain(config, dtype).total_bytes
-
-
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
     """Every checkpoint tensor the model needs, by transformers' name, and where it goes.
 

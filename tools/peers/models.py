@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.memory import device_memory_used_by_others
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, layer_layout, open_checkpoint, packed_bytes
+from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, layer_layout, open_checkpoint
 
 # Beside weights and keys: what torch's allocator, cuBLAS and the logits of a step take.
 _RESERVE_BYTES = 1_000_000_000
@@ -206,7 +206,7 @@ def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
     """
     config, itemsize = options.source.config(), options.dtype.itemsize
     layer_bytes = layer_layout(config, options.dtype).total_bytes
-    total_bytes = packed_bytes(config, options.dtype)
+    total_bytes = ModelLayout.plain(config, options.dtype).total_bytes
     others = total_bytes - config.num_layers * layer_bytes + _RESERVE_BYTES
     kv_bytes = config.kv_bytes_per_token(itemsize) * options.context_tokens
     # A concatenation holds the old and the new keys of a layer, and the offloaded cache the next layer's.
@@ -214,7 +214,7 @@ def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
     working_bytes = prefill_bytes(config, options)
     if options.draft is not None:
         draft = open_checkpoint(options.draft)
-        others += packed_bytes(draft.config(), options.dtype)
+        others += ModelLayout.plain(draft.config(), options.dtype).total_bytes
         others += draft.config().kv_bytes_per_token(itemsize) * options.context_tokens
         working_bytes = max(working_bytes, prefill_bytes(draft.config(), options))
     others += working_bytes
