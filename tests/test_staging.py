@@ -41,7 +41,7 @@ def _views(index: int, buffer: torch.Tensor) -> LayerViews:
 @contextmanager
 def staged(
     pinned_bytes: Mapping[int, int], *, pieces: int = 3, threads: int = 2, slots: int = 3,
-    before_fill: Callable[[], None] | None = None, before_copy: Callable[[], None] | None = None,
+    before_fill: Callable[[], None] = lambda: None, before_copy: Callable[[], None] | None = None,
     locked: Sequence[torch.Tensor] = (),
 ) -> Iterator[tuple[LayerStreamer, StagingCopyEngine]]:  # fmt: skip
     """A streamer over all layers; `pinned_bytes` has for each staged layer what of its beginning is page-locked, and

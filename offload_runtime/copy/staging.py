@@ -92,7 +92,7 @@ class _StagingQueue:
     pageable: PageableMemory
     _: KW_ONLY
     num_threads: int
-    before_move: Callable[[], None] | None = None
+    before_move: Callable[[], None] = lambda: None
     failing: ClassVar[str]  # what has failed where a thread has
 
     def __post_init__(self) -> None:
@@ -134,8 +134,7 @@ class _StagingQueue:
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy `src` to the beginning of `dst`: uint8 [n], host."""
-        if self.before_move is not None:
-            self.before_move()
+        self.before_move()
         # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 

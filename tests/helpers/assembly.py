@@ -34,8 +34,8 @@ class StagedKV:
     pieces: int = 2
     piece_bytes: int = 4096
     threads: int = 2
-    before_fill: Callable[[], None] | None = None
-    before_landing: Callable[[], None] | None = None
+    before_fill: Callable[[], None] = lambda: None
+    before_landing: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
