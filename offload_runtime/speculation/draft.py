@@ -142,8 +142,7 @@ class TreeDraftProposer(Proposer):
             if chains:
                 for request in chains:
                     self.trees.pop(request.slot, None)
-                guesses = self._chains.propose(chains)
-                answers |= {request.slot: proposal for request, proposal in zip(chains, guesses, strict=True)}
+                answers |= zip((request.slot for request in chains), self._chains.propose(chains), strict=True)
             if trees:
                 grown = [self._follow(request) for request in trees]
                 self._fill_windows(grown)
