@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.speculation import Proposal, accepted_path
+from tests.helpers.trees import of_paths
 
 Path = tuple[int, ...]
 
@@ -57,7 +58,7 @@ paths_of_tokens = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6)
 
 @given(paths_of_tokens, st.integers(0, 14))
 def test_paths_become_one_trie_until_there_is_no_more_room(paths: list[list[int]], count: int) -> None:
-    tree = Proposal.of_paths(((path, str(number)) for number, path in enumerate(paths)), count)
+    tree = of_paths(((path, str(number)) for number, path in enumerate(paths)), count)
     first: dict[Path, str] = {}  # who said it
     for number, path in enumerate(paths):
         for end in range(1, len(path) + 1):
@@ -73,18 +74,6 @@ def test_joined_is_what_either_says_the_others_last(one: Proposal, other: Propos
     new = [path for path in said(other) if path not in said(one)]
     room = max(0, count - len(one))
     assert len(both) - len(one) == min(room, len(new)) and set(said(both)[len(one) :]) <= set(new)
-
-
-def test_no_more_paths_are_asked_for_than_there_is_room() -> None:
-    asked = []
-
-    def endless() -> object:
-        for number in range(100):
-            asked.append(number)
-            yield [number, 1, 2], "x"
-
-    assert len(Proposal.of_paths(endless(), 6)) == 6 and asked == [0, 1]  # type: ignore[arg-type]
-    assert Proposal.of_paths(endless(), 0) == Proposal() and asked == [0, 1]  # type: ignore[arg-type]
 
 
 @given(proposals(), st.data())

@@ -5,7 +5,7 @@ Pure data between the proposers, which make it, and the round, which verifies al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -36,21 +36,6 @@ class Proposal:
     def chain(cls, tokens: Sequence[int], source: str) -> Proposal:
         """Tokens that follow each other."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), (source,) * len(tokens))
-
-    @classmethod
-    def of_paths(cls, paths: Iterable[tuple[Sequence[int], str]], count: int) -> Proposal:
-        """Paths from the committed end, each with its source, in one trie.
-
-        Args:
-            paths: The most promising first; no more of them are asked for than are needed.
-            count: Most nodes; a path is cut where they run out.
-        """
-        tree = cls()
-        for tokens, source in paths if count > 0 else ():
-            tree = tree.joined(cls.chain(tokens, source), count)
-            if len(tree) >= count:
-                break
-        return tree
 
     def joined(self, other: Proposal, count: int) -> Proposal:
         """These nodes, and behind them those of another one that are not among them, up to `count` in all."""

@@ -74,14 +74,17 @@ class ScriptedProposer(Proposer):
         room = request.most_nodes - len(chain)
         if request.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
             return Proposal.chain(chain, self.name)
-        paths = [(chain, self.name)]
+        paths = [chain]
         for _ in range(self._random.randint(0, room)):
             at = self._random.randrange(request.gamma)
             branch = [*chain[:at], self._random.randrange(self._vocab_size)]
             branch += self._guess(len(request.tokens) + len(branch), request.gamma - len(branch))
             del branch[self._random.randint(1, len(branch)) :]
-            paths.insert(self._random.randint(0, len(paths)), (branch, self.name))
-        return Proposal.of_paths(paths, request.most_nodes)
+            paths.insert(self._random.randint(0, len(paths)), branch)
+        proposal = Proposal()
+        for path in paths:
+            proposal = proposal.joined(Proposal.chain(path, self.name), request.most_nodes)
+        return proposal
 
     def _guess(self, start: int, count: int) -> list[int]:
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,14 @@ def pruned(tree: Proposal, count: int) -> Proposal:
     return Proposal(tree.tokens[:count], tree.parents[:count], tree.sources[:count])
 
 
+def of_paths(paths: Iterable[tuple[Sequence[int], str]], count: int) -> Proposal:
+    """Paths with their sources, one joined to the other, until there are so many nodes."""
+    tree = Proposal()
+    for tokens, source in paths:
+        tree = tree.joined(Proposal.chain(tokens, source), count)
+    return tree
+
+
 class Foreknown(NgramProposer):
     """N-grams of texts that go on as these do: they say so up to a depth that takes every value in turn, with a wrong
     branch behind each of the first tokens.
@@ -47,7 +55,7 @@ class Foreknown(NgramProposer):
         text, end = self._texts[request.slot], len(request.tokens)
         right = list(text[end : end + self.asked % 40])
         wrong = [[*right[:depth], token ^ 1, 5, 6] for depth, token in enumerate(right[:6])]
-        tree = Proposal.of_paths(((path[: request.gamma], "ngram") for path in [right, *wrong]), request.most_nodes)
+        tree = of_paths(((path[: request.gamma], "ngram") for path in [right, *wrong]), request.most_nodes)
         return Guesses(tree, [-1.0] * len(tree))
 
 
@@ -134,7 +142,7 @@ class TreeScript:
             tail = [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randint(0, request.gamma - at - 1))]
             paths.append([*trunk[:at], self._random.choice(wrong), *tail])
         self._random.shuffle(paths)
-        tree = Proposal.of_paths(((path, self.name) for path in paths), 1 << 30)
+        tree = of_paths(((path, self.name) for path in paths), 1 << 30)
         if len(tree) > request.most_nodes:
             tree = pruned(tree, request.most_nodes)
             said = {path_of(tree, node) for node in range(len(tree))}
