@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -248,20 +249,21 @@ def stream_pace(gbps: float, device: torch.device) -> LinkPace:
 
 
 class _IntervalTimer:
-    """Sums the time between pairs of CUDA events without ever waiting for one, in the order in which they were added.
-
-    The events may be given to a trace as well, since no pair is recorded a second time."""
+    """Sums the time between pairs of CUDA events without ever waiting for one, in the order in which they were made."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """To be recorded before and after what takes its time, and then added."""
+    @contextmanager
+    def around(self, stream: torch.cuda.Stream) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """Time what a stream is given meanwhile. Gives the events before and behind it, which a trace may have as well:
+        no pair is recorded a second time."""
         self.harvest()
-        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def add(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(stream)
+        yield start, end
+        end.record(stream)
         self._open.append((start, end))
 
     def harvest(self) -> float:
@@ -298,33 +300,27 @@ class CudaCopyEngine:
         self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
         source_free: torch.cuda.Event | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
-        start, end = self._copies.pair()
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
-                start.record(self._stream)
-                self._pace(0)
-                for target, piece in zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True):
-                    target.copy_(piece, non_blocking=True)
-                    self._pace(piece.nbytes)
-                end.record(self._stream)
+                with self._copies.around(self._stream) as (start, end):
+                    self._pace(0)
+                    for target, piece in zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True):
+                        target.copy_(piece, non_blocking=True)
+                        self._pace(piece.nbytes)
                 ready.record(self._stream)
                 if source_free is not None:
                     source_free.record(self._stream)
         except RuntimeError as error:
             raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
-        self._copies.add(start, end)
         if self.log is not None:
             self.log.copied(label, src.nbytes, start, end)
         self.bytes_copied += src.nbytes
 
     def compute_wait(self, ready: torch.cuda.Event) -> None:
         stream = torch.cuda.current_stream(self._device)
-        start, end = self._stalls.pair()
-        start.record(stream)
-        stream.wait_event(ready)
-        end.record(stream)
-        self._stalls.add(start, end)
+        with self._stalls.around(stream) as (start, end):
+            stream.wait_event(ready)
         if self.log is not None:
             self.log.stalled(start, end)
 
