@@ -38,15 +38,10 @@ class ChildProbabilities:
     `missed` as a running mean, `sharpness` by steps along the gradient of the log-likelihood,
     d/ds log p[i] = scores[i] - E[scores], in units of its own variance, so that neither the scale of the scores nor
     their number matters.
-
-    Args:
-        sharpness: To begin with.
-        missed: To begin with.
     """
 
-    def __init__(self, sharpness: float = 1.0, missed: float = 0.15) -> None:
-        self.sharpness = sharpness
-        self.missed = missed
+    def __init__(self) -> None:
+        self.sharpness, self.missed = 1.0, 0.15
         self._curvature = 0.0  # running mean of the variance of sharpness * scores
         self._observed = 0  # observations of a child
         self._asked = 0  # observations
