@@ -59,7 +59,7 @@ class CudaClock:
     def read(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
         """The seconds of two marks, once both are past; one may be before the base."""
         start_s = self._seconds(start)
-        self._last = end, start_s + _seconds_between(start, end)
+        self._last = end, start_s + start.elapsed_time(end) / 1e3
         return start_s, self._last[1]
 
     def move_base(self) -> None:
@@ -82,7 +82,7 @@ class CudaClock:
 
     def _seconds(self, event: torch.cuda.Event) -> float:
         base, base_s = self._base
-        return base_s + _seconds_between(base, event)
+        return base_s + base.elapsed_time(event) / 1e3
 
     def _now(self) -> tuple[torch.cuda.Event, float]:
         """One moment as an event and on the host's clock."""
@@ -98,10 +98,6 @@ class CudaClock:
             tries.append((after_s - before_s, (before_s + after_s) / 2, event))
         _, middle_s, event = min(tries, key=lambda attempt: attempt[0])
         return event, middle_s
-
-
-def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return start.elapsed_time(end) / 1e3
 
 
 class HostClock:
