@@ -19,7 +19,6 @@ import gguf
 import numpy as np
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, HeaderReader, StoredTensor, match_tensors, open_header
@@ -297,18 +296,6 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
     return [float(value) for value in out.view(-1).tolist()]
 
 
-def _find_tensors(header: GgufHeader, config: ModelConfig) -> dict[str, StoredTensor]:
-    """transformers' name to stored tensor for all that the model needs, in the order of the file."""
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
-    names = gguf.get_tensor_name_map(arch, config.num_layers)
-
-    def stored_name(name: str) -> str:
-        stem, _, suffix = name.rpartition(".")
-        return f"{names.get_name(stem)}.{suffix}"
-
-    return match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
-
-
 def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     """Open and validate a GGUF file, to be computed in bf16: a quantised file has no dtype of its own.
 
@@ -323,8 +310,15 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+
+    def stored_name(name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        return f"{names.get_name(stem)}.{suffix}"
+
     fills: dict[str, Fill] = {}
-    for name, tensor in _find_tensors(header, config).items():
+    for name, tensor in match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name).items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
         fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
