@@ -199,10 +199,10 @@ def test_accepted_by_depth_and_source(target: Path, expected: list[list[list[int
 
 def test_a_tally_counts_depths_and_sources() -> None:
     tally = Tally()
-    assert (tally.accepted_by_depth, tally.accepted_by_source) == ((), {})
+    assert (tally.accepted_by_depth, tally.accepted_by_source) == ({}, {})
     for num_proposed, sources in ((5, ["draft", "ngram"]), (0, []), (3, []), (9, ["draft", "draft", "ngram"])):
         tally.add((["draft", "ngram"] * 5)[:num_proposed], sources, window="tree 9")
-    assert (tally.accepted_by_depth, tally.accepted_by_source) == ((2, 2, 1), {"draft": 3, "ngram": 2})
+    assert (tally.accepted_by_depth, tally.accepted_by_source) == ({0: 2, 1: 2, 2: 1}, {"draft": 3, "ngram": 2})
     (level,) = tally.levels("draft", ())
     assert (level.verifications, level.proposed, level.accepted) == (3, 17, 5)
 
@@ -213,7 +213,7 @@ def test_a_hierarchy_answers_for_what_it_proposed_itself() -> None:
     tally.add(["retrieval"] * 4, ["retrieval"] * 4, window="chain 10")
     tally.add(["ngram"] * 3, [], window="chain 10")
     *_, level = tally.levels("retrieval", (Acceptance("draft", "retrieval", 3, 9, 5),))
-    assert level == Acceptance("retrieval", "target", 2, 8, 5) and sum(tally.accepted_by_depth) == 7
+    assert level == Acceptance("retrieval", "target", 2, 8, 5) and tally.accepted_by_depth.total() == 7
 
 
 @pytest.mark.slow

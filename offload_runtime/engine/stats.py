@@ -163,9 +163,9 @@ def _result(request: Request, shared: dict[str, Any]) -> GenerationResult:
         passes=request.passes,
         tokens_per_pass=after_first / request.passes if request.passes else 0.0,
         acceptance=tuple(request.acceptance),
-        accepted_by_depth=request.tally.accepted_by_depth,
-        accepted_by_source=request.tally.accepted_by_source,
-        windows=request.tally.windows,
+        accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
+        accepted_by_source=dict(request.tally.accepted_by_source),
+        windows=dict(request.tally.windows.most_common()),
         **shared,
     )
     return GenerationResult(request.tokens, request.text, request.finish_reason, stats)

@@ -37,40 +37,31 @@ class Acceptance:
 
 
 class Tally:
-    """Counts what the target decided in the rounds of one generation."""
+    """Counts what the target decided in the rounds of one generation.
+
+    Attributes:
+        accepted_by_depth: Proposals accepted as the first of their round (0), as the second, and so on, in this order.
+        accepted_by_source: Proposals accepted by who made them first.
+        windows: Rounds by what was asked for.
+    """
 
     def __init__(self) -> None:
+        self.accepted_by_depth: Counter[int] = Counter()
+        self.accepted_by_source: Counter[str] = Counter()
+        self.windows: Counter[str] = Counter()
         self._verifications = 0
         self._verified: Counter[str] = Counter()  # windows by who has proposed any of it
         self._proposed: Counter[str] = Counter()  # by who proposes
-        self._by_depth: Counter[int] = Counter()  # from 0 on, in this order
-        self._by_source: Counter[str] = Counter()
-        self._windows: Counter[str] = Counter()
 
     def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str) -> None:
         """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
         what was asked for, in words."""
-        self._windows[window] += 1
+        self.windows[window] += 1
         self._verifications += len(sources) > 0
         self._verified.update(set(sources))
         self._proposed.update(sources)
-        self._by_depth.update(range(len(accepted_sources)))
-        self._by_source.update(accepted_sources)
-
-    @property
-    def accepted_by_depth(self) -> tuple[int, ...]:
-        """Proposals accepted as the first of their round, as the second, and so on."""
-        return tuple(self._by_depth.values())
-
-    @property
-    def accepted_by_source(self) -> dict[str, int]:
-        """Proposals accepted by who made them first, those of whom one was accepted."""
-        return dict(self._by_source)
-
-    @property
-    def windows(self) -> dict[str, int]:
-        """Rounds by what was asked for, the most frequent first."""
-        return dict(self._windows.most_common())
+        self.accepted_by_depth.update(range(len(accepted_sources)))
+        self.accepted_by_source.update(accepted_sources)
 
     def levels(self, proposed_by: str, inner: Sequence[Acceptance]) -> tuple[Acceptance, ...]:
         """All levels, the target's last. A draft's proposals are all of its windows, n-grams among them; of a
@@ -80,7 +71,7 @@ class Tally:
             proposed_by: Who proposed to the target.
             inner: The levels before, as `Proposer.counts` tells them.
         """
-        counts = self._verifications, self._proposed.total(), self._by_source.total()
+        counts = self._verifications, self._proposed.total(), self.accepted_by_source.total()
         if proposed_by == "retrieval":
-            counts = self._verified[proposed_by], self._proposed[proposed_by], self._by_source[proposed_by]
+            counts = self._verified[proposed_by], self._proposed[proposed_by], self.accepted_by_source[proposed_by]
         return (*inner, Acceptance(proposed_by, "target", *counts))

@@ -224,7 +224,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts(0))
     said, expected = tuple(request.tokens), NextToken.of(behind_prompt)
     run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), said, kv, expected)
-    return Played(run, tuple(rounds), tally.windows, levels)
+    return Played(run, tuple(rounds), dict(tally.windows.most_common()), levels)
 
 
 def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int, peak_gbps: float | None) -> Any:
