@@ -79,9 +79,5 @@ class DeviceError(OffloadError):
     """The asked device is not there or lacks a needed capability."""
 
 
-class TraceError(OffloadError):
-    """A file is no trace of ours, or lacks the passes that were asked for."""
-
-
 class ProfileError(OffloadError):
     """A machine profile is unknown, cannot be read, or has a wrong key or value."""

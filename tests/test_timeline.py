@@ -12,7 +12,7 @@ import pytest
 import timeline
 import trace_spans
 
-from offload_runtime.errors import OptionError, TraceError
+from offload_runtime.errors import OptionError
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,12 +244,12 @@ def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path, capsys: pytest
     packed[len(packed) // 2 : len(packed) // 2 + 100] = bytes(100)
     for name, content in {**{name: text.encode() for name, text in files.items()}, "flipped": bytes(packed)}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(TraceError, match=words[name]):
+        with pytest.raises(trace_spans.TraceError, match=words[name]):
             trace_spans.read_trace(tmp_path / name)
         assert timeline.main([str(tmp_path / name)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
-    with pytest.raises(TraceError, match="No such file"):
+    with pytest.raises(trace_spans.TraceError, match="No such file"):
         trace_spans.read_trace(tmp_path / "absent")
     assert not list(tmp_path.glob("*.png"))
 
@@ -259,9 +259,9 @@ def test_passes_and_places_that_are_not_there_are_refused(trace: Path, tmp_path:
     for asked in ("3-2", "a", "-1", "1-2-3", ""):
         with pytest.raises(OptionError, match="is no range"):
             trace_spans.choose_passes(events, asked)
-    with pytest.raises(TraceError, match=r"the trace has the passes 0 to \d+"):
+    with pytest.raises(trace_spans.TraceError, match=r"the trace has the passes 0 to \d+"):
         trace_spans.choose_passes(events, "1-999")
-    with pytest.raises(TraceError, match="has no passes"):
+    with pytest.raises(trace_spans.TraceError, match="has no passes"):
         trace_spans.choose_passes([], None)
     with pytest.raises(OptionError, match="must end in one of"):
         timeline.picture_path(trace, str(tmp_path / "picture.doc"))

@@ -14,13 +14,17 @@ from typing import Any
 import harness  # noqa: F401 (finds the package, installed or not)
 
 from offload_runtime.config import format_bytes
-from offload_runtime.errors import OptionError, StorageError, TraceError
+from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.trace import COMPUTE, DRAFT, LINK, PASSES, STALLS, TRACE_VERSION, covered_seconds, union_seconds
 
 _GZIP = b"\x1f\x8b"
 _MOST_BY_ITSELF = 3  # passes that are drawn where none are named
 # What spans of a row say besides, and what is drawn and counted here.
 _ARGUMENTS = {PASSES: ("pass", "kind", "tokens"), LINK: ("bytes", "kind"), COMPUTE: ("layer",)}
+
+
+class TraceError(OffloadError):
+    """A file is no trace of ours, or lacks the passes that were asked for."""
 
 
 @dataclass(frozen=True)
