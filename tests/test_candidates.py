@@ -64,7 +64,7 @@ def node_of(tree: CandidateTree, path: Path) -> int:
 def compare(tree: CandidateTree, listed: ListedTree, draw: st.DataObject) -> None:
     """Everything that can be asked of both; last what makes nodes of all that is offered."""
     taken = {entry.slot for entry in listed.entries.values() if entry.slot is not None}
-    assert tree.num_slots == len(taken)
+    assert len(tree.slots) == len(taken)
     assert tree.free_slots(5) == [slot for slot in range(len(taken) + 5) if slot not in taken][:5]
     count, depth = draw.draw(st.integers(0, 12)), draw.draw(st.integers(0, 5))
     waiting = sorted(
@@ -298,7 +298,7 @@ def test_a_text_without_end_costs_no_more_and_more() -> None:
         for child in (token, -token):
             tree.set_expanded(tree.add(tree.root, child, -0.5, "a"), tree.free_slots(1)[0])
         assert tree.follow([token]) and tree.nodes[tree.root].expanded
-        assert tree.num_slots == 0 and tree.nodes[tree.root].slots == ()
+        assert not tree.slots and tree.nodes[tree.root].slots == ()
     child = tree.add(tree.root, 7, -0.5, "a")
     tree.set_expanded(child, 3)
     assert tree.nodes[child].slots == (3,)

@@ -202,7 +202,7 @@ def test_whatever_came_before_nodes_are_scored_by_their_own_text(
     def watch(logits: torch.Tensor) -> Callable[[], bool]:
         nonlocal checked, kept
         for sequence, one in proposer.trees.items():
-            kept += one.tree.num_slots > 8
+            kept += len(one.tree.slots) > 8
             for node in list(one.children)[:: max(1, len(one.children) // 4)]:
                 path = path_of(one.tree, node)
                 expected = scores_by_the_book(draft, [*one.text, *path], params, sequence=sequence)

@@ -281,7 +281,7 @@ class TreeDraftProposer(Proposer):
             # The keys of a node that is expanded need a position.
             depth = depths[sequence] = min(deepest(one.request.gamma), self.model.room(len(one.text)), MOST_DEPTH)
             # The root needs no slot, but is expanded alone or first.
-            count = min(width, self.model.num_slots - one.tree.num_slots)
+            count = min(width, self.model.num_slots - len(one.tree.slots))
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
             if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
                 asked[sequence] = promising
@@ -302,7 +302,7 @@ class TreeDraftProposer(Proposer):
         for sequence, (node, *_) in asked.items():
             tree = self.trees[sequence].tree
             margin = thresholds[sequence] - tree.log_probability(node)
-            length = min(length, depths[sequence] - tree.depth(node), self.model.num_slots - tree.num_slots - 1)
+            length = min(length, depths[sequence] - tree.depth(node), self.model.num_slots - len(tree.slots) - 1)
             length = min(length, math.floor(min(MOST_SPINE, margin / math.log(self._best_rate))))
         if not asked or length <= 0:
             return 0

@@ -102,6 +102,7 @@ class CandidateTree:
     Attributes:
         nodes: By their numbers, to be read.
         root: The number of the root.
+        slots: Those that hold keys of nodes, to be read.
     """
 
     def __init__(self, token: int) -> None:
@@ -118,7 +119,7 @@ class CandidateTree:
         """Only these are left, the root among them. Order those that wait to be expanded; what is deeper than anybody
         has looked is set aside."""
         self.nodes = nodes
-        self._slots = {node.slots[-1] for node in nodes.values() if node.slots}
+        self.slots = {node.slots[-1] for node in nodes.values() if node.slots}
         self._first_free = 0
         # What a raised probability or an expansion leaves behind in here is recognised when it comes up.
         self._frontier = [(-node.log_probability, key) for key, node in nodes.items() if not node.expanded]
@@ -128,14 +129,9 @@ class CandidateTree:
 
     def free_slots(self, count: int) -> list[int]:
         """The first so many that hold keys of no living candidate."""
-        while self._first_free in self._slots:
+        while self._first_free in self.slots:
             self._first_free += 1
-        return list(islice((slot for slot in numbers(self._first_free) if slot not in self._slots), count))
-
-    @property
-    def num_slots(self) -> int:
-        """Candidates that have keys."""
-        return len(self._slots)
+        return list(islice((slot for slot in numbers(self._first_free) if slot not in self.slots), count))
 
     def depth(self, node: int) -> int:
         """Its distance from the root."""
@@ -239,9 +235,9 @@ class CandidateTree:
         expanded = self.nodes[node]
         expanded.expanded = True
         if slot is not None:
-            assert slot not in self._slots, "two candidates share a slot"
+            assert slot not in self.slots, "two candidates share a slot"
             expanded.slots = (*self.nodes[expanded.parent].slots, slot)
-            self._slots.add(slot)
+            self.slots.add(slot)
         self._make_sibling(node)
 
     def next_to_expand(self, count: int, depth: int) -> list[int]:
