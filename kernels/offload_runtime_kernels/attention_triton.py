@@ -192,9 +192,10 @@ class _Call:
         self, partial: AttentionState, queries: range, splits: range, *, final: torch.Tensor | None = None
     ) -> None:
         """Each split's own result."""
-        if self.rows.ancestors is None or splits != range(1):  # a tree's queries see the first block by themselves
+        tree = self.rows.ancestors is not None
+        if not tree or self.rows.max_length > SPLIT_TOKENS:  # otherwise all trees begin in the only split
             self.run_splits(partial, queries, splits, tree=False, final=final)
-        if self.rows.ancestors is not None:
+        if tree:
             self.run_splits(partial, queries, splits, tree=True, final=final)
 
 
