@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offload_runtime.model import PassShape, Window
 from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.graphs import CAPTURED_ROWS, captured_pass_shape
+from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, assemble, reset, same
 from tests.helpers.models import random_tokens
@@ -109,6 +110,24 @@ def test_a_pass_says_the_same_whatever_ran_before(device: dict[str, Any]) -> Non
     for sequence in (0, 2):
         made.runner.verify([others], [sequence])
     assert same(made.runner.verify([window], [1]), kept) and same(first, kept)
+    made.close()
+
+
+def test_a_trace_has_the_layers_of_a_captured_pass_as_one_span(device: dict[str, Any]) -> None:
+    made = assemble("llama-gqa", batch=3, **device)
+    runner, recorder = made.runner, TraceRecorder(made.runner.rows.rope.device)
+    runner.recorder = runner.streamer.recorder = recorder
+    runner.captured = captured(runner)
+    windows = [Window((5, 6, 7)), Window((8,) * (CAPTURED_ROWS + 1)), Window((5, 6, 7))]
+    for window in windows:
+        runner.verify([window], [0])
+    spans = recorder.finish().spans
+    passes = [span for span in spans if span.row == "passes"]
+    layers = [
+        [span.args["layer"] for span in spans if span.row == "compute" and one.start_s <= span.start_s <= one.end_s]
+        for one in passes
+    ]
+    assert layers == [[None], list(range(runner.decoder.config.num_layers)), [None]]
     made.close()
 
 

@@ -7,6 +7,7 @@ crosses the link once per pass, however long the prompt is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,7 @@ from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.memory import overwrite, pack, packed_words
 from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
-from offload_runtime.trace import TraceRecorder
+from offload_runtime.trace import COMPUTE, TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
 
@@ -129,7 +130,7 @@ class ModelRunner:
         lengths = [len(window.tokens) for window in windows]
         self.cache.begin_window(sequences, lengths)
         committed = [self.cache.length(sequence) for sequence in sequences]
-        logits = None if self.captured is None else self.captured.run(windows, committed, sequences)
+        logits = None if self.captured is None else self.captured.run(windows, committed, sequences, self.recorder)
         if logits is None:
             logits = self.run_rows(self.rows.build(windows, committed, sequences))
             logits = logits if len(logits) == sum(lengths) else _present(logits, windows)
@@ -190,8 +191,12 @@ class CapturedPasses:
         self._frequencies = RowFrequencies(rows.rope, max_rows)
         self._logits = torch.empty(max_rows, decoder.config.vocab_size, dtype=embedding.dtype, device=device)
 
-    def run(self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int]) -> torch.Tensor | None:
-        """A pass over windows behind so many committed tokens, which the cache has room for.
+    def run(
+        self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int],
+        recorder: TraceRecorder | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """A pass over windows behind so many committed tokens, which the cache has room for. A trace has its layers as
+        one span.
 
         Returns:
             As of `ModelRunner.verify`; None for passes of more rows than are captured.
@@ -203,7 +208,8 @@ class CapturedPasses:
         words = pack(parts)
         overwrite(self._words[: len(words)], words)
         self._frequencies.set_rows(parts[1])
-        self.graphs.run(shape, partial(self._pass, shape))
+        with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
+            self.graphs.run(shape, partial(self._pass, shape))
         return _present(self._logits[: shape.num_rows], windows)
 
     def _pass(self, shape: PassShape) -> None:
