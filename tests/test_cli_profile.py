@@ -71,7 +71,8 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
     for words in (
         "measured in 61 s", "2 x Some GPU", "24.0 GB, 23.0 GB free",
         "generation 4 x4 while busy (at most generation 4 x16)", "6.4 of 7.9 GB/s", "64 KiB 0.75 · 16 MiB 6.4 GB/s",
-        "1008 GB/s", "bf16 165 TFLOP/s", "1 of 2 products have the bits of ours, not of 8192x28672", "4.5 us from Python, 1.2 us in a CUDA graph", "can be pinned", "32.0 GB",
+        "1008 GB/s", "bf16 165 TFLOP/s", "1 of 2 products have the bits of ours, not of 8192x28672",
+        "4.5 us from Python, 1.2 us in a CUDA graph", "can be pinned", "32.0 GB",
         "Some CPU, 16 logical cores (avx2, avx512f)", "1 thread 12.0 · 16 threads 60.0 GB/s",
         "not measured: link_back_gbps, link_both_gbps (refused)", "not measured: disk_gbps (left out)",
         "what matters:", "  - the card runs at x4 and could do x16: move it to another slot",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from offload_runtime.errors import BudgetError
+from offload_runtime.kv import HostKVCache
 from offload_runtime.model import Window
-from tests.helpers.assembly import HostKV
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.assembly import Assembled, HostKV
+from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, same
 from tests.helpers.models import random_tokens
 from tests.helpers.page_locking import LimitedRegistrar
@@ -23,8 +25,8 @@ WINDOW = Window(tuple(random_tokens(9, seed=2)))
 class SlowRegistrar(LimitedRegistrar):
     """Locks nothing from its call number `held_call` on before it is told to."""
 
-    def __init__(self, held_call: int) -> None:
-        super().__init__(NO_LIMIT)
+    def __init__(self, held_call: int, refuse_calls: tuple[int, ...] = ()) -> None:
+        super().__init__(NO_LIMIT, refuse_calls=refuse_calls)
         self._held_call, self.may_go_on = held_call, threading.Event()
 
     def register(self, address: int, nbytes: int) -> int:
@@ -91,3 +93,47 @@ def test_an_interrupted_prompt_leaves_memory_that_the_next_one_uses() -> None:
     assert registrar.num_calls == 4
     made.close()
     assert not registrar.locked
+
+
+def interrupted(*, refused: tuple[int, ...] = ()) -> tuple[Assembled, SlowRegistrar]:
+    """A runner whose prompt was given up behind its first layer, while the memory of the second is waited for."""
+    registrar = SlowRegistrar(held_call=1, refuse_calls=refused)
+    made = assemble("llama-gqa", host_kv=HostKV(registrar=registrar))
+    with pytest.raises(KeyboardInterrupt):
+        made.runner.prefill(0, PROMPT, raising(KeyboardInterrupt(), after=0, then=print))
+    return made, registrar
+
+
+def test_memory_that_an_interrupted_prompt_was_refused_is_nothing_to_a_shorter_one() -> None:
+    made, registrar = interrupted(refused=(2,))
+    cache, want = made.runner.cache, expected()
+    assert isinstance(cache, HostKVCache)
+    tables = [cache.block_table(layer) for layer in range(4)]
+    made.runner.prefill(0, PROMPT[:9], lambda layers, _: registrar.may_go_on.set() if layers == 4 else None)
+    made.runner.verify([WINDOW], [0])
+    assert not registrar.locked, "what was locked for the longer prompt is given back"
+    cache.truncate(0, 0)
+    assert same(made.runner.prefill(0, PROMPT), want[0]) and same(made.runner.verify([WINDOW], [0]), want[1])
+    for layer, table in enumerate(tables):
+        places = {block: memory.data_ptr() for block, memory in table.blocks[0].items()}
+        blocks = {block: cache.blocks.memory(layer, 0, range(block, block + 1)).data_ptr() for block in range(2)}
+        assert blocks.items() <= places.items(), "tables know where blocks are"
+    made.close()
+    assert not registrar.locked
+
+
+def test_an_interruption_before_all_layers_are_asked_for_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, want = assemble("llama-gqa", host_kv=HostKV()), expected()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        submit = raising(KeyboardInterrupt(), after=2, then=ThreadPoolExecutor.submit)
+        patch.setattr(ThreadPoolExecutor, "submit", lambda *args: submit(*args))
+        made.runner.cache.begin_prefill(0, len(PROMPT))
+    assert same(made.runner.prefill(0, PROMPT), want[0])
+    made.close()
+
+
+def test_closing_waits_for_no_more_than_one_layer() -> None:
+    made, registrar = interrupted()
+    threading.Timer(0.5, registrar.may_go_on.set).start()
+    made.close()
+    assert registrar.num_calls == 2 and not registrar.locked

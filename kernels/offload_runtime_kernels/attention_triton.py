@@ -192,10 +192,10 @@ class _Call:
         self, partial: AttentionState, queries: range, splits: range, *, final: torch.Tensor | None = None
     ) -> None:
         """Each split's own result."""
-        tree = self.rows.ancestors is not None
-        if not tree or self.rows.max_length > SPLIT_TOKENS:  # otherwise all trees begin in the only split
+        # Where nobody sees more than one split all trees begin there, and no others are left.
+        if self.rows.ancestors is None or self.rows.max_length > SPLIT_TOKENS:
             self.run_splits(partial, queries, splits, tree=False, final=final)
-        if tree:
+        if self.rows.ancestors is not None:
             self.run_splits(partial, queries, splits, tree=True, final=final)
 
 

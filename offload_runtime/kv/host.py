@@ -173,7 +173,7 @@ class HostKVCache(BlockCache):
         """Attention of a decoding pass: of each sequence to its blocks on the host, as they come over the link, and
         then to those in the ring."""
         if self._views is None or self._views[0] is not rows:  # the same in every layer of a pass
-            self._views = rows, [self._own_rows(rows, row, sequence) for row, sequence in enumerate(self._window)]
+            self._views = rows, [self._own_rows(rows, row) for row in range(len(self._window))]
         views, state = self._views[1], AttentionState.empty(q)
         scale, window = self._config.attention_scale, self._config.layer_windows[layer]
 
@@ -195,7 +195,7 @@ class HostKVCache(BlockCache):
             attend(sequence, ring, recent, committed=False)
         return finish_attention(q, rows, state)
 
-    def _own_rows(self, rows: QueryRows, row: int, sequence: int) -> QueryRows:
+    def _own_rows(self, rows: QueryRows, row: int) -> QueryRows:
         tensors = {name: getattr(rows, name) for name in ("positions", "sequences", "committed", "ancestors")}
         parts = {name: tensor[row : row + 1] for name, tensor in tensors.items() if tensor is not None}
         return replace(rows, **parts)
@@ -231,7 +231,7 @@ class HostKVCache(BlockCache):
             full = prefill.total // BLOCK_TOKENS
             self._ring_from[sequence] = kept_from(prefill.total)
             self.writes.expect(sequence, full, prefill.written)
-        self._enter_blocks(sequence)
+        self._enter_blocks(sequence, self._lengths[sequence] // BLOCK_TOKENS)
         for layer, data in self._resident.items():
             self._notify(layer, sequence, KVBlocks(data), sequence, filled_blocks(before, before + count))
 
@@ -269,7 +269,7 @@ class HostKVCache(BlockCache):
         super().begin_window(sequences, counts)
         for sequence in sequences:
             self.blocks.grow(sequence, self._ends[sequence] // BLOCK_TOKENS)
-            self._enter_blocks(sequence)
+            self._enter_blocks(sequence, self.blocks.num_blocks(sequence))
         self.writes.collect()
         self._window, self._views = tuple(sequences), None
         for sequence in sequences:
@@ -296,19 +296,19 @@ class HostKVCache(BlockCache):
             for sequence in range(batch):
                 for number, data in self._resident.items():
                     self._tables[number].put(sequence, 0, data[sequence])
-                self._enter_blocks(sequence)
+                self._enter_blocks(sequence, self._lengths[sequence] // BLOCK_TOKENS)
         return self._tables[layer]
 
-    def _enter_blocks(self, sequence: int) -> None:
-        """Tell the tables, if there are any, where the host has the sequence's new blocks."""
+    def _enter_blocks(self, sequence: int, stop: int) -> None:
+        """Tell the tables, if there are any, where the host has the sequence's blocks before `stop`, all locked."""
         if not self._tables:
             return
-        first, self._entered[sequence] = self._entered[sequence], self.blocks.num_blocks(sequence)
-        for run in self.blocks.runs(sequence, first, self._entered[sequence], self.blocks.most_blocks):
+        for run in self.blocks.runs(sequence, self._entered[sequence], stop, self.blocks.most_blocks):
             for layer in self._ring:
                 memory = self.blocks.memory(layer, *run).view(self._dtype)
                 memory = memory.view(len(run.blocks), *block_shape(self._config))
                 self._tables[layer].put(sequence, run.blocks.start, memory)
+        self._entered[sequence] = max(self._entered[sequence], stop)
 
     def commit(self, sequence: int, count: int) -> None:
         before = self._lengths[sequence]

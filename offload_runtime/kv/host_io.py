@@ -112,7 +112,9 @@ class HostBlocks:
         Raises:
             BudgetError: The system refused the memory or does not let us lock it.
         """
-        self._drop_refused(sequence)
+        extents = self._extents[sequence]
+        if extents and self._is_broken(extents[-1], wait_for_it=not in_background):
+            self._drop_newest(sequence)
         have = self.num_blocks(sequence)
         if num_blocks <= have or not self._layers:
             return
@@ -120,24 +122,20 @@ class HostBlocks:
         blocks = range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
         nbytes = len(blocks) * self.block_bytes
         extent = _Extent(blocks, {}, {})
+        extents.append(extent)
         try:
             check_host_memory(nbytes * len(self._layers), what="the KV cache")
             for layer in self._layers:
                 extent.arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
+            worker = ThreadPoolExecutor(1, thread_name_prefix="kv-growth")
+            for layer, arena in extent.arenas.items():
+                extent.locked[layer] = worker.submit(self._lock_or_enter, layer, arena)
+            worker.shutdown(wait=False)  # it goes on until all is done
+            for locked in () if in_background else extent.locked.values():
+                locked.result()
         except BudgetError as error:
-            self._give_back(extent.arenas.values())
+            self._drop_newest(sequence)
             raise self._refusal(nbytes, error) from error
-        self._extents[sequence].append(extent)
-        worker = ThreadPoolExecutor(1, thread_name_prefix="kv-growth")
-        for layer, arena in extent.arenas.items():
-            extent.locked[layer] = worker.submit(self._lock_or_enter, layer, arena)
-        worker.shutdown(wait=False)  # it goes on until all is done
-        try:
-            for layer in () if in_background else self._layers:
-                self.memory(layer, sequence, range(have, have))
-        except BudgetError:
-            self._drop_refused(sequence)
-            raise
 
     def _refusal(self, layer_bytes: int, error: BudgetError) -> BudgetError:
         return BudgetError(
@@ -145,12 +143,19 @@ class HostBlocks:
             f"({error}): shorten the prompt or close other programs"
         )
 
-    def _drop_refused(self, sequence: int) -> None:
-        """Give memory back of which some was refused."""
-        extents = self._extents[sequence]
-        if extents and any(locked.done() and locked.exception() for locked in extents[-1].locked.values()):
-            wait(extents[-1].locked.values())
-            self._give_back(extents.pop().arenas.values())
+    def _is_broken(self, extent: _Extent, *, wait_for_it: bool) -> bool:
+        """Whether an interruption came before all layers were being locked, or one of them is known to be refused."""
+        known = [locked for locked in extent.locked.values() if wait_for_it or locked.done()]
+        return len(extent.locked) < len(self._layers) or any(one.cancelled() or one.exception() for one in known)
+
+    def _drop_newest(self, sequence: int) -> None:
+        """Give back the memory of a sequence that was made last."""
+        extent = self._extents[sequence][-1]
+        wait([locked for locked in extent.locked.values() if not locked.cancel()])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what an abandoned prompt had written there may be on its way back
+        self._give_back(extent.arenas.values())
+        self._extents[sequence].pop()
 
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
@@ -202,7 +207,8 @@ class HostBlocks:
 
     def close(self) -> None:
         """Give the memory back."""
-        wait(locked for extents in self._extents for extent in extents for locked in extent.locked.values())
+        locked = [one for extents in self._extents for extent in extents for one in extent.locked.values()]
+        wait([one for one in locked if not one.cancel()])
         self._give_back(self._arenas())
         for extents in self._extents:
             extents.clear()

@@ -179,13 +179,9 @@ class RowBuilder:
         return self.rows(shape, upload(pack(parts), self.rope.device), frequencies, rope_shift=rope_shift or None)
 
     def rows(
-        self,
-        shape: PassShape,
-        words: torch.Tensor,
-        frequencies: torch.Tensor,
-        *,
+        self, shape: PassShape, words: torch.Tensor, frequencies: torch.Tensor, *,
         rope_shift: int | torch.Tensor | None = None,
-    ) -> PassRows:
+    ) -> PassRows:  # fmt: skip
         """The rows that the host has laid out in `words` (int32, device); fit for a CUDA graph.
 
         Args:

@@ -176,14 +176,11 @@ class CapturedPasses:
         layers: The weights: (layer index, named weights), in order.
         cache: Keys and values, all on the device.
         rows: Builder of the passes' rows.
-        max_rows: Of a pass; those of more are not captured.
     """
 
-    def __init__(
-        self, decoder: Decoder, layers: Layers, cache: KVCache, rows: RowBuilder, *, max_rows: int = CAPTURED_ROWS
-    ) -> None:
-        self._decoder, self._layers, self._cache, self._rows, self._max_rows = decoder, layers, cache, rows, max_rows
-        device, embedding = rows.rope.device, decoder.embedding
+    def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rows: RowBuilder) -> None:
+        self._decoder, self._layers, self._cache, self._rows = decoder, layers, cache, rows
+        device, embedding, max_rows = rows.rope.device, decoder.embedding, CAPTURED_ROWS
         self.graphs = StepGraphs(device)
         # What passes read and write; the tensors never move.
         words = packed_words(PassShape(max_rows, 1, max_rows, 0).sizes)
@@ -199,10 +196,10 @@ class CapturedPasses:
         one span.
 
         Returns:
-            As of `ModelRunner.verify`; None for passes of more rows than are captured.
+            As of `ModelRunner.verify`; None for passes of more than `CAPTURED_ROWS`, which are not captured.
         """
         shape = captured_pass_shape(PassShape.of(windows, committed), self._cache.max_tokens_with_draft)
-        if shape.num_rows > self._max_rows:
+        if shape.num_rows > CAPTURED_ROWS:
             return None
         parts = shape.lay_out(windows, committed, sequences)
         words = pack(parts)
