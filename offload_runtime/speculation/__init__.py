@@ -1,15 +1,16 @@
 """Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
-from offload_runtime.speculation.acceptance import Acceptance, Tally
 from offload_runtime.speculation.calibration import StepWorth
 from offload_runtime.speculation.controller import PLAIN, Choice, Controller, Cost, size_for, size_within
 from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
 from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (
+    Acceptance,
     DraftRequest,
     OnLogits,
     Proposer,
     StepResult,
+    Tally,
     accepted_path,
     draft_ahead,
     first_token,

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
-from offload_runtime.speculation.step import DraftRequest, Proposer
+from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer
 from offload_runtime.speculation.tree import Proposal
 
 NGRAM, UNIGRAM = "ngram", "unigram"

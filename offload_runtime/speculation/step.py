@@ -6,12 +6,14 @@ by the target's samples: the child that says what the target says behind a node,
 
 A proposer is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
 serves all requests of a step at once. The rows of a pass are a flat list, each with its request's slot and position, so
-that windows of any lengths, of requests with options of their own, share it.
+that windows of any lengths, of requests with options of their own, share it. What was decided is counted by who
+proposed it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +27,6 @@ from offload_runtime.memory import pack, unpack, upload
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation.acceptance import Acceptance
 from offload_runtime.speculation.tree import Proposal
 from offload_runtime.trace import TraceRecorder
 
@@ -66,6 +67,35 @@ class DraftRequest:
     def longest_chain(self) -> int:
         """Most proposals of one that makes chains."""
         return min(self.gamma, self.most_nodes)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What one level decided about the proposals of another.
+
+    Attributes:
+        proposed_by: `ngram`, `draft` or `retrieval` (the target over retrieved chunks).
+        verified_by: `retrieval` or `target`.
+        verifications: Windows of at least one proposal that were verified.
+        proposed: Proposals in them, all branches of trees included.
+        accepted: Of these, those that agreed, up to the first of a window that did not.
+    """
+
+    proposed_by: str
+    verified_by: str
+    verifications: int
+    proposed: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted of the proposed; 0 when nothing was."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def accepted_per_verification(self) -> float:
+        """Proposals that a verification brought, its own token not counted."""
+        return self.accepted / self.verifications if self.verifications else 0.0
 
 
 class Proposer:
@@ -145,6 +175,47 @@ def accepted_path(proposal: Proposal, samples: Sequence[int]) -> list[int]:
             path.append(node)
             last = node
     return path
+
+
+class Tally:
+    """Counts what the target decided in the rounds of one generation.
+
+    Attributes:
+        accepted_by_depth: Proposals accepted as the first of their round (0), as the second, and so on, in this order.
+        accepted_by_source: Proposals accepted by who made them first.
+        windows: Rounds by what was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.accepted_by_depth: Counter[int] = Counter()
+        self.accepted_by_source: Counter[str] = Counter()
+        self.windows: Counter[str] = Counter()
+        self._verifications = 0
+        self._verified: Counter[str] = Counter()  # windows by who has proposed any of it
+        self._proposed: Counter[str] = Counter()  # by who proposes
+
+    def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str) -> None:
+        """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
+        what was asked for, in words."""
+        self.windows[window] += 1
+        self._verifications += len(sources) > 0
+        self._verified.update(set(sources))
+        self._proposed.update(sources)
+        self.accepted_by_depth.update(range(len(accepted_sources)))
+        self.accepted_by_source.update(accepted_sources)
+
+    def levels(self, proposed_by: str, inner: Sequence[Acceptance]) -> tuple[Acceptance, ...]:
+        """All levels, the target's last. A draft's proposals are all of its windows, n-grams among them; of a
+        hierarchy they are those that it made.
+
+        Args:
+            proposed_by: Who proposed to the target.
+            inner: The levels before, as `Proposer.counts` tells them.
+        """
+        counts = self._verifications, self._proposed.total(), self.accepted_by_source.total()
+        if proposed_by == "retrieval":
+            counts = self._verified[proposed_by], self._proposed[proposed_by], self.accepted_by_source[proposed_by]
+        return (*inner, Acceptance(proposed_by, "target", *counts))
 
 
 Watch = Callable[[torch.Tensor], Callable[[], bool]]

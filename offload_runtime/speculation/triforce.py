@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from offload_runtime.config import SamplingParams
 from offload_runtime.runners import DeviceWindow, DraftModel, WindowInput, WindowOutput
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
-from offload_runtime.speculation.acceptance import Acceptance
-from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
+from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import Proposal
 
 
