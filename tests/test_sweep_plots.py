@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import sweep as sweep_tool
-from harness import settings_of
 from sweep import FAMILIES, main, plan
 from sweeping.family import family_of, flag
 from sweeping.pictures import draw, panels_of, picture_base
@@ -217,7 +216,7 @@ def test_the_documented_commands_are_those_of_the_results() -> None:
             path = ROOT / str(arguments.out).format(sweep=name)
             if path.exists():  # a curve is documented before it is measured
                 unused = [option for option, sweeps in family.unused.items() if name in sweeps]
-                said = settings_of(arguments, without=sweep_tool.NOT_CONDITIONS)
+                said = sweep_tool.conditions_of(arguments)
                 measured = report_of(path)["settings"]
                 assert said.keys() == measured.keys()
                 assert {key for key in said if said[key] != measured[key]} <= set(unused)

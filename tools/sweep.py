@@ -44,7 +44,15 @@ from offload_runtime.memory import resolve_device
 
 FAMILIES = (LONG_CONTEXT, STREAMED_WEIGHTS)
 # What a row does not depend on.
-NOT_CONDITIONS = ("values", "out", "plot", "commit")
+_NOT_CONDITIONS = ("values", "out", "plot", "commit")
+# Options that are newer than some results, which say nothing of them.
+_NEWER: dict[str, Any] = {"other_text": [], "draw": None}
+
+
+def conditions_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """What was asked for, as text, as far as rows depend on it."""
+    unasked = [name for name, usual in _NEWER.items() if getattr(arguments, name, usual) == usual]
+    return settings_of(arguments, without=(*_NOT_CONDITIONS, *unasked))
 
 
 def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace, origin: Mapping[str, Any]) -> list[Work]:
@@ -60,7 +68,7 @@ def plan(family: Family, sweeps: Sequence[str], arguments: argparse.Namespace, o
             if path is not None and "{sweep}" not in path.name:
                 raise OptionError(f"{name} {path} would hold {len(sweeps)} sweeps: put {{sweep}} in its name")
     conditions = {
-        "settings": settings_of(arguments, without=NOT_CONDITIONS), "commit": origin["commit"],
+        "settings": conditions_of(arguments), "commit": origin["commit"],
         "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]),
     }  # fmt: skip
     work: list[Work] = []

@@ -145,8 +145,8 @@ class HostBlocks:
 
     def _is_broken(self, extent: _Extent, *, wait_for_it: bool) -> bool:
         """Whether an interruption came before all layers were being locked, or one of them is known to be refused."""
-        known = [locked for locked in extent.locked.values() if wait_for_it or locked.done()]
-        return len(extent.locked) < len(self._layers) or any(one.cancelled() or one.exception() for one in known)
+        settled = [locked for locked in extent.locked.values() if wait_for_it or locked.done()]
+        return len(extent.locked) < len(self._layers) or any(one.cancelled() or one.exception() for one in settled)
 
     def _drop_newest(self, sequence: int) -> None:
         """Give back the memory of a sequence that was made last."""

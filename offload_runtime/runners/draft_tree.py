@@ -36,7 +36,7 @@ from offload_runtime.runners.graphs import (
     tree_input_sizes,
     tree_input_words,
 )
-from offload_runtime.runners.target import ModelRunner
+from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder
 
@@ -331,7 +331,8 @@ class DraftTree:
         runner, frequencies = self._runner, self._frequencies.tensor[: shape.num_rows]
         shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
         rows = runner.rows.rows(shape, self._inputs, frequencies, rope_shift=shifts)
-        self._logits[: shape.num_rows].copy_(runner.run_rows(rows))
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
+        self._logits[: shape.num_rows].copy_(logits)
 
     def _choose(self, shape: PassShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
         """Write the best children of some rows."""

@@ -206,13 +206,8 @@ def captured_shape(shape: PassShape, *, width: int, capacity_tokens: int) -> Pas
         width: Most rows of each sequence.
         capacity_tokens: Of a text and a path behind it.
     """
-    doubled = _LEAST_REACH
-    while doubled < shape.reach:
-        doubled *= 2
-    return PassShape(
-        shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, MOST_DEPTH,
-        min(doubled, -(-capacity_tokens // BLOCK_TOKENS) * BLOCK_TOKENS),
-    )  # fmt: skip
+    reach = graph_reach(max(shape.reach, _LEAST_REACH), capacity_tokens)
+    return PassShape(shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, MOST_DEPTH, reach)
 
 
 def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[PassShape]:
