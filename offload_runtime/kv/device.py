@@ -64,7 +64,8 @@ class KVCache(LayerCache, Protocol):
     def begin_prefill(self, sequence: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
 
-        Raises as `begin_window`, and where they are more than `capacity_tokens`.
+        Raises as `begin_window`, and where they are more than `capacity_tokens`. Memory that is page-locked meanwhile
+        may also be refused in `attend`, by a `BudgetError`; committed tokens are kept then, too.
         """
 
     def end_prefill(self, sequence: int, count: int) -> None:

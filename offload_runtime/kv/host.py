@@ -357,7 +357,5 @@ class HostKVCache(BlockCache):
         self._epoch += 1
 
     def close(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # kernels may be reading blocks straight from host memory
         self.writes.engine.close()
         self.blocks.close()

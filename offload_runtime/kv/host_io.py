@@ -152,8 +152,6 @@ class HostBlocks:
         """Give back the memory of a sequence that was made last."""
         extent = self._extents[sequence][-1]
         wait([locked for locked in extent.locked.values() if not locked.cancel()])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what an abandoned prompt had written there may be on its way back
         self._give_back(extent.arenas.values())
         self._extents[sequence].pop()
 
@@ -177,6 +175,8 @@ class HostBlocks:
         pageable.enter(arena.buffer)
 
     def _give_back(self, arenas: Iterable[HostArena]) -> None:
+        if self._device.type == "cuda":  # kernels may be reading from there, and copies of what a prompt has left
+            torch.cuda.synchronize(self._device)
         for arena in arenas:
             if self.locking.pageable is not None:
                 self.locking.pageable.forget(arena.buffer)

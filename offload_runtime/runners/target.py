@@ -180,13 +180,12 @@ class CapturedPasses:
 
     def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rows: RowBuilder) -> None:
         self._decoder, self._layers, self._cache, self._rows = decoder, layers, cache, rows
-        device, embedding, max_rows = rows.rope.device, decoder.embedding, CAPTURED_ROWS
+        device, most = rows.rope.device, PassShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0)
         self.graphs = StepGraphs(device)
         # What passes read and write; the tensors never move.
-        words = packed_words(PassShape(max_rows, 1, max_rows, 0).sizes)
-        self._words = torch.zeros(words, dtype=torch.int32, device=device)
-        self._frequencies = RowFrequencies(rows.rope, max_rows)
-        self._logits = torch.empty(max_rows, decoder.config.vocab_size, dtype=embedding.dtype, device=device)
+        self._words = torch.zeros(packed_words(most.sizes), dtype=torch.int32, device=device)
+        self._frequencies = RowFrequencies(rows.rope, CAPTURED_ROWS)
+        self._logits = decoder.embedding.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
     def run(
         self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int],
