@@ -252,9 +252,9 @@ def measure_tflops(device: torch.device, *, budget_s: float) -> dict[str, float]
 def measure_library_rows(device: torch.device) -> dict[str, int]:
     """By shape of a bf16 matrix, the least rows of a product by the library that has our own products' bits; 0 where
     none has, so that ours are taken for prompts too."""
-    found = {}
+    found, generator = {}, torch.Generator(device).manual_seed(0)
     for m, k in _MODEL_MATRICES:
-        weight = torch.empty(m, k, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        weight = torch.empty(m, k, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
         heights = [rows for rows in LIBRARY_ROWS[device.type] if library_agrees(rows, weight, None, gated=False)]
         found[f"{m}x{k}"] = min(heights, default=0)
     return found

@@ -155,7 +155,10 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     found.take("launches", "launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s))
     found.take("CUDA graphs", "graph_launch_us", lambda: gpu_bench.measure_graph_launch_us(device, budget_s=budget_s))
     found.take("matrix products", "tflops", lambda: gpu_bench.measure_tflops(device, budget_s=budget_s))
-    found.take("the library's products", "library_rows", lambda: gpu_bench.measure_library_rows(device))
+    if effort is _THOROUGH:
+        found.take("the library's products", "library_rows", lambda: gpu_bench.measure_library_rows(device))
+    else:
+        found.miss(("library_rows",), "left out of --quick")
     # Only now all modules are loaded that a runtime loads as well.
     found.take("reserved VRAM", "vram_reserved_bytes", lambda: _reserved_bytes(device))
     return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)

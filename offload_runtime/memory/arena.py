@@ -170,7 +170,10 @@ class HostArena:
 def touch(arenas: Iterable[HostArena]) -> None:
     """Have the system make the pages of new arenas, as zeros, by several threads: one alone gets 1.7 to 6 GB/s, and the
     driver that locks untouched pages no more."""
-    pieces = [piece for arena in arenas for piece in arena.buffer.split(_TOUCH_PIECE_BYTES)]
+    pieces = list[torch.Tensor]()
+    for arena in arenas:
+        share_bytes = -(-arena.nbytes // (_TOUCHING_THREADS * PAGE_BYTES)) * PAGE_BYTES
+        pieces += arena.buffer.split(min(share_bytes, _TOUCH_PIECE_BYTES))
     with ThreadPoolExecutor(_TOUCHING_THREADS, thread_name_prefix="touch") as pool:
         # A pool's threads are not in inference mode, but arenas may have been made in it.
         deque(pool.map(torch.inference_mode()(lambda piece: piece[::PAGE_BYTES].zero_()), pieces), maxlen=0)

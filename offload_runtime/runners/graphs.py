@@ -165,8 +165,8 @@ def captured_pass_shape(shape: PassShape, capacity_tokens: int) -> PassShape:
         shape: What the windows need.
         capacity_tokens: Of a sequence with its window.
     """
-    width, depth = captured_width(shape.width), shape.depth and max(_PRODUCT_ROWS, 1 << (shape.depth - 1).bit_length())
-    return PassShape(shape.batch, width, depth, graph_reach(shape.reach, capacity_tokens))
+    depth = CAPTURED_ROWS if shape.depth else 0  # of trees one: each number of shapes is multiplied by it
+    return PassShape(shape.batch, captured_width(shape.width), depth, graph_reach(shape.reach, capacity_tokens))
 
 
 def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
