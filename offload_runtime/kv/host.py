@@ -98,7 +98,7 @@ class HostKVCache(BlockCache):
         # Of the running pass: its window's sequences and their own query rows, what is streamed.
         self._prefill: HostPrefill | None = None
         self._window: Sequence[int] = ()
-        self._views: tuple[QueryRows, list[QueryRows]] | None = None
+        self._views: tuple[QueryRows, list[tuple[QueryRows, QueryRows]]] | None = None
         self._schedule: CopySchedule | None = None
         self._snapshot = self.snapshot()
 
@@ -179,9 +179,7 @@ class HostKVCache(BlockCache):
 
         def attend(sequence: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
             row = self._window.index(sequence)
-            part, view = slice(row, row + 1), views[row]
-            if committed:
-                view = replace(view, ancestors=None)
+            part, view = slice(row, row + 1), views[row][committed]
             attend_blocks(q[part], kv, view, blocks, state[part], scale=scale, sliding_window=window)
 
         for run, piece in self._passing(layer):
@@ -195,10 +193,12 @@ class HostKVCache(BlockCache):
             attend(sequence, ring, recent, committed=False)
         return finish_attention(q, rows, state)
 
-    def _own_rows(self, rows: QueryRows, row: int) -> QueryRows:
+    def _own_rows(self, rows: QueryRows, row: int) -> tuple[QueryRows, QueryRows]:
+        """Those of one sequence: for blocks where keys of a tree may be, and for committed ones."""
         tensors = {name: getattr(rows, name) for name in ("positions", "sequences", "committed", "ancestors")}
         parts = {name: tensor[row : row + 1] for name, tensor in tensors.items() if tensor is not None}
-        return replace(rows, **parts)
+        own = replace(rows, **parts)
+        return own, replace(own, ancestors=None)
 
     # --- prefill
 

@@ -150,9 +150,7 @@ class HostBlocks:
 
     def _drop_newest(self, sequence: int) -> None:
         """Give back the memory of a sequence that was made last."""
-        extent = self._extents[sequence][-1]
-        wait([locked for locked in extent.locked.values() if not locked.cancel()])
-        self._give_back(extent.arenas.values())
+        self._give_back(self._extents[sequence][-1:])
         self._extents[sequence].pop()
 
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
@@ -174,10 +172,12 @@ class HostBlocks:
             )
         pageable.enter(arena.buffer)
 
-    def _give_back(self, arenas: Iterable[HostArena]) -> None:
+    def _give_back(self, extents: Sequence[_Extent]) -> None:
+        locked = [one for extent in extents for one in extent.locked.values()]
+        wait([one for one in locked if not one.cancel()])
         if self._device.type == "cuda":  # kernels may be reading from there, and copies of what a prompt has left
             torch.cuda.synchronize(self._device)
-        for arena in arenas:
+        for arena in (arena for extent in extents for arena in extent.arenas.values()):
             if self.locking.pageable is not None:
                 self.locking.pageable.forget(arena.buffer)
             arena.close()
@@ -207,9 +207,7 @@ class HostBlocks:
 
     def close(self) -> None:
         """Give the memory back."""
-        locked = [one for extents in self._extents for extent in extents for one in extent.locked.values()]
-        wait([one for one in locked if not one.cancel()])
-        self._give_back(self._arenas())
+        self._give_back([extent for extents in self._extents for extent in extents])
         for extents in self._extents:
             extents.clear()
 

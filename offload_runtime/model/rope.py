@@ -69,7 +69,7 @@ class RopeTable:
             return 0
         return 1 if self._type == "longrope" else length
 
-    def row_frequencies(self, host_positions: list[int], prompt_length: int) -> torch.Tensor:
+    def row_frequencies(self, host_positions: Sequence[int], prompt_length: int) -> torch.Tensor:
         """Frequencies of rows: [D/2] fp32, device, or [N, D/2] where rows differ.
 
         Args:

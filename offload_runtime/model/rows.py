@@ -175,7 +175,7 @@ class RowBuilder:
         """
         shape = PassShape.of(windows, committed)
         parts = shape.lay_out(windows, committed, sequences)
-        frequencies = self.rope.row_frequencies(list(parts[1]), prompt_length)
+        frequencies = self.rope.row_frequencies(parts[1], prompt_length)
         return self.rows(shape, upload(pack(parts), self.rope.device), frequencies, rope_shift=rope_shift or None)
 
     def rows(

@@ -28,7 +28,8 @@ _LEAST_REACH = 4 * BLOCK_TOKENS
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
 _PRODUCT_ROWS = 8
-# Rows of a target's pass up to which it is captured: of more, the device takes longer than the host that launches it.
+# Rows of a target's pass up to which it is captured: graphs take memory by their rows, and windows over what is on the
+# card rarely have more.
 CAPTURED_ROWS = 64
 # Nodes of a spine behind its first one: so many more steps before the host looks at them.
 MOST_SPINE = 7
