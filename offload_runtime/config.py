@@ -401,8 +401,8 @@ def params_of_each(
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
 DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
-# With the known token 32 rows, the most that chunks are scored by.
-MOST_GAMMA_DRAFT = 31
+# With the newest known token and those whose keys are written anew 32 rows, the most that chunks are scored by.
+MOST_GAMMA_DRAFT = 24
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,8 @@ class SpeculationOptions:
     `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
     tokens and `retrieval` beyond them, by what is predicted as well. Of the retrieval verifier: `budget_tokens` per
     layer and KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps; the draft proposes
-    `gamma_draft` tokens to each step. A draft that retrieves does so with the same `budget_tokens` and `chunk_size`.
+    `gamma_draft` tokens to each step, as a tree. A draft that retrieves does so with the same `budget_tokens` and
+    `chunk_size`.
     """
 
     mode: str = "auto"
@@ -424,7 +425,7 @@ class SpeculationOptions:
     recent_tokens: int = 512
     chunk_size: int = 4
     budget_tokens: int = 4096
-    gamma_draft: int = 4
+    gamma_draft: int = 16
     refresh_steps: int = 1
 
     def __post_init__(self) -> None:

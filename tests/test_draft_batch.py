@@ -39,11 +39,14 @@ class CountingWindow(DeviceWindow):
         super().__init__(CPU, batch=BATCH)
         self.steps: list[int] = []
 
-    def put(self, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
-        if cursor.data_ptr() != position.data_ptr():  # a first step, which begins at the window's end
+    def put(
+        self, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0, cursor: torch.Tensor | None = None
+    ) -> None:
+        assert cursor is not None
+        if cursor.data_ptr() != start.data_ptr():  # a first step, which begins at the window's end
             cursor.fill_(-7)
         before = cursor.clone()
-        super().put(position, token, cursor)
+        super().put(start, tokens, offset=offset, cursor=cursor)
         self.steps.append(int((cursor != before).sum()))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
-from offload_runtime_kernels.window_steps import StepRotation
+from offload_runtime_kernels.window_steps import StepLayout, StepRotation
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.device import StreamingDraftCache, kv_cache_bytes, streaming_capacity_tokens
@@ -283,10 +283,10 @@ def test_device_window_holds_tokens_at_absolute_positions() -> None:
     window.upload({1: WindowInput([7, 8, 9], 1003, 1005, 1006)})
     cursor = torch.zeros(2, dtype=torch.int32)
     for position, token in ((1003, -1), (1005, 11), (1006, 12)):
-        window.put(torch.tensor([5, position], dtype=torch.int32), torch.tensor([3, token]), cursor)
+        window.put(torch.tensor([5, position], dtype=torch.int32), torch.tensor([[3], [token]]), cursor=cursor)
         assert cursor.tolist() == [0, min(position + 1, 1006)], "behind the last position nothing is put"
     rotation = StepRotation(torch.ones(2, 1), 1.0)
-    rows = window.rows(window.end, 3, rotation, offset=-2, last_token=8)
+    rows = window.rows(window.end, StepLayout.chain(-2, 3, CPU), rotation, last_token=8)
     assert rows.tokens.tolist() == [0, 0, 0, 8, 8, 0]
     assert rows.positions.tolist() == [[-1, -1, -1], [1001, 1002, 1003]]
     assert window.end.tolist() == [0, 1003]

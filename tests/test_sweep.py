@@ -370,7 +370,7 @@ def test_the_bound_is_a_pass_and_its_steps() -> None:
     setting = Setting(replace(OPTIONS, refresh_steps=2), 0.6, 900, 9, 8)
     row = {
         "pass_s": 0.1, "verifier_steps_per_pass": 5.0, "verifier_step_ms": 4.0, "verifier_step_with_refresh_ms": 8.0,
-        "draft_step_ms": 1.0, "tokens_per_pass": 8.0, "plain_s_per_token": 0.05, "s_per_token": 0.025,
+        "draft_step_ms": 1.0, "draft_steps": 3, "tokens_per_pass": 8.0, "plain_s_per_token": 0.05, "s_per_token": 0.025,
         "draft_steps_per_pass": 6.0,
     }  # fmt: skip
     found = bound(row, setting)  # a pass of 100 ms and 5 steps of (4 + 8) / 2 + 3 * 1 ms, for 8 tokens

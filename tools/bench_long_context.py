@@ -129,7 +129,7 @@ class Bench:
         )
         found = []
         for count in rows:
-            set_variant(proposer, gamma_draft=count - 1, refresh_steps=1)
+            set_variant(self.runtime, proposer, gamma_draft=count - 1, refresh_steps=1)
             steps_ms = self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=64)
             recent = levels_of(proposer).verifier.cache.recent[0]  # type: ignore[union-attr]
             keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for row in report["windows"]:
             _show("pass", row)
         proposer = proposer_of(runtime)
-        set_variant(proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
+        set_variant(runtime, proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
         report["steps"] = bench.steps_ms(proposer)
         _show("steps", report["steps"])
         report["verifier_passes"] = bench.verifier_passes(
@@ -184,7 +184,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             plain = bench.decode(Proposer(), params, 0, arguments.plain_tokens)
             _show("plain", plain)
             for gamma_draft, refresh_steps, gamma in arguments.variants:
-                set_variant(proposer, gamma_draft=gamma_draft, refresh_steps=refresh_steps)
+                set_variant(runtime, proposer, gamma_draft=gamma_draft, refresh_steps=refresh_steps)
                 row = bench.decode(proposer, params, gamma, arguments.tokens)
                 row |= {"gamma_draft": gamma_draft, "refresh_steps": refresh_steps}
                 same = compare([plain["text"][1:]], [row["text"][1:]])  # both begin with the prefill's token
@@ -218,8 +218,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=harness.integers, default=[1, 17, 64])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument(
-        "--variants", type=_triples, default=[(4, 1, 24), (4, 4, 24)],
-        help="of TriForce: gamma of the draft, steps between refreshes and gamma, like 4:1:24,4:4:24",
+        "--variants", type=_triples, default=[(16, 1, 24), (16, 4, 24)],
+        help="of TriForce: tokens of the draft, steps between refreshes and gamma, like 16:1:24,16:4:24",
     )  # fmt: skip
     parser.add_argument("--step-rows", type=harness.integers, default=[17], help="tokens of timed verifier passes")
     parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")

@@ -123,7 +123,8 @@ def attend_sources(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRow
         q: [B, T, H, D], contiguous.
         sources: Hold keys and values in the dtype of `q`, finite as for `attention`; those without blocks count for
             nothing.
-        rows: The queries' positions, no tree, and batch rows where a source has none of its own.
+        rows: The queries' positions, and batch rows where a source has none of its own. The slots of a tree are the
+            newest ones of the last source, at most 64 from `committed` on.
         scale: As for `attention`.
 
     Returns:

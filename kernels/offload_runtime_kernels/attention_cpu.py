@@ -97,7 +97,6 @@ def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor
 
 def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
     """CPU version of `attend_sources`; reads positions on the host."""
-    assert rows.ancestors is None
     state = AttentionState.empty(q)
     for source in sources:
         own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
@@ -106,7 +105,8 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
             continue
         for b, (first, num_keys) in enumerate(source.bounds.tolist()):
             row, blocks = slice(b, b + 1), range(first + source.blocks.start, first + source.blocks.stop)
-            one = replace(own, positions=own.positions[row], sequences=own.sequences[row])
+            parts = ("positions", "sequences", "committed", "ancestors")
+            one = replace(own, **{name: part[row] for name in parts if (part := getattr(own, name)) is not None})
             attend_blocks_cpu(q[row], source.kv, one, blocks, state[row], scale=scale, num_keys=num_keys)
     return finish_attention_cpu(q, state)
 

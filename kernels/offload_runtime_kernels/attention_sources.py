@@ -34,20 +34,20 @@ _LOG2E = 1.4426950408889634
 
 @jit(
     do_not_specialize=(
-        "positions_ptr", "sequences_a_ptr", "sequences_b_ptr", "bounds_a_ptr", "bounds_b_ptr", "num_queries", "tiles_a",
-        "tiles", "span", "first_a", "first_b", "limit_a", "limit_b", "first_block_a", "first_block_b", "blocks_a",
-        "blocks_b",
+        "positions_ptr", "committed_ptr", "ancestors_ptr", "sequences_a_ptr", "sequences_b_ptr", "bounds_a_ptr",
+        "bounds_b_ptr", "num_queries", "tiles_a", "tiles", "span", "first_a", "first_b", "limit_a", "limit_b",
+        "first_block_a", "first_block_b", "blocks_a", "blocks_b",
     )
 )  # fmt: skip
 def _sources_kernel(
-    q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, sequences_a_ptr, sequences_b_ptr, bounds_a_ptr, bounds_b_ptr,
-    num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b, first_block_a, first_block_b, blocks_a,
-    blocks_b, scale_log2e,
+    q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, committed_ptr, ancestors_ptr, sequences_a_ptr,
+    sequences_b_ptr, bounds_a_ptr, bounds_b_ptr, num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b,
+    first_block_a, first_block_b, blocks_a, blocks_b, scale_log2e,
     a_stride_sequence: "tl.int64", a_stride_block: "tl.int64", a_stride_value: "tl.int64",
     b_stride_sequence: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BOUNDED_A: tl.constexpr, BOUNDED_B: tl.constexpr,
-    ONE_PART: tl.constexpr, OVERLAP: tl.constexpr,
+    DEPTH: tl.constexpr, ONE_PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -65,6 +65,14 @@ def _sources_kernel(
     q = tl.load(q_ptr + row_offset[:, None] + channel[None, :], mask=mask, other=0.0)
     position = tl.load(positions_ptr + row, mask=row_valid, other=-1)
     reach = tl.max(position, axis=0) + 1
+    if DEPTH > 0:  # a bit for each of a row's ancestors, counted from the first slot of the tree on
+        committed = tl.load(committed_ptr + batch)
+        reach = committed + 64
+        above = tl.zeros([ROWS], dtype=tl.int64)
+        for level in tl.static_range(DEPTH):
+            there = row_valid & (committed + level <= position)
+            slot = tl.load(ancestors_ptr + row * DEPTH + level, mask=there, other=0) - committed
+            above |= tl.where(there, tl.full([ROWS], 1, dtype=tl.int64) << slot.to(tl.int64), 0)
     if BOUNDED_A:
         first_a += tl.load(bounds_a_ptr + 2 * batch) * (BLOCK // TILE)
         limit_a = tl.load(bounds_a_ptr + 2 * batch + 1)
@@ -89,7 +97,12 @@ def _sources_kernel(
         k = tl.load(k_ptrs, mask=load_mask, other=0.0)
         v = tl.load(k_ptrs + tl.where(in_a, a_stride_value, b_stride_value), mask=load_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-        visible = (key_position[None, :] <= position[:, None]) & (key_position < end)[None, :]
+        visible = key_position[None, :] <= position[:, None]
+        if DEPTH > 0:
+            place = (key_position - committed).to(tl.int64)
+            bit = (above[:, None] >> tl.minimum(tl.maximum(place, 0), 63)[None, :]) & 1
+            visible = tl.where(place[None, :] < 0, visible, bit != 0)
+        visible &= (key_position < end)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -201,8 +214,9 @@ def attend_sources_triton(
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `attend_sources`: one launch for every two sources, and one that joins what was found."""
     require_triton("attend_sources")
-    assert rows.ancestors is None and q.is_contiguous()
-    assert rows.positions.is_contiguous() and rows.positions.shape == q.shape[:2]
+    committed, ancestors = rows.committed, rows.ancestors
+    assert ancestors is None or (ancestors.is_contiguous() and committed is not None)
+    assert q.is_contiguous() and rows.positions.is_contiguous() and rows.positions.shape == q.shape[:2]
     batch, num_queries, num_heads, head_dim = q.shape
     channels = max(16, triton.next_power_of_2(head_dim))
     cut = _cut(q, channels)
@@ -228,6 +242,7 @@ def attend_sources_triton(
         _sources_kernel[(programs // (batch * num_kv_heads), batch * num_kv_heads, count)](
             q, a.source.kv.data, _checked(q, b.source.kv).data, partial[before:] if num_parts > 1 else out,
             lse[before:] if num_parts > 1 else out, rows.positions,
+            *(rows.positions if part is None else part for part in (committed, ancestors)),
             *(rows.sequences if keys.source.sequences is None else keys.source.sequences for keys in (a, b)),
             *(rows.sequences if keys.source.bounds is None else keys.source.bounds for keys in (a, b)),
             num_queries, a.tiles, sum(keys.tiles for keys in pair), span, a.first, b.first,
@@ -236,8 +251,9 @@ def attend_sources_triton(
             scale * _LOG2E, *a.source.kv.data.stride()[:3], *b.source.kv.data.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, D_BLOCK=channels,
             ROWS=rows_per_program, TILE=cut.tile, BLOCK=BLOCK_TOKENS, STAGES=cut.stages,
-            BOUNDED_A=a.source.bounds is not None, BOUNDED_B=b.source.bounds is not None, ONE_PART=num_parts == 1,
-            num_warps=4, **overlap_options(q.device),
+            BOUNDED_A=a.source.bounds is not None, BOUNDED_B=b.source.bounds is not None,
+            DEPTH=0 if ancestors is None else ancestors.shape[2], ONE_PART=num_parts == 1, num_warps=4,
+            **overlap_options(q.device),
         )  # fmt: skip
         before += count
     if num_parts > 1:

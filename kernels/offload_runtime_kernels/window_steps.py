@@ -1,12 +1,13 @@
-"""What a step on the device does around its pass, each in one launch: find its rows, note a token, accept proposals.
+"""What a step on the device does around its pass, each in one launch: find its rows, note tokens, accept proposals.
 
 All of it works on *windows*, the newest tokens of B sequences in one int32 tensor, a row for each:
 
-    window[b] = [end, base, stop, last, tokens...]        token of position p = window[b, 4 + p - base]
+    window[b] = [end, base, stop, last, committed, tokens...]        token of slot s = window[b, 5 + s - base]
 
-`end` is how many tokens of the sequence are known, `base` the position of the first token here; behind `end` lie
-proposals. A sequence stands still once `end` reaches `stop`, and proposes nothing at position `last` or behind it: its
-rows are padding then, and nothing of it is written. One position before `base` may be asked for, and gives nonsense.
+`end` is how many tokens of the sequence are known, `base` the position of the first token here, and the first
+`committed` are in the target's cache for good. Behind `end` lie proposals: a chain, or a tree whose nodes take the next
+slots in their order, wherever in the text they stand. A sequence stands still once `end` reaches `stop`, and proposes
+nothing at position `last` or behind it: its rows are padding then, and nothing of it is written.
 
 These are a handful of integers each, but as torch operations about forty launches a step, which at two microseconds is
 as long as the pass of a small draft.
@@ -18,8 +19,9 @@ import torch
 
 from offload_runtime_kernels._jit import jit, tl, triton
 
-WINDOW_HEADER_WORDS = 4
+WINDOW_HEADER_WORDS = 5
 _HEADER = tl.constexpr(WINDOW_HEADER_WORDS)
+_BASE, _COMMITTED = 1, 4
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,63 @@ class StepRotation:
 
 
 @dataclass(frozen=True)
-class StepRows:
-    """The rows of a step, T consecutive positions of each of B sequences; tensors on the windows' device.
+class StepLayout:
+    """Which T rows a step has of each sequence, counted from where the step starts; int32 on the windows' device.
 
-    `tokens` [B*T] int32. `positions` [B, T] int32, of the rows in their cache, -1 for padding. `following` [B*T] int32,
-    the sequence's position behind each row, whose token its logits say, and `ahead` [B] that of the last rows.
-    `sequences` [B*T] int32: 0 to B - 1, T times each. `used` [B] int32: T, or 0 for a sequence that stands still.
-    `cos`, `sin` [B*T, D/2] fp32.
+    `slots` [T]: where a row's token lies in the window, and its keys in the cache. `positions` [T]: where it stands in
+    the text; the slots where all of it is a chain. The first `counted` rows say which keys matter.
+    Of a tree `ancestors` [T, A]: the slots on the way to each row, itself included, one for each position from `first`
+    on; before that all rows see every key.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    counted: int
+    first: int = 0
+    ancestors: torch.Tensor | None = None
+
+    @classmethod
+    def chain(cls, first: int, count: int, device: torch.device) -> "StepLayout":
+        """`count` tokens in a row."""
+        slots = torch.arange(first, first + count, dtype=torch.int32, device=device)
+        return cls(slots, slots, count)
+
+
+@dataclass(frozen=True)
+class TreeLinks:
+    """How the n nodes of a tree of proposals hang together; on the windows' device.
+
+    `parents` [n] int32: the row whose sample a node has to equal, 0 for the newest known token and 1 + i for node i.
+    `paths` [n] int64: bit i says that node i is on the way to it, itself included. `depths` [n] int32, from 1 on.
+    """
+
+    parents: torch.Tensor
+    paths: torch.Tensor
+    depths: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step, T of each of B sequences; tensors on the windows' device.
+
+    `tokens` [B*T] int32. `positions` [B, T] int32, of the rows in their cache, -1 for padding, and `slots` [B*T] int32.
+    `following` [B*T] int32, the sequence's position behind each row, whose token its logits say, and `ahead` [B] that
+    of the last rows. `sequences` [B*T] int32: 0 to B - 1, T times each. `used` [B] int32: the rows that count, 0 for a
+    sequence that stands still. `cos`, `sin` [B*T, D/2] fp32. `committed` [B] int32 and `ancestors` [B, T, A] int32 of
+    trees, as of `QueryRows`.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    slots: torch.Tensor
     following: torch.Tensor
     ahead: torch.Tensor
     sequences: torch.Tensor
     used: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    committed: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
 
 
 def _goes_on(window: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -56,56 +98,70 @@ def _goes_on(window: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
 
 
 def step_rows_reference(
-    window: torch.Tensor, start: torch.Tensor, count: int, rotation: StepRotation, *, offset: int, last_token: int,
-    place: torch.Tensor | None = None,
+    window: torch.Tensor, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
+    skip_committed: bool = False, place: torch.Tensor | None = None,
 ) -> StepRows:  # fmt: skip
     """Plain torch version of `step_rows`."""
-    batch, device = window.shape[0], window.device
-    goes_on = _goes_on(window, start)
-    steps = torch.arange(offset, offset + count, dtype=torch.int32, device=device)
-    absolute = start[:, None] + steps  # [B, T]
-    index = (absolute - window[:, 1:2] + WINDOW_HEADER_WORDS).where(goes_on[:, None], 0)
-    tokens = window.gather(1, index.long()).clamp_(0, last_token).where(goes_on[:, None], 0)
-    positions = absolute if place is None else absolute - place[:batch, :1]
-    rotated = positions if place is None else positions + place[:batch, 1:]
-    angle = rotated.where(goes_on[:, None], 0)[..., None] * rotation.frequencies[:batch, None]
-    cos, sin = angle.cos() * rotation.scaling, angle.sin() * rotation.scaling
-    following = (absolute + 1).where(goes_on[:, None], 0)
+    batch, count = len(window), len(layout.slots)
+    goes_on = _goes_on(window, start)[:, None]
+    shift, turn = (0, 0) if place is None else (place[:batch, :1], place[:batch, 1:])
+    slots, positions = start[:, None] + layout.slots, start[:, None] + layout.positions  # [B, T]
+    there = goes_on & (slots >= window[:, _COMMITTED if skip_committed else _BASE, None])
+    index = (slots - window[:, _BASE, None] + WINDOW_HEADER_WORDS).where(there, 0)
+    tokens = window.gather(1, index.long()).clamp_(0, last_token).where(there, 0)
+    angle = (positions - shift + turn).where(there, 0)[..., None] * rotation.frequencies[:batch, None]
+    following = (positions + 1).where(goes_on, 0)
+    committed = ancestors = None
+    if layout.ancestors is not None:
+        committed = (start[:, None] + layout.first - shift)[:, 0]
+        ancestors = start[:, None, None] + layout.ancestors - (shift if place is None else place[:batch, :1, None])
     return StepRows(
         tokens=tokens.flatten(),
-        positions=positions.where(goes_on[:, None], -1),
+        positions=(positions - shift).where(there, -1),
+        slots=(slots - shift).where(there, -1).flatten(),
         following=following.flatten(),
         ahead=following[:, -1].contiguous(),
-        sequences=torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(count),
-        used=goes_on.int() * count,
-        cos=cos.flatten(0, 1),
-        sin=sin.flatten(0, 1),
+        sequences=torch.arange(batch, dtype=torch.int32, device=window.device).repeat_interleave(count),
+        used=goes_on[:, 0].int() * layout.counted,
+        cos=(angle.cos() * rotation.scaling).flatten(0, 1),
+        sin=(angle.sin() * rotation.scaling).flatten(0, 1),
+        committed=committed,
+        ancestors=ancestors,
     )
 
 
-def put_token_reference(
-    window: torch.Tensor, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor
-) -> None:
-    """Plain torch version of `put_token`."""
-    goes_on = _goes_on(window, position)
-    index = (position - window[:, 1] + WINDOW_HEADER_WORDS).where(goes_on, 0).long()[:, None]
-    window.scatter_(1, index, token.to(torch.int32)[:, None].where(goes_on[:, None], window.gather(1, index)))
-    cursor.copy_((position + 1).where(goes_on, cursor))
+def put_tokens_reference(
+    window: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0,
+    cursor: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Plain torch version of `put_tokens`."""
+    goes_on, steps = _goes_on(window, start)[:, None], torch.arange(tokens.shape[1], device=window.device)
+    index = (start[:, None] - window[:, _BASE, None] + WINDOW_HEADER_WORDS + offset + steps).where(goes_on, steps)
+    window.scatter_(1, index, tokens.to(torch.int32).where(goes_on, window.gather(1, index)))
+    if cursor is not None:
+        cursor.copy_((start + tokens.shape[1]).where(goes_on[:, 0], cursor))
 
 
-def accept_reference(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor) -> None:
+def accept_reference(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
     """Plain torch version of `accept`."""
     end = window[:, 0].clone()
-    goes_on = _goes_on(window, end)
-    steps = torch.arange(samples.shape[1] - 1, dtype=torch.int32, device=window.device)
-    first = (end - window[:, 1] + WINDOW_HEADER_WORDS).where(goes_on, 0)[:, None]  # [B, 1]
-    matches = window.gather(1, (first + steps).long()) == samples[:, :-1]
-    accepted = matches.int().cumprod(1).sum(1, keepdim=True)  # [B, 1]
-    index, sample = (first + accepted).long(), samples.gather(1, accepted).to(torch.int32)
+    goes_on, nodes = _goes_on(window, end), torch.arange(len(links.parents), device=window.device)
+    first = (end - window[:, _BASE] + WINDOW_HEADER_WORDS).where(goes_on, 0).long()[:, None]  # [B, 1]
+    proposals = window.gather(1, first + nodes)
+    matches = proposals == samples.gather(1, links.parents.long().expand(len(window), -1))
+    found = (matches.long() << nodes).sum(1, keepdim=True)  # [B, 1]
+    accepted = (links.paths & ~found == 0) & goes_on[:, None]  # [B, n]
+    depths = torch.zeros_like(first), links.depths.long() * accepted
+    depth, last = torch.cat(depths, dim=1).max(1, keepdim=True)  # the newest known token has depth 0 and row 0
+    for node in nodes.tolist():  # a node never stands behind its own slot
+        index = first + int(links.depths[node]) - 1
+        token = proposals[:, node : node + 1].where(accepted[:, node : node + 1], window.gather(1, index))
+        window.scatter_(1, index, token)
+    index, sample = first + depth, samples.gather(1, last).to(torch.int32)
     window.scatter_(1, index, sample.where(goes_on[:, None], window.gather(1, index)))
-    window[:, 0] = (end + accepted[:, 0].int() + 1).where(goes_on, end)
+    window[:, 0] = (end + depth[:, 0].int() + 1).where(goes_on, end)
     counts[: len(window), 0] += goes_on
-    counts[: len(window), 1] += accepted[:, 0] * goes_on
+    counts[: len(window), 1] += depth[:, 0] * goes_on
 
 
 @jit
@@ -114,70 +170,97 @@ def _step_at(window_ptr, start):
     return (tl.load(window_ptr) < tl.load(window_ptr + 2)) & (start < tl.load(window_ptr + 3))
 
 
-@jit(do_not_specialize=("words", "start_stride", "count", "offset", "last_token"))
+@jit(do_not_specialize=("words", "start_stride", "count", "counted", "first", "last_token"))
 def _step_rows_kernel(
-    window_ptr, start_ptr, place_ptr, frequencies_ptr, tokens_ptr, positions_ptr, following_ptr, ahead_ptr,
-    sequences_ptr, used_ptr, cos_ptr, sin_ptr, words, start_stride, count, offset, last_token, scaling,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PLACED: tl.constexpr,
+    window_ptr, start_ptr, place_ptr, frequencies_ptr, layout_slots_ptr, layout_positions_ptr, paths_ptr, tokens_ptr,
+    positions_ptr, slots_ptr, following_ptr, ahead_ptr, sequences_ptr, used_ptr, cos_ptr, sin_ptr, committed_ptr,
+    ancestors_ptr, words, start_stride, count, counted, first, last_token, scaling,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PLACED: tl.constexpr, SINCE: tl.constexpr, DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     sequence = row // count
     start = tl.load(start_ptr + sequence * start_stride)
     window_ptr += sequence * words
     goes_on = _step_at(window_ptr, start)
-    absolute = start + offset + row % count
-    token = tl.load(window_ptr + _HEADER + absolute - tl.load(window_ptr + 1), mask=goes_on, other=0)
-    position = absolute
-    rotated = absolute
+    slot = start + tl.load(layout_slots_ptr + row % count)
+    position = start + tl.load(layout_positions_ptr + row % count)
+    there = goes_on & (slot >= tl.load(window_ptr + SINCE))
+    token = tl.load(window_ptr + _HEADER + slot - tl.load(window_ptr + 1), mask=there, other=0)
+    shift = 0
+    turn = 0
     if PLACED:
-        position = absolute - tl.load(place_ptr + sequence * 2)
-        rotated = position + tl.load(place_ptr + sequence * 2 + 1)
+        shift = tl.load(place_ptr + sequence * 2)
+        turn = tl.load(place_ptr + sequence * 2 + 1)
     tl.store(tokens_ptr + row, tl.minimum(tl.maximum(token, 0), last_token))
-    tl.store(positions_ptr + row, tl.where(goes_on, position, -1))
-    following = tl.where(goes_on, absolute + 1, 0)
+    tl.store(positions_ptr + row, tl.where(there, position - shift, -1))
+    tl.store(slots_ptr + row, tl.where(there, slot - shift, -1))
+    following = tl.where(goes_on, position + 1, 0)
     tl.store(following_ptr + row, following)
     tl.store(sequences_ptr + row, sequence)
-    tl.store(ahead_ptr + sequence, following, mask=row % count == count - 1)
-    tl.store(used_ptr + sequence, tl.where(goes_on, count, 0), mask=row % count == count - 1)
+    last = row % count == count - 1
+    tl.store(ahead_ptr + sequence, following, mask=last)
+    tl.store(used_ptr + sequence, tl.where(goes_on, counted, 0), mask=last)
     channel = tl.arange(0, HALF_BLOCK)
     frequency = tl.load(frequencies_ptr + sequence * HALF + channel, mask=channel < HALF, other=0.0)
-    angle = tl.where(goes_on, rotated, 0).to(tl.float32) * frequency
+    angle = tl.where(there, position - shift + turn, 0).to(tl.float32) * frequency
     tl.store(cos_ptr + row * HALF + channel, tl.cos(angle) * scaling, mask=channel < HALF)
     tl.store(sin_ptr + row * HALF + channel, tl.sin(angle) * scaling, mask=channel < HALF)
+    if DEPTH > 0:
+        level = tl.arange(0, DEPTH_BLOCK)
+        above = tl.load(paths_ptr + row % count * DEPTH + level, mask=level < DEPTH, other=0)
+        tl.store(ancestors_ptr + row * DEPTH + level, start + above - shift, mask=level < DEPTH)
+        tl.store(committed_ptr + sequence, start + first - shift, mask=last)
 
 
-@jit(do_not_specialize=("words", "position_stride"))
-def _put_token_kernel(window_ptr, position_ptr, token_ptr, cursor_ptr, words, position_stride):
+@jit(do_not_specialize=("words", "start_stride", "count", "offset"))
+def _put_tokens_kernel(
+    window_ptr, start_ptr, tokens_ptr, cursor_ptr, words, start_stride, count, offset, LANES: tl.constexpr,
+    MOVES: tl.constexpr,
+):  # fmt: skip
     sequence = tl.program_id(0)
-    position = tl.load(position_ptr + sequence * position_stride)
+    start = tl.load(start_ptr + sequence * start_stride)
     window_ptr += sequence * words
-    goes_on = _step_at(window_ptr, position)
-    place = window_ptr + _HEADER + position - tl.load(window_ptr + 1)
-    tl.store(place, tl.load(token_ptr + sequence).to(tl.int32), mask=goes_on)
-    tl.store(cursor_ptr + sequence, position + 1, mask=goes_on)
+    goes_on = _step_at(window_ptr, start)
+    place = window_ptr + _HEADER + start + offset - tl.load(window_ptr + 1)
+    lane = tl.arange(0, LANES)
+    # Compared lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
+    inside = (lane < count) & (goes_on.to(tl.int32) + tl.zeros_like(lane) != 0)
+    token = tl.load(tokens_ptr + sequence * count + lane, mask=inside, other=0)
+    tl.store(place + lane, token.to(tl.int32), mask=inside)
+    if MOVES:
+        tl.store(cursor_ptr + sequence, start + count, mask=goes_on)
 
 
 # One warp a sequence: what it reads of the window it has read before it writes there.
-@jit(do_not_specialize=("words", "num_proposals"))
-def _accept_kernel(window_ptr, samples_ptr, counts_ptr, words, num_proposals, LANES: tl.constexpr):
+@jit(do_not_specialize=("words", "num_nodes", "num_rows"))
+def _accept_kernel(
+    window_ptr, samples_ptr, counts_ptr, parents_ptr, paths_ptr, depths_ptr, words, num_nodes, num_rows,
+    LANES: tl.constexpr,
+):  # fmt: skip
     sequence = tl.program_id(0)
     window_ptr += sequence * words
-    samples_ptr += sequence * (num_proposals + 1)
+    samples_ptr += sequence * num_rows
     counts_ptr += sequence * 2
     end = tl.load(window_ptr)
     goes_on = _step_at(window_ptr, end)
     tokens_ptr = window_ptr + _HEADER + end - tl.load(window_ptr + 1)
     lane = tl.arange(0, LANES)
-    # Compared lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
-    inside = (lane < num_proposals) & (goes_on.to(tl.int32) + tl.zeros_like(lane) != 0)
-    proposal = tl.load(tokens_ptr + lane, mask=inside, other=0).to(tl.int64)
-    sample = tl.load(samples_ptr + lane, mask=inside, other=0)
-    # There is a lane behind the last proposal, so this is at most their number.
-    accepted = tl.min(tl.where(inside & (proposal == sample), num_proposals, lane), axis=0)
-    tl.store(tokens_ptr + accepted, tl.load(samples_ptr + accepted).to(tl.int32), mask=goes_on)
-    tl.store(window_ptr, end + accepted + 1, mask=goes_on)
+    inside = (lane < num_nodes) & (goes_on.to(tl.int32) + tl.zeros_like(lane) != 0)
+    proposal = tl.load(tokens_ptr + lane, mask=inside, other=0)
+    sample = tl.load(samples_ptr + tl.load(parents_ptr + lane, mask=inside, other=0), mask=inside, other=0)
+    bit = tl.full([LANES], 1, dtype=tl.int64) << lane.to(tl.int64)
+    found = tl.sum(tl.where(inside & (proposal.to(tl.int64) == sample), bit, 0), axis=0)
+    path = tl.load(paths_ptr + lane, mask=inside, other=0)
+    accepted = inside & ((path & found) == path)
+    depth = tl.where(accepted, tl.load(depths_ptr + lane, mask=inside, other=0), 0)
+    deepest = tl.max(depth, axis=0)
+    last = tl.max(tl.where(accepted & (depth == deepest), lane + 1, 0), axis=0)
+    tl.store(tokens_ptr + depth - 1, proposal, mask=accepted)
+    tl.store(tokens_ptr + deepest, tl.load(samples_ptr + last).to(tl.int32), mask=goes_on)
+    tl.store(window_ptr, end + deepest + 1, mask=goes_on)
     tl.store(counts_ptr, tl.load(counts_ptr) + 1, mask=goes_on)
-    tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + accepted, mask=goes_on)
+    tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + deepest, mask=goes_on)
 
 
 def _check_windows(window: torch.Tensor, *words: torch.Tensor) -> None:
@@ -187,93 +270,115 @@ def _check_windows(window: torch.Tensor, *words: torch.Tensor) -> None:
 
 
 def step_rows_triton(
-    window: torch.Tensor, start: torch.Tensor, count: int, rotation: StepRotation, *, offset: int, last_token: int,
-    place: torch.Tensor | None = None,
+    window: torch.Tensor, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
+    skip_committed: bool = False, place: torch.Tensor | None = None,
 ) -> StepRows:  # fmt: skip
     """Triton version of `step_rows`."""
     batch, words = window.shape
-    frequencies = rotation.frequencies
+    count, frequencies, paths = len(layout.slots), rotation.frequencies, layout.ancestors
     _check_windows(window, start)
-    half = frequencies.shape[1]
+    assert layout.slots.dtype == layout.positions.dtype == torch.int32 and layout.positions.shape == (count,)
+    half, depth = frequencies.shape[1], 0 if paths is None else paths.shape[1]
     assert frequencies.dtype == torch.float32 and frequencies.is_contiguous() and len(frequencies) >= batch
     assert place is None or (place.dtype == torch.int32 and place.is_contiguous() and len(place) >= batch)
+    assert paths is None or (paths.dtype == torch.int32 and paths.is_contiguous() and len(paths) == count)
     # Memory of their own, not views of one block: kernels further on are compiled for pointers of one alignment.
-    tokens, following, sequences = (window.new_empty(batch * count) for _ in range(3))
+    tokens, slots, following, sequences = (window.new_empty(batch * count) for _ in range(4))
     positions, ahead, used = window.new_empty(batch, count), window.new_empty(batch), window.new_empty(batch)
     cos, sin = (frequencies.new_empty(batch * count, half) for _ in range(2))
+    committed = ancestors = None
+    if depth:
+        committed, ancestors = window.new_empty(batch), window.new_empty(batch, count, depth)
     _step_rows_kernel[(batch * count,)](
-        window, start, window if place is None else place, frequencies, tokens, positions, following, ahead, sequences,
-        used, cos, sin, words, start.stride(0), count, offset, last_token, rotation.scaling,
-        HALF=half, HALF_BLOCK=triton.next_power_of_2(half), PLACED=place is not None, num_warps=1,
+        window, start, window if place is None else place, frequencies, layout.slots, layout.positions,
+        window if paths is None else paths, tokens, positions, slots, following, ahead, sequences, used, cos, sin,
+        window if committed is None else committed, window if ancestors is None else ancestors, words, start.stride(0),
+        count, layout.counted, layout.first, last_token, rotation.scaling,
+        HALF=half, HALF_BLOCK=triton.next_power_of_2(half), PLACED=place is not None,
+        SINCE=_COMMITTED if skip_committed else _BASE, DEPTH=depth, DEPTH_BLOCK=triton.next_power_of_2(max(1, depth)),
+        num_warps=1,
     )  # fmt: skip
-    return StepRows(tokens, positions, following, ahead, sequences, used, cos, sin)
+    return StepRows(tokens, positions, slots, following, ahead, sequences, used, cos, sin, committed, ancestors)
 
 
-def put_token_triton(window: torch.Tensor, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
-    """Triton version of `put_token`."""
-    _check_windows(window, position, cursor)
-    assert cursor.is_contiguous() and token.dtype == torch.int64 and token.is_contiguous()
-    _put_token_kernel[(len(window),)](
-        window, position, token, cursor, window.shape[1], position.stride(0), num_warps=1
+def put_tokens_triton(
+    window: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0,
+    cursor: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Triton version of `put_tokens`."""
+    _check_windows(window, start, *(() if cursor is None else (cursor,)))
+    assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == len(window)
+    assert cursor is None or cursor.is_contiguous()
+    count = tokens.shape[1]
+    _put_tokens_kernel[(len(window),)](
+        window, start, tokens, start if cursor is None else cursor, window.shape[1], start.stride(0), count, offset,
+        LANES=triton.next_power_of_2(count), MOVES=cursor is not None, num_warps=1,
     )  # fmt: skip
 
 
-def accept_triton(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor) -> None:
+def accept_triton(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
     """Triton version of `accept`."""
     _check_windows(window)
     assert samples.dtype == counts.dtype == torch.int64 and samples.is_contiguous() and counts.is_contiguous()
     assert samples.ndim == 2 and len(samples) == len(window) and counts.shape[1] == 2 and len(counts) >= len(window)
-    count = samples.shape[1]
-    lanes = triton.next_power_of_2(count)
-    _accept_kernel[(len(window),)](window, samples, counts, window.shape[1], count - 1, LANES=lanes, num_warps=1)
+    count = len(links.parents)
+    assert count < min(64, samples.shape[1]), "a bit for every node"
+    _accept_kernel[(len(window),)](
+        window, samples, counts, links.parents, links.paths, links.depths, window.shape[1], count, samples.shape[1],
+        LANES=triton.next_power_of_2(max(1, count)), num_warps=1,
+    )  # fmt: skip
 
 
 def step_rows(
-    window: torch.Tensor, start: torch.Tensor, count: int, rotation: StepRotation, *, offset: int, last_token: int,
-    place: torch.Tensor | None = None,
+    window: torch.Tensor, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
+    skip_committed: bool = False, place: torch.Tensor | None = None,
 ) -> StepRows:  # fmt: skip
-    """The rows of each sequence's positions start + offset to start + offset + count - 1; one launch.
+    """The rows of each sequence that a layout names, counted from `start`; one launch.
 
     Args:
-        window: [B, W] int32, see above; holds all of these positions.
-        start: [B] int32, device, of any stride. Where it is not before `last`, or `end` not before `stop`, the rows
+        window: [B, W] int32, see above; holds all of these slots. Those before `base` are padding.
+        start: [B] int32, device, of any stride. Where it is not before `last`, or `end` not before `stop`, all rows
             are padding.
-        count: T, at least 1.
+        layout: Of T rows.
         rotation: Of the model that the rows go through, for at least B sequences.
-        offset: Of the first row, usually negative.
         last_token: Tokens are cut to 0 .. `last_token`: -1 marks NaN logits and is no row of an embedding.
-        place: [at least B, 2] int32, device, of caches that hold a part of the sequence: positions are so much smaller
-            there, and rotated as if they were so much larger than that. None: the sequence's own positions.
+        skip_committed: Rows of tokens that are committed are padding, too: their keys stay as they are.
+        place: [at least B, 2] int32, device, of caches that hold a part of the sequence: positions and slots are so
+            much smaller there, and rotated as if they were so much larger than that. None: the sequence's own.
     """
     run = step_rows_triton if window.is_cuda else step_rows_reference
-    return run(window, start, count, rotation, offset=offset, last_token=last_token, place=place)
+    return run(window, start, layout, rotation, last_token=last_token, skip_committed=skip_committed, place=place)
 
 
-def put_token(window: torch.Tensor, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
-    """Write each sequence's token into its window, and the position behind it into `cursor`; one launch.
-
-    Nothing is written for sequences that stand still.
+def put_tokens(
+    window: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0,
+    cursor: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write tokens into each sequence's window; one launch. Nothing is written for sequences that stand still.
 
     Args:
         window: [B, W] int32, see above.
-        position: [B] int32, device, of any stride, of the tokens; may be `cursor` itself.
-        token: [B] int64, device.
-        cursor: [B] int32, device.
+        start: [B] int32, device, of any stride; may be `cursor` itself.
+        tokens: [B, n] int64, device.
+        offset: The first goes into slot `start` + `offset`, the others behind it.
+        cursor: [B] int32, device, which is moved behind `start` by as many; None for none.
     """
-    run = put_token_triton if window.is_cuda else put_token_reference
-    run(window, position, token, cursor)
+    run = put_tokens_triton if window.is_cuda else put_tokens_reference
+    run(window, start, tokens, offset=offset, cursor=cursor)
 
 
-def accept(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor) -> None:
-    """Accept the proposals behind each window's end up to the first that is not what was sampled; one launch.
+def accept(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+    """Accept the longest path of proposals, from the newest known token on, each of which is what was sampled behind
+    the one before it; one launch.
 
-    That one is replaced by the sample, behind the last proposal comes the sample that follows it, and `end` moves
-    behind either. Sequences that stand still stay as they are, and so do their counts.
+    The path and the sample behind it move to their places behind each window's end, which moves behind them; all other
+    proposals are of no use any more. Sequences that stand still stay as they are, and so do their counts.
 
     Args:
-        window: [B, W] int32, see above.
-        samples: [B, n + 1] int64, device: the tokens of positions end to end + n, of which the window has n proposed.
+        window: [B, W] int32, see above; its n nodes lie in the slots from `end` on.
+        samples: [B, at least n + 1] int64, device: of the newest known token and of every node the token behind it.
         counts: [at least B, 2] int64, device: steps and accepted proposals of each sequence so far.
+        links: Of the nodes, fewer than 64.
     """
     run = accept_triton if window.is_cuda else accept_reference
-    run(window, samples, counts)
+    run(window, samples, counts, links)

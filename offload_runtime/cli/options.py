@@ -118,7 +118,7 @@ class RunOptions:
     chunk_size: int | None = _tuning("chunk_size", "Tokens that are retrieved together.")
     budget_tokens: int | None = _tuning("budget_tokens", "Tokens retrieved per KV head.")
     refresh_steps: int | None = _tuning("refresh_steps", "Steps of TriForce from retrieval to retrieval.")
-    gamma_draft: int | None = _tuning("gamma_draft", "Tokens the draft proposes to TriForce.")
+    gamma_draft: int | None = _tuning("gamma_draft", "Tokens the draft proposes to a step of TriForce, as a tree.")
     tree_nodes: int | None = _count(
         _proposing,
         "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains only. "

@@ -11,7 +11,8 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import RunPlan
-from offload_runtime.runners import DraftTree, ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.plan.cost import guess_parents
+from offload_runtime.runners import DraftTree, GuessTree, ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_tree import grows_trees
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
@@ -83,11 +84,10 @@ def _make_triforce(
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
     budget.reserve("steps of the retrieval verifier", plan.verifier_step_bytes)
-    gamma = 0 if draft is None else options.gamma_draft
+    tree = GuessTree(guess_parents(plan), budget.device)
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(
-        runner.decoder, layers, retrieved, target.rope, window, gamma=gamma, max_tokens_with_draft=most_tokens,
-        batch=batch,
+        runner.decoder, layers, retrieved, target.rope, window, max_tokens_with_draft=most_tokens, batch=batch
     )  # fmt: skip
     first = None
     if draft is not None:
@@ -98,13 +98,12 @@ def _make_triforce(
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
-        window, verifier, first, gamma_draft=gamma, refresh_steps=options.refresh_steps,
-        max_tokens_with_draft=most_tokens,
+        window, verifier, first, tree, refresh_steps=options.refresh_steps, max_tokens_with_draft=most_tokens
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
         with verifier.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
-            warm_up_verifier(proposer, runner, gamma=gamma, batch=batch)
+            warm_up_verifier(proposer, runner, proposed=len(tree), batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()
@@ -113,7 +112,7 @@ def _make_triforce(
     return proposer
 
 
-def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: int, batch: int) -> None:
+def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, proposed: int, batch: int) -> None:
     """Compile the kernels of the verifier's steps, which would hold up the first proposals. `start` has to follow.
 
     Leaves the target's cache empty, and the draft's with what was played.
@@ -121,7 +120,7 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: 
     Args:
         proposer: Of the target.
         target: All of its layers are resident.
-        gamma: Tokens that the draft proposes to a step.
+        proposed: Tokens that the draft proposes to a step.
         batch: Sequences.
     """
 
@@ -133,8 +132,8 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, gamma: 
         take_step([params], 1)
     for num_sequences in warm_up_batches(batch):
         take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
-    # A step puts gamma tokens and two more behind a text.
-    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - gamma - 2)
+    # A step puts so many tokens and two more behind a text.
+    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - proposed - 2)
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         take_step(DIFFERENT_WAYS[:1], length)

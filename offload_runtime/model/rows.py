@@ -130,13 +130,14 @@ class PassRows:
         """Rows whose tokens and positions only the device knows; fit for a CUDA graph.
 
         Args:
-            step: The rows; their positions are also the slots of their keys, negative ones are padding.
+            step: The rows; negative positions are padding.
             sequences: [B] int32, device, 0 to B - 1: the batch rows in the cache.
-            max_length: At least the largest position + 1.
+            max_length: At least the largest position or slot + 1.
         """
-        flat = step.positions.view(-1)
-        query = QueryRows(step.positions, sequences, max_length, used=step.used)
-        return cls(step.tokens, query, RopeRows(step.cos, step.sin, flat, flat, step.sequences))
+        query = QueryRows(step.positions, sequences, max_length, step.committed, step.ancestors, step.used)
+        return cls(
+            step.tokens, query, RopeRows(step.cos, step.sin, step.positions.view(-1), step.slots, step.sequences)
+        )
 
     @cached_property
     def plain(self) -> RopeRows:

@@ -22,8 +22,10 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.config import GB
+from offload_runtime.model import depths_of
 from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
+from offload_runtime.runners import expected_accepted, likely_parents
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
@@ -210,7 +212,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     return _step_s(
-        target, machine, rows=batch * (1 + gamma_draft(plan)),
+        target, machine, rows=batch * (1 + len(guess_parents(plan))),
         kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // options.refresh_steps,
         choice_launches=_CHOICE_LAUNCHES // options.refresh_steps,
         fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
@@ -244,8 +246,10 @@ def drafting_s(plan: RunPlan, machine: MachineFigures, *, gamma: int, tree_nodes
         return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
     if not plan.has_verifier:
         return gamma * draft_s
-    verifier_steps = gamma / expected_tokens(usual_acceptance(plan.draft), gamma_draft(plan))
-    return verifier_steps * (verifier_step_s(plan, machine) + gamma_draft(plan) * draft_s)
+    parents = guess_parents(plan)
+    verifier_steps = gamma / (1 + expected_accepted(parents, usual_acceptance(plan.draft)))
+    num_levels = max(depths_of(parents), default=-1) + 1
+    return verifier_steps * (verifier_step_s(plan, machine) + num_levels * draft_s)
 
 
 # --- how much is proposed, and accepted
@@ -259,9 +263,11 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
     return USUAL_ACCEPTANCE["streaming, far" if far else draft.cache]
 
 
-def gamma_draft(plan: RunPlan) -> int:
-    """Tokens that the draft proposes to a step of the retrieval verifier; 0 without either."""
-    return plan.draft.options.gamma_draft if plan.has_verifier and plan.draft is not None else 0
+def guess_parents(plan: RunPlan) -> tuple[int, ...]:
+    """The tree that the draft proposes to a step of the retrieval verifier; no nodes without either."""
+    if plan.draft is None or not plan.has_verifier:
+        return ()
+    return likely_parents(plan.draft.options.gamma_draft, usual_acceptance(plan.draft))
 
 
 def tree_nodes(plan: RunPlan) -> int:

@@ -29,7 +29,8 @@ from offload_runtime.plan.request import (
     resolve_context,
     resolve_dtype,
 )
-from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners import MOST_LEVELS, captured_pass_bytes, draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
@@ -241,7 +242,7 @@ class ModelPlan:
         """Tokens in a row behind a text: where trees are grown no more than they are deep, so that longer chains are
         cut; steps of a retrieval verifier may go beyond what is asked for."""
         in_a_row = min(self.window_tokens, MOST_DEPTH + 1) if self.tree_nodes else self.window_tokens
-        return in_a_row + 2 * self.options.gamma_draft + 2
+        return in_a_row + self.options.gamma_draft + MOST_LEVELS + 2
 
     @property
     def streaming_tokens(self) -> int:
@@ -378,8 +379,10 @@ class RunPlan:
             return 0
         draft, nbytes = self.draft, step_graph_bytes(self.target.config) if self.has_verifier else 0
         if draft is not None:
-            trees = draft.tree_slots > 0
-            nbytes += draft_graph_bytes(draft.config, draft.dtype.itemsize, batch=draft.batch, trees=trees)
+            rows = draft.batch * (draft.options.gamma_draft + 2 if self.has_verifier else REWRITTEN_TOKENS)
+            nbytes += draft_graph_bytes(
+                draft.config, draft.dtype.itemsize, rows=rows, batch=draft.batch, trees=draft.tree_slots > 0
+            )
         return nbytes
 
     @property
@@ -390,7 +393,8 @@ class RunPlan:
     @property
     def verifier_step_bytes(self) -> int:
         """Of these, the window and what a step computes on its way, of all sequences."""
-        target, rows = self.target, self.target.options.gamma_draft + 1
+        target = self.target
+        rows = 1 + target.options.gamma_draft + MOST_LEVELS  # those levels are written anew
         far_chunks = target.context_tokens // target.options.chunk_size
         return verifier_step_bytes(
             target.config, target.dtype.itemsize, batch=target.batch, rows=rows, far_chunks=far_chunks

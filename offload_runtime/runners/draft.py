@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from offload_runtime_kernels.window_steps import StepRotation
+from offload_runtime_kernels.window_steps import StepLayout, StepRotation, StepRows
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.retrieval import RetrievedDraftCache
@@ -19,9 +19,10 @@ from offload_runtime.memory import overwrite
 from offload_runtime.model import PassRows, RowFrequencies
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.guess_tree import GuessTree
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput
-from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
+from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder
 
 
@@ -56,7 +57,7 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._device = device = cache.store(0).data.device
         self._sampling = SlotSampling(batch, device)
-        self.window = window or DeviceWindow(device, batch=batch)
+        self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self.texts = DraftKVState(runner, batch=batch)
         # A graph cannot wait for weights that are on their way.
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
@@ -65,22 +66,25 @@ class DraftModel:
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
         self.frequencies = RowFrequencies(runner.rows.rope, batch)
         self._rotation = StepRotation(self.frequencies.tensor, runner.rows.rope.scaling)
+        # The rows of a later step of a chain, and of the first.
+        self._chains = [StepLayout.chain(-count, count, device) for count in (1, REWRITTEN_TOKENS)]
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps, which would hold up the first proposals. `start` has to follow.
+        """Compile the kernels of all steps of chains, which would hold up the first proposals. `start` has to follow.
 
-        Leaves the cache empty.
+        Whoever shares the window plays its own steps. Leaves the cache empty.
         """
         with self.graphs.eager():
-            for params in DIFFERENT_WAYS[1:]:
-                self._take_steps([params], 1)
-            for num_sequences in warm_up_batches(self._batch):
-                self._take_steps(DIFFERENT_WAYS[:1] * num_sequences, 1)
-            for length in warm_up_lengths(self._capacity_tokens - 1):
-                self._take_steps(DIFFERENT_WAYS[:1], length)
+            if self._own_window:
+                for params in DIFFERENT_WAYS[1:]:
+                    self._take_steps([params], 1)
+                for num_sequences in warm_up_batches(self._batch):
+                    self._take_steps(DIFFERENT_WAYS[:1] * num_sequences, 1)
+                for length in warm_up_lengths(self._capacity_tokens - 1):
+                    self._take_steps(DIFFERENT_WAYS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
                 self._catch_up_behind(length)
         if self.choosing is not None:
@@ -156,14 +160,28 @@ class DraftModel:
             longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
                 knows.
         """
+        self._enqueue([partial(self._step, first=step == 0) for step in range(count)], count - 1, longest)
+
+    @torch.inference_mode()
+    def grow(self, tree: GuessTree, *, longest: Mapping[int, int]) -> None:
+        """Enqueue the steps that put a tree behind each sequence's `end` without waiting: its nodes in their order.
+
+        The cache must have caught up to all but the last `tree.num_known` tokens before `end`. Arguments as of `steps`.
+        """
+        self._enqueue(
+            [partial(self._level, tree=tree, level=level) for level in range(tree.num_levels)], len(tree), longest
+        )
+
+    def _enqueue(self, steps: Sequence[partial[None]], tokens: int, longest: Mapping[int, int]) -> None:
+        """Run steps that write the keys of up to `tokens` tokens behind each sequence's `end`."""
         cache, inputs = self.runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
-            sequence: min(end + count, inputs[sequence].last) - 1 - self.texts.starts[sequence]
+            sequence: min(end + tokens, inputs[sequence].last - 1) - self.texts.starts[sequence]
             for sequence, end in longest.items()
         }
         reach = max(lengths.values())
-        assert count > 0 and reach <= self._max_tokens_with_draft
+        assert steps and reach <= self._max_tokens_with_draft
         if self._device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
             reach = graph_reach(reach, self._max_tokens_with_draft)
         for sequence, length in lengths.items():
@@ -178,31 +196,50 @@ class DraftModel:
             self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
-        with self.recorder.span("draft steps", steps=count, sequences=len(longest)) if self.recorder else nullcontext():
-            for step in range(count):
-                first = step == 0
-                choice = None if self.choosing is None else self.choosing.begin_step(first=first)
-                key = first, self.window.num_rows, reach, choice, self._sampling.filters
-                self.graphs.run(key, partial(self._step, first, reach))
+        recorder = self.recorder
+        with recorder.span("draft steps", steps=len(steps), sequences=len(longest)) if recorder else nullcontext():
+            for number, step in enumerate(steps):
+                choice = None if self.choosing is None else self.choosing.begin_step(first=number == 0)
+                key = step.func.__name__, *step.keywords.values(), self.window.num_rows, reach, choice
+                self.graphs.run((*key, self._sampling.filters), partial(step, reach=reach))
 
-    def _step(self, first: bool, reach: int) -> None:
+    def _step(self, *, first: bool, reach: int) -> None:
         """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.
 
         Captured: no tensor of the host.
         """
-        window, num_rows = self.window, self.window.num_rows
-        cursor, count = (window.end, REWRITTEN_TOKENS) if first else (self._cursor[:num_rows], 1)
-        step = window.rows(
-            cursor, count, self._rotation, offset=-count, last_token=self.texts.last_token,
+        window = self.window
+        cursor = self._cursor[: window.num_rows]
+        start = window.end if first else cursor
+        logits, step = self._pass(self._chains[first], start, reach)
+        token = sample(logits[:, -1], self._sampling, step.ahead, self._sequences[: window.num_rows])
+        window.put(start, token[:, None], cursor=cursor)
+
+    def _level(self, *, tree: GuessTree, level: int, reach: int) -> None:
+        """Say what the nodes of a tree's level are. Captured: no tensor of the host."""
+        window = self.window
+        logits, step = self._pass(tree.drafted[level], window.end, reach)
+        if not level:  # all but the newest known token are only fed
+            logits, following, owners = logits[:, -1], step.ahead, self._sequences[: window.num_rows]
+        else:
+            logits, following, owners = logits.flatten(0, 1), step.following, step.sequences
+        most, chosen = tree.chosen[level]
+        if most == 1:
+            tokens = sample(logits, self._sampling, following, owners)
+        else:
+            tokens = perturbed_logits(logits, self._sampling, following, owners).topk(most, dim=1).indices
+        window.put(window.end, tokens.view(window.num_rows, -1)[:, chosen], offset=tree.levels[level].start)
+
+    def _pass(self, layout: StepLayout, start: torch.Tensor, reach: int) -> tuple[torch.Tensor, StepRows]:
+        """Feed the rows of a step: logits [B, T, V] of the target's vocabulary, and the rows."""
+        step = self.window.rows(
+            start, layout, self._rotation, last_token=self.texts.last_token,
             place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
-        sequences = self._sequences[:num_rows]
-        rows = PassRows.of_step(step, sequences, max_length=reach)
+        rows = PassRows.of_step(step, self._sequences[: self.window.num_rows], max_length=reach)
         runner = self.runner
-        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)  # [B * count, V]
-        newest = logits[count - 1 :: count, : self._vocab_size]  # [B, V]
-        token = sample(newest, self._sampling, step.ahead, sequences)
-        window.put(cursor, token, self._cursor[:num_rows])
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
+        return logits.view(self.window.num_rows, -1, logits.shape[1])[..., : self._vocab_size], step
 
 
 def _inputs(tokens: Sequence[int], count: int) -> WindowInput:

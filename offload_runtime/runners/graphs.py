@@ -243,10 +243,9 @@ def tree_slots(tree_nodes: int) -> int:
     return 12 * tree_nodes + STEP_ROWS
 
 
-def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, batch: int, trees: bool) -> int:
-    """Device bytes of the CUDA graphs of a draft's steps; `trees`: also of those that grow trees, on a stream and in a
-    pool of their own."""
-    rows = 2 * batch  # the first step of a draft feeds two tokens
+def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, batch: int, trees: bool) -> int:
+    """Device bytes of the CUDA graphs of a draft's steps over `rows`; `trees`: also of those that grow trees, on a
+    stream and in a pool of their own."""
     nbytes = step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
     if trees:
         rows = max(STEP_ROWS, batch)

@@ -1,7 +1,7 @@
 """The retrieval verifier: the target's own weights over a small retrieved cache, as a step on the device.
 
-A step feeds every sequence's newest known token and the draft's proposals behind it, samples with the shared noise,
-accepts by equality, and moves the windows' ends, all without the host.
+A step feeds every sequence's newest known token and the tree of the draft's proposals behind it, samples with the
+shared noise, accepts a path by equality, and moves the windows' ends, all without the host.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from offload_runtime.config import ModelConfig, SamplingParams
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.model import Decoder, PassRows, RopeTable, RowFrequencies, Weights
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
+from offload_runtime.runners.guess_tree import GuessTree
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
 from offload_runtime.sampling import SlotSampling, sample
@@ -34,19 +35,17 @@ class RetrievalVerifier:
         cache: What it sees.
         rope: Its rotary table.
         window: Where tokens come from and go.
-        gamma: Most proposals a step verifies.
         max_tokens_with_draft: Most tokens of a sequence, tentative ones included.
         batch: Sequences; their numbers are the batch rows in the caches.
     """
 
     def __init__(
         self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache, rope: RopeTable,
-        window: DeviceWindow, *, gamma: int, max_tokens_with_draft: int, batch: int = 1,
+        window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.device
         self.cache = cache
         self.window = window
-        self._gamma = gamma
         self._max_tokens_with_draft = max_tokens_with_draft
         self._decoder = decoder
         self._layers = layers
@@ -81,27 +80,26 @@ class RetrievalVerifier:
         return self.cache.begin_steps(range(self.window.num_rows), counts)
 
     @torch.inference_mode()
-    def step(self, num_proposals: int, *, refresh: bool) -> None:
-        """Enqueue one step that verifies `num_proposals` tokens behind every window's end; never waits.
+    def step(self, tree: GuessTree, *, refresh: bool) -> None:
+        """Enqueue one step that verifies the tree behind every window's end; never waits.
 
         Args:
-            num_proposals: At most `gamma`.
+            tree: Of the proposals; the same object for the same shape.
             refresh: Choose the chunks by this step's queries first.
         """
-        assert num_proposals <= self._gamma
         recorder = self.recorder
-        with recorder.span("verifier step", proposals=num_proposals, refresh=refresh) if recorder else nullcontext():
-            key = num_proposals, self.cache.begin_step(first=refresh), self._sampling.filters
-            self.graphs.run(key, partial(self._step, num_proposals))
+        with recorder.span("verifier step", proposals=len(tree), refresh=refresh) if recorder else nullcontext():
+            key = tree, self.cache.begin_step(first=refresh), self._sampling.filters
+            self.graphs.run(key, partial(self._step, tree))
 
-    def _step(self, num_proposals: int) -> None:
+    def _step(self, tree: GuessTree) -> None:
         """Captured: no tensor of the host."""
-        window, count = self.window, num_proposals + 1
-        step = window.rows(window.end, count, self._rotation, offset=-1, last_token=self._last_token)
+        window = self.window
+        step = window.rows(window.end, tree.verified, self._rotation, last_token=self._last_token, skip_committed=True)
         rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
         logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.sequences)
-        window.accept(samples.view(window.num_rows, count), self._counts)
+        window.accept(samples.view(window.num_rows, -1), self._counts, tree.links)
 
 
 def verifier_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels import window_steps
-from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepRotation, StepRows
+from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepLayout, StepRotation, StepRows, TreeLinks
 
 from offload_runtime.memory import overwrite
 
@@ -99,7 +99,7 @@ class DeviceWindow:
         width = max(len(one.tokens) for one in inputs.values())
         rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
         for sequence, one in inputs.items():
-            header = [one.end, one.base, one.stop, one.last]
+            header = [one.end, one.base, one.stop, one.last, one.end - 1]
             rows[sequence][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
         host = torch.tensor(rows, dtype=torch.int32)
         overwrite(self._rows[:, : host.shape[1]], host)
@@ -115,25 +115,26 @@ class DeviceWindow:
         }
 
     def rows(
-        self, start: torch.Tensor, count: int, rotation: StepRotation, *, offset: int, last_token: int,
-        place: torch.Tensor | None = None,
+        self, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
+        skip_committed: bool = False, place: torch.Tensor | None = None,
     ) -> StepRows:  # fmt: skip
-        """The rows of `count` positions from `start` ([num_rows] int32, device) + `offset` on: see `step_rows`. One
-        position before `base` may be asked for, and gives nonsense: the padding row of a sequence of one token."""
+        """The rows that a layout names, counted from `start` ([num_rows] int32, device): see `step_rows`."""
         return window_steps.step_rows(
-            self._rows, start, count, rotation, offset=offset, last_token=last_token, place=place
+            self._rows, start, layout, rotation, last_token=last_token, skip_committed=skip_committed, place=place
         )
 
-    def put(self, position: torch.Tensor, token: torch.Tensor, cursor: torch.Tensor) -> None:
-        """Write each `token` ([num_rows] int64, device) at its absolute `position` ([num_rows] int32, device), and the
-        position behind it into `cursor` ([num_rows] int32, device), which may be `position` itself."""
-        window_steps.put_token(self._rows, position, token, cursor)
+    def put(
+        self, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0, cursor: torch.Tensor | None = None
+    ) -> None:
+        """Write `tokens` ([num_rows, n] int64, device) into the slots from `start` ([num_rows] int32, device) +
+        `offset` on, and move `cursor` ([num_rows] int32, device), which may be `start`, behind `start` by as many."""
+        window_steps.put_tokens(self._rows, start, tokens, offset=offset, cursor=cursor)
 
-    def accept(self, samples: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move every `end` behind the proposals that `samples` ([num_rows, n + 1] int64, device, of positions from
-        `end` on) confirm and the first sample that was not proposed; `counts` [at least num_rows, 2] int64 gains a step
-        and what it accepted."""
-        window_steps.accept(self._rows, samples, counts)
+    def accept(self, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+        """Move every `end` behind the path of proposals, linked so and in the slots from `end` on, that `samples`
+        ([num_rows, at least n + 1] int64, device, behind the newest known token and behind each of them) confirm, and
+        behind the sample that follows it; `counts` [at least num_rows, 2] int64 gains a step and what it accepted."""
+        window_steps.accept(self._rows, samples, counts, links)
 
 
 def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:

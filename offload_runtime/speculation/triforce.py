@@ -12,37 +12,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import DeviceWindow, DraftModel, WindowInput, WindowOutput
+from offload_runtime.runners import DeviceWindow, DraftModel, GuessTree, WindowInput, WindowOutput
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import Proposal
 
 
 class TriForceProposer(Proposer):
-    """Proposes what draft and retrieval verifier agree on: chains, as their window is one.
+    """Proposes what draft and retrieval verifier agree on: chains, as only one path of each tree is agreed on.
 
     Args:
         window: Shared by both levels.
         verifier: The target over retrieved chunks.
         draft: The small model; None lets the retrieval verifier decode by itself, a token a step.
-        gamma_draft: Tokens that the draft proposes to each step of the retrieval verifier.
+        tree: What the draft proposes to each step of the retrieval verifier; without nodes where there is no draft.
         refresh_steps: The chunks are chosen anew by the queries of every so many steps, of all sequences at once.
         max_tokens_with_draft: Of a sequence in the target's cache, tentative ones included.
     """
 
     name = "retrieval"
-    # The first step of a draft feeds two tokens, and a window without a draft needs one.
-    _KNOWN_TOKENS = 2
 
     def __init__(
-        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftModel | None, *, gamma_draft: int,
+        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftModel | None, tree: GuessTree, *,
         refresh_steps: int, max_tokens_with_draft: int,
     ) -> None:  # fmt: skip
-        assert refresh_steps > 0 and (gamma_draft > 0) == (draft is not None)
+        assert refresh_steps > 0 and (len(tree) > 0) == (draft is not None)
         self._window = window
         self.verifier = verifier
         self._draft = draft
-        self._gamma = gamma_draft
+        self._tree = tree
         self._refresh_steps = refresh_steps
         self._max_tokens_with_draft = max_tokens_with_draft
         self.num_steps = 0  # of the retrieval verifier since `start`, each of all sequences
@@ -63,15 +61,17 @@ class TriForceProposer(Proposer):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Run both levels until they agree on enough tokens of every sequence; the host reads the window a few times on
         the way."""
-        inputs = {request.slot: one for request in requests if (one := self._inputs(request)) is not None}
-        if not inputs:
+        stops = {request.slot: stop for request in requests if (stop := self._stop(request))}
+        if not stops:
             return [Proposal() for _ in requests]
-        lengths = {sequence: one.end for sequence, one in inputs.items()}
-        reach = {sequence: one.last + 1 - one.end for sequence, one in inputs.items()}
-        refresh = self.verifier.begin(lengths, reach)
-        for request in requests:
-            if self._draft is not None and request.slot in inputs:
-                self._draft.texts.catch_up(request.slot, request.tokens)
+        texts = {request.slot: request.tokens for request in requests if request.slot in stops}
+        lengths = {sequence: len(tokens) for sequence, tokens in texts.items()}
+        beyond = {sequence: stop + len(self._tree) for sequence, stop in stops.items()}
+        refresh = self.verifier.begin(lengths, {s: beyond[s] + 1 - length for s, length in lengths.items()})
+        inputs = {
+            sequence: WindowInput(self._newest(sequence, tokens), len(tokens), stops[sequence], beyond[sequence])
+            for sequence, tokens in texts.items()
+        }
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
         agreed = {sequence: self._proposals(sequence, one, outputs[sequence]) for sequence, one in inputs.items()}
@@ -82,40 +82,43 @@ class TriForceProposer(Proposer):
         if self._draft is None:
             return ()
         steps, accepted = self.verifier.counts[slot]
-        return (Acceptance("draft", "retrieval", steps, steps * self._gamma, accepted),)
+        return (Acceptance("draft", "retrieval", steps, steps * len(self._tree), accepted),)
 
-    def _inputs(self, request: DraftRequest) -> WindowInput | None:
-        """What the device is told of a sequence; None where there is no room to propose anything."""
+    def _stop(self, request: DraftRequest) -> int:
+        """How many tokens are to be agreed on, those that are known included; 0 where there is no room for any."""
         length = len(request.tokens)
         count = min(request.longest_chain, self._room(length))
-        if count <= 0:
-            return None
-        stop = length + count
-        return WindowInput(request.tokens[-self._KNOWN_TOKENS :], length, stop, stop + self._gamma)
+        return length + count if count > 0 else 0
+
+    def _newest(self, sequence: int, tokens: Sequence[int]) -> Sequence[int]:
+        """The newest tokens of a text, which the first steps feed: those before them have keys in the draft's cache."""
+        if self._draft is None:
+            return tokens[-1:]
+        return self._draft.texts.catch_up_but(sequence, tokens, self._tree.num_known - 1)
 
     def _room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
-        room = min(self._max_tokens_with_draft - length, self._window.capacity - self._KNOWN_TOKENS)
+        room = min(self._max_tokens_with_draft - length, self._window.capacity - self._tree.num_known)
         if self._draft is not None:
             room = min(room, self._draft.room(length))
-        return room - self._gamma - 1  # the last step may write the keys of proposals beyond what is asked for
+        return room - len(self._tree) - 1  # the last step may write the keys of proposals beyond what is asked for
 
     def _agree(self, inputs: Mapping[int, WindowInput], *, refresh: bool) -> Mapping[int, WindowOutput]:
         """Enqueue steps until every sequence has reached its stop; what the window holds then.
 
         So many steps at a time as some sequence needs in any case: all together as many as the slowest one takes.
         """
-        ends = {sequence: one.end for sequence, one in inputs.items()}
+        ends, most = {sequence: one.end for sequence, one in inputs.items()}, self._tree.num_levels + 1
         while True:
             missing = {sequence: inputs[sequence].stop - end for sequence, end in ends.items()}
-            for _ in range(max(1, max(missing.values()) // (self._gamma + 1))):
+            for _ in range(max(1, max(missing.values()) // most)):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
                     longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}
-                    self._draft.steps(self._gamma, longest=longest)
-                self.verifier.step(self._gamma, refresh=refresh or self.num_steps % self._refresh_steps == 0)
+                    self._draft.grow(self._tree, longest=longest)
+                self.verifier.step(self._tree, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
-                ends = {sequence: end + self._gamma + 1 for sequence, end in ends.items()}
+                ends = {sequence: end + most for sequence, end in ends.items()}
                 refresh = False
             outputs = self._window.read()
             ends = {s: outputs[s].end for s in ends if outputs[s].end < inputs[s].stop}
@@ -125,7 +128,9 @@ class TriForceProposer(Proposer):
     def _proposals(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> list[int]:
         """What was agreed on for a sequence, of which the draft takes note."""
         if self._draft is not None:
-            self._draft.texts.learned(sequence, outputs.between(inputs.base, inputs.base + outputs.end - inputs.end))
+            # The keys of what the last step has accepted lie where its tree was.
+            written = max(inputs.end, outputs.end - self._tree.num_levels - 1)
+            self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
         proposals = outputs.between(inputs.end, inputs.stop)
         bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
         return proposals[:bad]  # a level with NaN logits has nothing to say

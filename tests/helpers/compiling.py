@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -44,7 +45,14 @@ from offload_runtime_kernels.rms_norm import rms_norm_triton
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_triton
 from offload_runtime_kernels.select_chunks import select_chunks_triton
 from offload_runtime_kernels.swiglu import swiglu_triton
-from offload_runtime_kernels.window_steps import StepRotation, accept_triton, put_token_triton, step_rows_triton
+from offload_runtime_kernels.window_steps import (
+    StepLayout,
+    StepRotation,
+    TreeLinks,
+    accept_triton,
+    put_tokens_triton,
+    step_rows_triton,
+)
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime.jit import JITFunction
@@ -196,7 +204,10 @@ def attend_two(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, b
     num_heads, num_kv_heads, head_dim = heads
     q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
     sources = [KeySource(kv, range(4), 1000), KeySource(kv, range(1, 3), bounds=ints(1, 2) if bounded else None)]
-    attend_sources_triton(q, sources, query_rows(count), scale=0.1, enough_programs=parts)
+    rows = query_rows(count)
+    if bounded:  # as steps of a retrieval verifier, which checks trees
+        rows = replace(rows, committed=ints(1), ancestors=ints(1, count, 5))
+    attend_sources_triton(q, sources, rows, scale=0.1, enough_programs=parts)
 
 
 def sources_calls() -> Iterator[tuple[str, Call]]:
@@ -276,10 +287,12 @@ def step_calls() -> Iterator[tuple[str, Call]]:
     window, words = ints(2, 40), ints(2)
     for place, head_dim in ((None, 128), (ints(2, 2), 80)):
         rotation = StepRotation(torch.empty(2, head_dim // 2), 1.0)
-        steps = partial(step_rows_triton, window, words, 3, rotation, offset=-1, last_token=999, place=place)
+        layout = StepLayout(ints(3), ints(3), 2, -2, None if place is None else ints(3, 5))
+        steps = partial(step_rows_triton, window, words, layout, rotation, last_token=999, place=place)
         yield f"step_rows {head_dim}", steps
-    yield "put_token", partial(put_token_triton, window, words, ints(2, dtype=I64), ints(2))
-    yield "accept", partial(accept_triton, window, ints(2, 6, dtype=I64), ints(2, 2, dtype=I64))
+    yield "put_tokens", partial(put_tokens_triton, window, words, ints(2, 1, dtype=I64), cursor=ints(2))
+    links = TreeLinks(ints(16), ints(16, dtype=I64), ints(16))
+    yield "accept", partial(accept_triton, window, ints(2, 20, dtype=I64), ints(2, 2, dtype=I64), links)
     yield "copy_words", partial(copy_words_triton, words, ints(2))
     yield "pace_link", partial(pace_link, ints(1, dtype=I64), 1000)
 

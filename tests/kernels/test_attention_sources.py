@@ -14,7 +14,17 @@ from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sourc
 from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from tests.helpers.attention_cases import AttentionCase, chain_rows, int32, piece, ring
+from tests.helpers.attention_cases import (
+    TREE_PARENTS,
+    AttentionCase,
+    chain_of_path,
+    chain_rows,
+    int32,
+    piece,
+    ring,
+    tree_path,
+    tree_rows,
+)
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, UNIT_ROUNDOFF, assert_within, poisoned_outputs
 
 Attend = Callable[..., torch.Tensor]
@@ -116,6 +126,33 @@ def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend)
     own = KeySource(far.kv, far.blocks, num_keys=300, sequences=int32([0, 0]))
     out = _check(attend, case, [own, near], rows)
     assert torch.equal(out[1], plain[1]) and not torch.equal(out[0], plain[0])
+
+
+@pytest.mark.few(2)
+@versions
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 2), (1, 4)])
+def test_a_tree_gives_each_path_what_a_chain_gives(attend: Attend, num_kv_heads: int, group: int) -> None:
+    """Beside retrieved keys, across the end of a block, with padding among the rows, and a sequence stands still."""
+    committed = 6 * BLOCK_TOKENS - 10
+    case = _case(len(TREE_PARENTS) + 1, batch=2, num_kv_heads=num_kv_heads, group=group)
+    tree = tree_rows(TREE_PARENTS, (committed, committed), slot_order=[3 * node for node in range(len(TREE_PARENTS))])
+    assert tree.ancestors is not None
+    positions = torch.cat((tree.positions, int32([[-1], [-1]])), dim=1)
+    positions[1] = -1
+    ancestors = torch.cat((tree.ancestors, torch.zeros_like(tree.ancestors[:, :1])), dim=1)
+    rows = QueryRows(positions, tree.sequences, 7 * BLOCK_TOKENS, tree.committed, ancestors)
+    far_case = _case(1, batch=2, num_kv_heads=num_kv_heads, seed=7)
+    far = _bounded(far_case, [(0, 300), (0, 300)], 2, 2)
+    near = KeySource(ring(case.kv, RECENT, 3), range(2), bounds=int32([[5, FAR], [5, FAR]]))
+    out = _run(attend, case, [far, near], rows)
+    assert bool((out[0, -1] == 0).all() and (out[1] == 0).all())
+    for node in range(len(TREE_PARENTS)):
+        path = tree_path(TREE_PARENTS, node)
+        chain = chain_of_path(case, path, committed, [committed + 3 * above for above in path])
+        last = AttentionCase(chain.q[:, -1:].contiguous(), chain.kv)
+        own = [KeySource(KVBlocks(far.kv.data[:1]), range(2), num_keys=300), KeySource(chain.kv, RECENT)]
+        expected = _expected(last, own, chain_rows((committed + len(path) - 1,), (1,)))
+        assert_within(out[:1, node : node + 1], expected, atol=1e-5 * case.largest_value)
 
 
 @pytest.mark.few(1)
@@ -257,14 +294,6 @@ def test_one_launch_for_two_sources_and_one_that_joins(monkeypatch: pytest.Monke
     log.clear()
     attend_sources_triton(case.q, sources, rows, scale=case.scale, enough_programs=1)
     assert log == ["_sources_kernel"]
-
-
-def test_a_tree_is_refused() -> None:
-    case, rows = _case(3), chain_rows((START,), (3,))
-    tree = QueryRows(rows.positions, rows.sequences, rows.max_length, int32([START]), int32([[[0]] * 3]), START)
-    for attend in (attend_sources, attend_sources_triton):
-        with pytest.raises(AssertionError):
-            attend(case.q, _retrieval(case, 300), tree, scale=case.scale)
 
 
 # From here on: natively, at the shapes of real models.

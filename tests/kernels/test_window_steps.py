@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from offload_runtime_kernels.window_steps import (
     WINDOW_HEADER_WORDS,
+    StepLayout,
     StepRotation,
     StepRows,
+    TreeLinks,
     accept,
     accept_triton,
-    put_token,
-    put_token_triton,
+    put_tokens,
+    put_tokens_triton,
     step_rows,
     step_rows_triton,
 )
 
-from tests.helpers.attention_cases import int32
+from tests.helpers.attention_cases import TREE_PARENTS, int32, tree_path
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs
 
 BASE = 1000
@@ -28,7 +29,22 @@ FAR = 1 << 30  # where nothing stops
 
 
 def _window(tokens: list[int], end: int, base: int = BASE, *, stop: int = FAR, last: int = FAR) -> torch.Tensor:
-    return int32([[end, base, stop, last, *tokens]])
+    return int32([[end, base, stop, last, end - 1, *tokens]])
+
+
+def _chain(first: int, count: int) -> StepLayout:
+    return StepLayout.chain(first, count, KERNEL_DEVICE)
+
+
+def _links(parents: Sequence[int]) -> TreeLinks:
+    """Of nodes whose parents are given as nodes, -1 for the newest known token."""
+    paths = [tree_path(parents, node) for node in range(len(parents))]
+    bits = torch.tensor([sum(1 << node for node in path) for path in paths], dtype=torch.int64, device=KERNEL_DEVICE)
+    return TreeLinks(int32([parent + 1 for parent in parents]), bits, int32([len(path) for path in paths]))
+
+
+def _chained(count: int) -> TreeLinks:
+    return _links(range(-1, count - 1))
 
 
 def _tokens(window: torch.Tensor, sequence: int = 0) -> list[int]:
@@ -60,7 +76,7 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
     window = _window([7, -1, 9, 40, 3, 5, 6], BASE + 3)
     before, rotation = window.clone(), StepRotation(_frequencies(half), scaling)
     with poisoned_outputs():
-        rows = run(window, window[:, 0], 5, rotation, offset=-1, last_token=39)
+        rows = run(window, window[:, 0], _chain(-1, 5), rotation, last_token=39)
     assert rows.tokens.tolist() == [9, 39, 3, 5, 6]
     assert rows.positions.tolist() == [[1002, 1003, 1004, 1005, 1006]]
     assert rows.following.tolist() == [1003, 1004, 1005, 1006, 1007]
@@ -69,41 +85,92 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
     assert {tensor.dtype for tensor in words} == {torch.int32}
     _check_angles(rows, [1002, 1003, 1004, 1005, 1006], rotation)
     assert torch.equal(window, before)
-    again = run(window, int32([BASE + 2]), 1, rotation, offset=-1, last_token=39)
+    again = run(window, int32([BASE + 2]), _chain(-1, 1), rotation, last_token=39)
     assert (again.tokens.tolist(), again.positions.tolist(), again.following.tolist()) == ([0], [[1001]], [1002])
 
 
 @versions
 def test_rows_of_a_cache_that_holds_a_part_of_the_sequence(run: Callable[..., StepRows]) -> None:
     window, rotation = _window([7, 8, 9], BASE + 3), StepRotation(_frequencies(8), 1.0)
-    rows = run(window, window[:, 0], 2, rotation, offset=-2, last_token=99, place=int32([[768, 256]]))
+    rows = run(window, window[:, 0], _chain(-2, 2), rotation, last_token=99, place=int32([[768, 256]]))
     assert (rows.tokens.tolist(), rows.following.tolist()) == ([8, 9], [1002, 1003])
     assert rows.positions.tolist() == [[233, 234]]
     _check_angles(rows, [489, 490], rotation)
 
 
 @versions
-def test_the_row_before_a_sequence_of_one_token_is_padding(run: Callable[..., StepRows]) -> None:
+def test_rows_before_the_window_are_padding(run: Callable[..., StepRows]) -> None:
     window = _window([5, 0], 1, base=0)
-    rows = run(window, window[:, 0], 2, StepRotation(_frequencies(4), 1.0), offset=-2, last_token=9)
+    rows = run(window, window[:, 0], _chain(-2, 2), StepRotation(_frequencies(4), 1.0), last_token=9)
     assert rows.positions.tolist() == [[-1, 0]] and rows.tokens[1].item() == 5
     assert 0 <= rows.tokens[0].item() <= 9 and bool(rows.cos.isfinite().all())
+
+
+def _trunk_and_tree(known: int, parents: Sequence[int]) -> StepLayout:
+    """The newest known token, the nodes of a tree, and before them all the known tokens before the newest."""
+    paths = [tree_path(parents, node) for node in range(len(parents))]
+    trunk = list(range(-known, 0))
+    ways = [trunk, *(trunk + path for path in paths), *(trunk[: index + 1] for index in range(known - 1))]
+    depth = max(map(len, ways))
+    return StepLayout(
+        int32([way[-1] for way in ways]), int32([len(way) - 1 - known for way in ways]), 1 + len(parents), -known,
+        int32([way + way[-1:] * (depth - len(way)) for way in ways]),
+    )  # fmt: skip
+
+
+@versions
+@pytest.mark.parametrize("placed", [False, True])
+def test_rows_of_a_tree(run: Callable[..., StepRows], placed: bool) -> None:
+    """Siblings stand at the same position, in slots of their own; what has its keys for good is padding."""
+    window, place = _window([7, 8, 9, 20, 21, 22, 23], BASE + 3), int32([[256, 5]]) if placed else None
+    layout, rotation = _trunk_and_tree(4, (-1, -1, 0, 2)), StepRotation(_frequencies(8), 1.0)
+    with poisoned_outputs():
+        rows = run(window, window[:, 0], layout, rotation, last_token=99, skip_committed=True, place=place)
+    moved = 256 if placed else 0
+    positions = [1002, 1003, 1003, 1004, 1005]
+    padding = [-1, -1, -1]
+    assert rows.positions.tolist() == [[*(position - moved for position in positions), *padding]]
+    assert rows.slots.tolist() == [*(slot - moved for slot in range(1002, 1007)), *padding]
+    assert rows.tokens.tolist() == [9, 20, 21, 22, 23, 0, 0, 0]
+    assert rows.following.tolist()[:5] == [position + 1 for position in positions] and rows.used.tolist() == [5]
+    assert rows.committed is not None and rows.committed.tolist() == [999 - moved]
+    trunk = [999, 1000, 1001, 1002]
+    ways = [trunk, [*trunk, 1003], [*trunk, 1004], [*trunk, 1003, 1005], [*trunk, 1003, 1005, 1006]]
+    ways += [trunk[:1], trunk[:2], trunk[:3]]
+    filled = [[slot - moved for slot in way + way[-1:] * (7 - len(way))] for way in ways]
+    assert rows.ancestors is not None and rows.ancestors.tolist() == [filled]
+    turned = [position - moved + (5 if placed else 0) for position in positions]
+    _check_angles(rows, [*turned, 0, 0, 0], rotation)
+    known = run(window, window[:, 0], layout, rotation, last_token=99, place=place)
+    assert known.positions[0, 5:].tolist() == [-1, 1000 - moved, 1001 - moved], "whose keys may be written anew"
+    assert known.tokens.tolist()[5:] == [0, 7, 8]
 
 
 @versions
 def test_angles_far_into_a_long_context(run: Callable[..., StepRows]) -> None:
     window, rotation = _window([1, 2], 262144, base=262142), StepRotation(_frequencies(64), 1.0)
-    _check_angles(run(window, window[:, 0], 2, rotation, offset=-2, last_token=9), [262142, 262143], rotation)
+    _check_angles(run(window, window[:, 0], _chain(-2, 2), rotation, last_token=9), [262142, 262143], rotation)
 
 
-@pytest.mark.parametrize("run", [put_token, put_token_triton], ids=["public", "triton"])
+@pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
 def test_a_token_is_put_and_the_cursor_moves_behind_it(run: Callable[..., None]) -> None:
     window, cursor = _window([7, 8, 0, 0, 0], BASE + 2), int32([0])
-    run(window, window[:, 0], torch.tensor([-1], device=KERNEL_DEVICE), cursor)
+    run(window, window[:, 0], torch.tensor([[-1]], device=KERNEL_DEVICE), cursor=cursor)
     assert cursor.tolist() == [1003] and window[0, 0].item() == 1002
-    run(window, cursor, torch.tensor([31999], device=KERNEL_DEVICE), cursor)
+    run(window, cursor, torch.tensor([[31999]], device=KERNEL_DEVICE), cursor=cursor)
     assert cursor.tolist() == [1004]
-    assert _tokens(window) == [7, 8, -1, 31999, 0] and window[0, :4].tolist() == [1002, 1000, FAR, FAR]
+    assert _tokens(window) == [7, 8, -1, 31999, 0] and window[0, :5].tolist() == [1002, 1000, FAR, FAR, 1001]
+
+
+@pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
+def test_tokens_of_a_level_are_put_behind_those_before(run: Callable[..., None]) -> None:
+    window, tokens = _windows(), torch.arange(15, device=KERNEL_DEVICE).view(5, 3) + 51
+    expected = window.clone()
+    for sequence, index in ((0, 5), (4, 4)):
+        first = WINDOW_HEADER_WORDS + index
+        expected[sequence, first : first + 3] = tokens[sequence]
+    run(window, window[:, 0], tokens, offset=2)
+    assert torch.equal(window, expected)
 
 
 @pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
@@ -115,9 +182,9 @@ def test_proposals_are_accepted_up_to_the_first_that_differs(run: Callable[..., 
         if wrong < num_proposals:
             samples[wrong] = -1 if wrong % 2 else 500
         window, counts = _window([*known, *proposals, 99, 98], BASE + 3), torch.tensor([[10, 40]], device=KERNEL_DEVICE)
-        run(window, torch.tensor([samples], device=KERNEL_DEVICE), counts)
+        run(window, torch.tensor([samples], device=KERNEL_DEVICE), counts, _chained(num_proposals))
         said = known + proposals[:wrong] + [samples[wrong]]
-        assert window[0, :4].tolist() == [BASE + len(said), BASE, FAR, FAR]
+        assert window[0, :5].tolist() == [BASE + len(said), BASE, FAR, FAR, BASE + 2]
         # What was rejected stays where it is, behind the end.
         rest = [*known, *proposals, 99, 98][len(said) :]
         assert _tokens(window) == said + rest
@@ -127,13 +194,39 @@ def test_proposals_are_accepted_up_to_the_first_that_differs(run: Callable[..., 
 @pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
 def test_what_agrees_behind_a_difference_is_not_accepted(run: Callable[..., None]) -> None:
     window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
-    run(window, torch.tensor([[1, 5, 3, 4, 6]], device=KERNEL_DEVICE), counts)
+    run(window, torch.tensor([[1, 5, 3, 4, 6]], device=KERNEL_DEVICE), counts, _chained(4))
     assert _tokens(window) == [7, 1, 5, 3, 4, 0] and window[0, 0].item() == BASE + 3 and counts.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+def test_a_path_of_a_tree_is_accepted(run: Callable[..., None]) -> None:
+    """To its end, up to a node none of whose children was sampled, or not at all; and it moves to its places."""
+    parents, known, proposals = TREE_PARENTS, [7, 8], [20 + node for node in range(len(TREE_PARENTS))]
+    for end in range(-1, len(parents)):
+        path = tree_path(parents, end) if end >= 0 else []
+        samples = [400 + row for row in range(len(parents) + 3)]  # three rows that nothing depends on
+        for above, node in zip([-1, *path], path, strict=False):
+            samples[1 + above] = proposals[node]
+        window, counts = _window([*known, *proposals, 0], BASE + 2), torch.zeros(1, 2, dtype=torch.int64)
+        counts = counts.to(KERNEL_DEVICE)
+        run(window, torch.tensor([samples], device=KERNEL_DEVICE), counts, _links(parents))
+        said = [*known, *(proposals[node] for node in path), samples[1 + end]]
+        assert window[0, :2].tolist() == [BASE + len(said), BASE] and _tokens(window)[: len(said)] == said
+        assert counts.tolist() == [[1, len(path)]]
+
+
+@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+def test_of_paths_that_begin_alike_only_the_whole_one_counts(run: Callable[..., None]) -> None:
+    """A node that equals its parent's sample is of no use where the parent itself was not sampled."""
+    window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
+    run(window, torch.tensor([[2, 3, 9, 9, 9]], device=KERNEL_DEVICE), counts, _links((-1, -1, 0, 2)))
+    assert _tokens(window)[:3] == [7, 2, 9] and window[0, 0].item() == BASE + 3 and counts.tolist() == [[1, 1]]
 
 
 # Of sequences 0 to 4: one goes on, one has enough, one may not propose behind its end, one stands nowhere, one goes on.
 _HEADERS = [
-    [1003, 1000, 1010, 1012], [2005, 2002, 2005, 2009], [53, 50, 60, 53], [0, 0, 0, 0], [7, 5, 8, 8],
+    [1003, 1000, 1010, 1012, 1002], [2005, 2002, 2005, 2009, 2004], [53, 50, 60, 53, 52], [0, 0, 0, 0, 0],
+    [7, 5, 8, 8, 6],
 ]  # fmt: skip
 _GOES_ON = [True, False, False, False, True]
 
@@ -148,7 +241,7 @@ def test_rows_of_sequences_that_stand_still_are_padding(run: Callable[..., StepR
     window, rotation = _windows(), StepRotation(_frequencies(8, batch=5), 1.5)
     before, place = window.clone(), int32([[256, 10 * b] for b in range(5)]) if placed else None
     with poisoned_outputs():
-        rows = run(window, window[:, 0], 3, rotation, offset=-1, last_token=405, place=place)
+        rows = run(window, window[:, 0], _chain(-1, 3), rotation, last_token=405, place=place)
     idle = [0, 0, 0]
     assert rows.tokens.tolist() == [3, 4, 5, *idle, *idle, *idle, 402, 403, 404]
     moved = 256 if placed else 0
@@ -169,22 +262,22 @@ def test_rows_of_sequences_that_stand_still_are_padding(run: Callable[..., StepR
 def test_fewer_windows_than_rotations_and_places(run: Callable[..., StepRows]) -> None:
     """A runtime for many sequences that serves one."""
     window, rotation = _windows()[:1], StepRotation(_frequencies(8, batch=5), 1.0)
-    rows = run(window, window[:, 0], 2, rotation, offset=-2, last_token=99, place=int32([[0, 3]] * 5))
+    rows = run(window, window[:, 0], _chain(-2, 2), rotation, last_token=99, place=int32([[0, 3]] * 5))
     assert (rows.positions.tolist(), rows.used.tolist()) == ([[1001, 1002]], [2])
     _check_angles(rows, [1004, 1005], StepRotation(rotation.frequencies[:1], 1.0))
 
 
-@pytest.mark.parametrize("run", [put_token, put_token_triton], ids=["public", "triton"])
+@pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
 def test_a_token_is_put_where_a_sequence_goes_on(run: Callable[..., None]) -> None:
     window, cursor = _windows(), int32([-5, -5, 53, -5, -5])
     expected = window.clone()
     for index, (sequence, token) in ((3, (0, 51)), (2, (4, 55))):
         expected[sequence, WINDOW_HEADER_WORDS + index] = token
-    run(window, window[:, 0], torch.tensor([51, 52, 53, 54, 55], device=KERNEL_DEVICE), cursor)
+    run(window, window[:, 0], torch.tensor([[51], [52], [53], [54], [55]], device=KERNEL_DEVICE), cursor=cursor)
     assert torch.equal(window, expected) and cursor.tolist() == [1004, -5, 53, -5, 8]
     # Sequence 4 has reached its last position now, though its end has not moved.
     expected[0, WINDOW_HEADER_WORDS + 4] = 61
-    run(window, cursor, torch.tensor([61, 62, 63, 64, 65], device=KERNEL_DEVICE), cursor)
+    run(window, cursor, torch.tensor([[61], [62], [63], [64], [65]], device=KERNEL_DEVICE), cursor=cursor)
     assert torch.equal(window, expected) and cursor.tolist() == [1005, -5, 53, -5, 8]
 
 
@@ -197,50 +290,50 @@ def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
     expected[0, 0], expected[0, WINDOW_HEADER_WORDS + 5] = 1006, 9
     expected[4, 0], expected[4, WINDOW_HEADER_WORDS + 5] = 11, 77
     samples_gpu = torch.tensor(samples, device=KERNEL_DEVICE)
-    run(window, samples_gpu, counts)
+    run(window, samples_gpu, counts, _chained(3))
     assert torch.equal(window, expected)
     assert counts.tolist() == [[1, 2], [1, 10], [2, 20], [3, 30], [5, 43], [5, 50]]
-    run(window, samples_gpu, counts)
+    run(window, samples_gpu, counts, _chained(3))
     assert window[:, 0].tolist() == [1007, 2005, 53, 0, 11], "sequence 4 has enough"
     assert counts[:, 0].tolist() == [2, 1, 2, 3, 5, 5]
 
 
 def test_what_is_no_row_of_integers_is_refused() -> None:
     window, rotation = _window([7, 8, 9], BASE + 3), StepRotation(_frequencies(4), 1.0)
-    arguments: dict[str, Any] = {"offset": -1, "last_token": 9, "place": None}
+    chain, arguments = _chain(-1, 1), {"last_token": 9, "place": None}
     counts = torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
     with pytest.raises(AssertionError):
-        step_rows_triton(window.long(), window[:, 0].long(), 1, rotation, **arguments)
+        step_rows_triton(window.long(), window[:, 0].long(), chain, rotation, **arguments)
     with pytest.raises(AssertionError):
-        step_rows_triton(window.repeat(2, 1), window[:, 0].repeat(2), 1, rotation, **arguments)
+        step_rows_triton(window.repeat(2, 1), window[:, 0].repeat(2), chain, rotation, **arguments)
     with pytest.raises(AssertionError):
-        accept_triton(window, int32([[1, 2]]), counts)
+        accept_triton(window, int32([[1, 2]]), counts, _chained(1))
     with pytest.raises(AssertionError):
-        accept_triton(window.repeat(2, 1), torch.tensor([[1, 2]] * 2, device=KERNEL_DEVICE), counts)
+        accept_triton(window.repeat(2, 1), torch.tensor([[1, 2]] * 2, device=KERNEL_DEVICE), counts, _chained(1))
     with pytest.raises(AssertionError):
-        put_token_triton(window, window[:, 0], int32([1]), window[:, 0].clone())
+        put_tokens_triton(window, window[:, 0], int32([[1]]))
 
 
 def _steps_of_two_levels(window: torch.Tensor, counts: torch.Tensor) -> list[Callable[[], None]]:
     """A draft of two tokens that says p - 900 at position p, and a check that wants something else at one position."""
     batch = len(window)
-    cursor, rotation = int32([0] * batch), StepRotation(_frequencies(32, batch), 1.0)
+    cursor, rotation, links = int32([0] * batch), StepRotation(_frequencies(32, batch), 1.0), _chained(2)
 
     def draft(first: bool) -> None:
         start = window[:, 0] if first else cursor
-        rows = step_rows(window, start, 1, rotation, offset=-1, last_token=99)
-        put_token(window, start, (rows.ahead - 900).long(), cursor)
+        rows = step_rows(window, start, _chain(-1, 1), rotation, last_token=99)
+        put_tokens(window, start, (rows.ahead - 900).long()[:, None], cursor=cursor)
 
     def check() -> None:
-        rows = step_rows(window, window[:, 0], 3, rotation, offset=-1, last_token=99)
+        rows = step_rows(window, window[:, 0], _chain(-1, 3), rotation, last_token=99)
         said = (rows.following - 900 - (rows.following == BASE + 6).int()).long()
-        accept(window, said.view(batch, 3), counts)
+        accept(window, said.view(batch, 3), counts, links)
 
     return [partial(draft, True), partial(draft, False), check]
 
 
 # A second sequence starts two tokens further on and stands still from five tokens further on.
-_STARTS = [[BASE + 2, BASE, FAR, FAR], [BASE + 4, BASE, BASE + 9, BASE + 11]]
+_STARTS = [[BASE + 2, BASE, FAR, FAR, BASE + 1], [BASE + 4, BASE, BASE + 9, BASE + 11, BASE + 3]]
 
 
 def _two_windows() -> torch.Tensor:

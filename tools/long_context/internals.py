@@ -22,7 +22,8 @@ from offload_runtime.errors import OptionError
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.runners import DraftModel, ModelRunner
+from offload_runtime.plan.cost import usual_acceptance
+from offload_runtime.runners import DraftModel, GuessTree, ModelRunner, likely_parents
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.sampling import SlotSampling
@@ -118,12 +119,12 @@ def finish_writing_back(cache: DeviceKVCache | HostKVCache) -> None:
 
 @dataclass(frozen=True)
 class Levels:
-    """What a proposer consists of; `gamma` is the number of tokens that the draft proposes to a verifier step."""
+    """What a proposer consists of; `tree` is what the draft proposes to a verifier step."""
 
     window: DeviceWindow | None
     verifier: RetrievalVerifier | None
     draft: DraftModel | None
-    gamma: int
+    tree: GuessTree | None
 
 
 def levels_of(proposer: Proposer) -> Levels:
@@ -132,10 +133,10 @@ def levels_of(proposer: Proposer) -> Levels:
     if isinstance(proposer, TriForceProposer):
         assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer.verifier, RetrievalVerifier)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
-        return Levels(proposer._window, proposer.verifier, proposer._draft, proposer._gamma)
+        return Levels(proposer._window, proposer.verifier, proposer._draft, proposer._tree)
     if isinstance(proposer, DraftProposer):
-        return Levels(proposer.model.window, None, proposer.model, 0)
-    return Levels(None, None, None, 0)
+        return Levels(proposer.model.window, None, proposer.model, None)
+    return Levels(None, None, None, None)
 
 
 def verifier_passes(proposer: Proposer) -> int:
@@ -144,11 +145,13 @@ def verifier_passes(proposer: Proposer) -> int:
     return proposer.num_steps if isinstance(proposer, TriForceProposer) else 0
 
 
-def set_variant(proposer: Proposer, *, gamma_draft: int, refresh_steps: int) -> None:
+def set_variant(runtime: Runtime, proposer: Proposer, *, gamma_draft: int, refresh_steps: int) -> None:
     """Let a TriForce proposer go on with another number of proposals and another interval between choices."""
     proposer = drafting(proposer)
     assert isinstance(proposer, TriForceProposer), "only a hierarchy has variants"
-    proposer._gamma = gamma_draft if proposer._draft is not None else 0
+    if proposer._draft is not None:
+        parents = likely_parents(gamma_draft, usual_acceptance(runtime.plan.draft))
+        proposer._tree = GuessTree(parents, proposer._window.device)
     proposer._refresh_steps = refresh_steps
 
 

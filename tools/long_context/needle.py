@@ -19,7 +19,7 @@ from long_context.session import Session, compare
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
-from offload_runtime.runners import WindowInput
+from offload_runtime.runners import GuessTree, WindowInput
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer
 
@@ -159,11 +159,12 @@ class NeedleTest:
         verifier, window = levels.verifier, levels.window
         assert verifier is not None and window is not None, "a hierarchy"
         verifier.begin({0: length}, {0: len(hay.answer)})
+        nothing = GuessTree((), window.device)
         known, tokens = [hay.prompt[-2], hay.prompt[-1], *hay.answer], []
         for number in range(len(hay.answer)):
             end = length + number
             window.upload({0: WindowInput(known[number : number + 2], end, end + 1, end + 1)})
-            verifier.step(0, refresh=True)
+            verifier.step(nothing, refresh=True)
             tokens += window.read()[0].between(end, end + 1)
         return tokens
 

@@ -271,10 +271,10 @@ def bound(row: dict[str, Any], setting: Setting) -> dict[str, Any]:
     if setting.options.mode == "chain":
         steps, step_ms = row["draft_steps_per_pass"], row["draft_step_ms"]
     else:
-        share, drafted = 1 / setting.options.refresh_steps, setting.options.gamma_draft
+        share = 1 / setting.options.refresh_steps
         steps = row["verifier_steps_per_pass"]
         step_ms = share * row["verifier_step_with_refresh_ms"] + (1 - share) * row["verifier_step_ms"]
-        step_ms += drafted * row.get("draft_step_ms", 0.0)
+        step_ms += row.get("draft_steps", 0) * row.get("draft_step_ms", 0.0)
     bound_s = (row["pass_s"] + 1e-3 * steps * step_ms) / row["tokens_per_pass"]
     return {
         "step_ms": step_ms,

@@ -219,7 +219,7 @@ class Session:
             texts=tuple(tuple(text[len(known) :]) for text, known in zip(texts, start, strict=True)),
             rounds=tuple(rounds), passes=passes, elapsed_s=elapsed_s,
             verifier_passes=verifier_passes(proposer) - earlier_passes, verifier_steps=steps,
-            draft_proposed=steps * levels.gamma, draft_accepted=accepted,
+            draft_proposed=steps * len(levels.tree or ()), draft_accepted=accepted,
         )  # fmt: skip
 
     def _start(self, proposer: Proposer, params: SamplingParams, count: int) -> None:
@@ -263,7 +263,8 @@ class Session:
     ) -> dict[str, float]:
         """Medians of single steps of the inner levels, of all sequences, which go on from step to step as in decoding.
 
-        `verifier_step_ms`, `verifier_step_with_refresh_ms` and, where there is a draft, `draft_step_ms`.
+        `verifier_step_ms`, `verifier_step_with_refresh_ms` and, where there is a draft, `draft_step_ms` and the number
+        of such `draft_steps` before one of the verifier's.
         """
         self.go_to(start)
         self._start(proposer, params, len(start))
@@ -280,26 +281,27 @@ class Session:
             found[name] = percentiles([verifier_ms for verifier_ms, _ in times_ms[_UNTIMED:]]).median
             if levels.draft is not None:
                 found["draft_step_ms"] = percentiles([draft for _, draft in times_ms[_UNTIMED:]]).median
+                found["draft_steps"] = levels.tree.num_levels if levels.tree else 0
         return found
 
     def _inner_steps_ms(
         self, start: Sequence[Sequence[int]], levels: Levels, gamma: int, refresh: bool
     ) -> list[tuple[float, float]]:
         """A window's worth of verifier steps: the milliseconds of each, and of one of the draft's steps before it."""
-        window, verifier, draft, guesses = levels.window, levels.verifier, levels.draft, levels.gamma
-        assert window is not None and verifier is not None, "a hierarchy"
-        verifier.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + guesses + 1))
+        window, verifier, draft, tree = levels.window, levels.verifier, levels.draft, levels.tree
+        assert window is not None and verifier is not None and tree is not None, "a hierarchy"
+        verifier.begin(_lengths(start), dict.fromkeys(range(len(start)), gamma + len(tree) + 1))
         if draft is not None:
             for sequence, known in enumerate(start):
-                draft.texts.catch_up(sequence, known)
-        window.upload(_known(start, gamma, beyond=guesses))
-        times_ms = []
-        for number in range(max(1, gamma // (guesses + 1))):
-            longest = {sequence: length + number * (guesses + 1) for sequence, length in _lengths(start).items()}
+                draft.texts.catch_up_but(sequence, known, 1)
+        window.upload(_known(start, gamma, beyond=len(tree)))
+        times_ms, most = [], tree.num_levels + 1
+        for number in range(max(1, gamma // most)):
+            longest = {sequence: length + number * most for sequence, length in _lengths(start).items()}
             draft_ms = 0.0
             if draft is not None:
-                draft_ms = self._timed_ms(partial(draft.steps, guesses, longest=longest)) / guesses
-            times_ms.append((self._timed_ms(partial(verifier.step, guesses, refresh=refresh)), draft_ms))
+                draft_ms = self._timed_ms(partial(draft.grow, tree, longest=longest)) / tree.num_levels
+            times_ms.append((self._timed_ms(partial(verifier.step, tree, refresh=refresh)), draft_ms))
         return times_ms
 
     def _draft_step_ms(self, start: Sequence[Sequence[int]], levels: Levels, gamma: int) -> float:
