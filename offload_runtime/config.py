@@ -425,8 +425,8 @@ class SpeculationOptions:
     recent_tokens: int = 512
     chunk_size: int = 4
     budget_tokens: int = 4096
-    gamma_draft: int = 16
-    refresh_steps: int = 1
+    gamma_draft: int = 24
+    refresh_steps: int = 4
 
     def __post_init__(self) -> None:
         require_types(self)

@@ -28,7 +28,10 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 3},
 ]
-SMALL = {"budget_tokens": 96, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": GAMMA_DRAFT}
+SMALL: dict[str, Any] = {
+    "budget_tokens": 96, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": GAMMA_DRAFT,
+    "refresh_steps": 1,  # at every step, as sequences that come and go shift the others
+}  # fmt: skip
 COMBINATIONS = [
     ("full", "mha", "gpu"), ("full", "gqa", "host"), ("streaming", "gqa", "host"), ("streaming", "mha", "gpu"),
     ("retrieval", "gqa", "gpu"), ("retrieval", "mha", "host"),

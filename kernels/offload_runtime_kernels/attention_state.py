@@ -16,7 +16,8 @@ class QueryRows:
     For a tree: `committed` [B] int32, tokens in the cache at their own slots, and `ancestors` [B, T, A] int32: the slot
     of the query's ancestor at position committed + i (itself included). Without a tree every key lies in the slot of
     its position.
-    `used` [B] int32: how many of each sequence's rows count where whole sequences may be padding; None for all.
+    `used` [B] int32: how many of each sequence's rows count where whole sequences may be padding; None for all. None of
+    them are more than `most_used`; None for any number.
     """
 
     positions: torch.Tensor
@@ -25,6 +26,7 @@ class QueryRows:
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     used: torch.Tensor | None = None
+    most_used: int | None = None
 
 
 @dataclass(frozen=True)

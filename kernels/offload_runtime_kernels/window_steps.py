@@ -74,9 +74,9 @@ class StepRows:
 
     `tokens` [B*T] int32. `positions` [B, T] int32, of the rows in their cache, -1 for padding, and `slots` [B*T] int32.
     `following` [B*T] int32, the sequence's position behind each row, whose token its logits say, and `ahead` [B] that
-    of the last rows. `sequences` [B*T] int32: 0 to B - 1, T times each. `used` [B] int32: the rows that count, 0 for a
-    sequence that stands still. `cos`, `sin` [B*T, D/2] fp32. `committed` [B] int32 and `ancestors` [B, T, A] int32 of
-    trees, as of `QueryRows`.
+    of the last rows. `sequences` [B*T] int32: 0 to B - 1, T times each. `used` [B] int32: the `most_used` rows that
+    count, 0 for a sequence that stands still. `cos`, `sin` [B*T, D/2] fp32. `committed` [B] int32 and `ancestors`
+    [B, T, A] int32 of trees, as of `QueryRows`.
     """
 
     tokens: torch.Tensor
@@ -88,6 +88,7 @@ class StepRows:
     used: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    most_used: int
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
 
@@ -125,6 +126,7 @@ def step_rows_reference(
         used=goes_on[:, 0].int() * layout.counted,
         cos=(angle.cos() * rotation.scaling).flatten(0, 1),
         sin=(angle.sin() * rotation.scaling).flatten(0, 1),
+        most_used=layout.counted,
         committed=committed,
         ancestors=ancestors,
     )
@@ -298,7 +300,9 @@ def step_rows_triton(
         SINCE=_COMMITTED if skip_committed else _BASE, DEPTH=depth, DEPTH_BLOCK=triton.next_power_of_2(max(1, depth)),
         num_warps=1,
     )  # fmt: skip
-    return StepRows(tokens, positions, slots, following, ahead, sequences, used, cos, sin, committed, ancestors)
+    return StepRows(
+        tokens, positions, slots, following, ahead, sequences, used, cos, sin, layout.counted, committed, ancestors
+    )
 
 
 def put_tokens_triton(

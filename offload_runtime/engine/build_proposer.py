@@ -84,7 +84,7 @@ def _make_triforce(
     if isinstance(source, HostKVCache) and batch == 1:
         source.borrow_workspace = retrieved.chunks.borrow_workspace
     budget.reserve("steps of the retrieval verifier", plan.verifier_step_bytes)
-    tree = GuessTree(guess_parents(plan), budget.device)
+    trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(
         runner.decoder, layers, retrieved, target.rope, window, max_tokens_with_draft=most_tokens, batch=batch
@@ -98,12 +98,12 @@ def _make_triforce(
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
-        window, verifier, first, tree, refresh_steps=options.refresh_steps, max_tokens_with_draft=most_tokens
+        window, verifier, first, trees=trees, refresh_steps=options.refresh_steps, max_tokens_with_draft=most_tokens
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
         with verifier.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
-            warm_up_verifier(proposer, runner, proposed=len(tree), batch=batch)
+            warm_up_verifier(proposer, runner, batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()
@@ -112,7 +112,7 @@ def _make_triforce(
     return proposer
 
 
-def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, proposed: int, batch: int) -> None:
+def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: int) -> None:
     """Compile the kernels of the verifier's steps, which would hold up the first proposals. `start` has to follow.
 
     Leaves the target's cache empty, and the draft's with what was played.
@@ -120,7 +120,6 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, propose
     Args:
         proposer: Of the target.
         target: All of its layers are resident.
-        proposed: Tokens that the draft proposes to a step.
         batch: Sequences.
     """
 
@@ -132,8 +131,8 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, propose
         take_step([params], 1)
     for num_sequences in warm_up_batches(batch):
         take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
-    # A step puts so many tokens and two more behind a text.
-    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - proposed - 2)
+    # A step puts its tree and two more tokens behind a text.
+    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - len(proposer.trees[0]) - 2)
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
         take_step(DIFFERENT_WAYS[:1], length)

@@ -282,7 +282,7 @@ class RetrievalCache:
         available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
-                layer, q, available, scale=scale, rows_used=rows.used, sequence=first,
+                layer, q[:, : rows.most_used], available, scale=scale, rows_used=rows.used, sequence=first,
                 held=self.chunks.resident[layer, first : first + count], most=self._most_available,
             )  # fmt: skip
             self.chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)

@@ -134,7 +134,9 @@ class PassRows:
             sequences: [B] int32, device, 0 to B - 1: the batch rows in the cache.
             max_length: At least the largest position or slot + 1.
         """
-        query = QueryRows(step.positions, sequences, max_length, step.committed, step.ancestors, step.used)
+        query = QueryRows(
+            step.positions, sequences, max_length, step.committed, step.ancestors, step.used, step.most_used
+        )
         return cls(
             step.tokens, query, RopeRows(step.cos, step.sin, step.positions.view(-1), step.slots, step.sequences)
         )

@@ -62,6 +62,8 @@ _FAR_TOKENS = 8192
 # Of what a draft's first child misses, the shares that its next ones hit: 0.11 to 0.12, 0.01 to 0.03 and 0.00 to 0.02
 # of all where the first hits 0.83 to 0.84 (prose and code, T = 0.6).
 _OTHER_CHILDREN = (0.7, 0.1, 0.05)
+# Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
+_CHEAP_ROWS, _LEAST_GUESSES = 64, 4
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does.
 _DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
@@ -212,7 +214,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     return _step_s(
-        target, machine, rows=batch * (1 + len(guess_parents(plan))),
+        target, machine, rows=batch * (1 + len(guess_parents(plan, batch))),
         kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // options.refresh_steps,
         choice_launches=_CHOICE_LAUNCHES // options.refresh_steps,
         fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
@@ -246,7 +248,7 @@ def drafting_s(plan: RunPlan, machine: MachineFigures, *, gamma: int, tree_nodes
         return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
     if not plan.has_verifier:
         return gamma * draft_s
-    parents = guess_parents(plan)
+    parents = guess_parents(plan, plan.target.batch)
     verifier_steps = gamma / (1 + expected_accepted(parents, usual_acceptance(plan.draft)))
     num_levels = max(depths_of(parents), default=-1) + 1
     return verifier_steps * (verifier_step_s(plan, machine) + num_levels * draft_s)
@@ -263,11 +265,13 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
     return USUAL_ACCEPTANCE["streaming, far" if far else draft.cache]
 
 
-def guess_parents(plan: RunPlan) -> tuple[int, ...]:
-    """The tree that the draft proposes to a step of the retrieval verifier; no nodes without either."""
+def guess_parents(plan: RunPlan, batch: int) -> tuple[int, ...]:
+    """The tree that the draft proposes to a step of the retrieval verifier for each of `batch` sequences: together they
+    have about as many rows as cost no more than one. No nodes without either."""
     if plan.draft is None or not plan.has_verifier:
         return ()
-    return likely_parents(plan.draft.options.gamma_draft, usual_acceptance(plan.draft))
+    nodes = max(_LEAST_GUESSES, _CHEAP_ROWS // batch - _LEAST_GUESSES)
+    return likely_parents(min(plan.draft.options.gamma_draft, nodes), usual_acceptance(plan.draft))
 
 
 def tree_nodes(plan: RunPlan) -> int:

@@ -18,7 +18,7 @@ from offload_runtime.model import depths_of
 # Of what a draft's likelier children leave over, the next one is right about so often.
 _NEXT_CHILD = 0.3
 # A level has to bring so many tokens a step: a step of a draft takes a seventh of the verifier's.
-_LEAST_GAIN = 0.25
+_LEAST_GAIN = 0.2
 MOST_LEVELS = 7
 
 
@@ -38,7 +38,7 @@ class GuessTree:
         levels: The nodes of each.
         drafted: Of each level the rows of the draft's step that says what its nodes are: those with children.
         chosen: Of each level how many children of such a row are looked at, and which of all these the nodes are.
-        verified: The rows of the verifier's step.
+        verified: The rows of the verifier's step; the first, of the newest known token, says which chunks matter.
         links: How the nodes hang together.
     """
 
@@ -74,7 +74,7 @@ class GuessTree:
         rows += [(slot, slot, trunk[: index + 1]) for index, slot in enumerate(trunk[:-1])]
         ways = ints([way + way[-1:] * (2 * self.num_levels + 1 - len(way)) for *_, way in rows])
         slots, stands = ints([slot for slot, *_ in rows]), ints([position for _, position, _ in rows])
-        self.verified = StepLayout(slots, stands, 1 + count, trunk[0], ways)
+        self.verified = StepLayout(slots, stands, 1, trunk[0], ways)
         bits = [sum(1 << node for node in path) for path in paths]
         self.links = TreeLinks(ints([parent + 1 for parent in parents]), ints(bits, torch.int64), ints(depths))
 

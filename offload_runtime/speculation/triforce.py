@@ -25,7 +25,8 @@ class TriForceProposer(Proposer):
         window: Shared by both levels.
         verifier: The target over retrieved chunks.
         draft: The small model; None lets the retrieval verifier decode by itself, a token a step.
-        tree: What the draft proposes to each step of the retrieval verifier; without nodes where there is no draft.
+        trees: By the number of sequences, from 1 on, what the draft proposes to each step of the retrieval verifier;
+            without nodes where there is no draft.
         refresh_steps: The chunks are chosen anew by the queries of every so many steps, of all sequences at once.
         max_tokens_with_draft: Of a sequence in the target's cache, tentative ones included.
     """
@@ -33,14 +34,14 @@ class TriForceProposer(Proposer):
     name = "retrieval"
 
     def __init__(
-        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftModel | None, tree: GuessTree, *,
-        refresh_steps: int, max_tokens_with_draft: int,
+        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftModel | None, *,
+        trees: Sequence[GuessTree], refresh_steps: int, max_tokens_with_draft: int,
     ) -> None:  # fmt: skip
-        assert refresh_steps > 0 and (len(tree) > 0) == (draft is not None)
+        assert refresh_steps > 0 and all((len(tree) > 0) == (draft is not None) for tree in trees)
         self._window = window
         self.verifier = verifier
         self._draft = draft
-        self._tree = tree
+        self.trees, self._tree = trees, trees[0]
         self._refresh_steps = refresh_steps
         self._max_tokens_with_draft = max_tokens_with_draft
         self.num_steps = 0  # of the retrieval verifier since `start`, each of all sequences
@@ -49,6 +50,7 @@ class TriForceProposer(Proposer):
         return chains_where(self._room, texts)
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
+        self._tree = self.trees[len(slots) - 1]
         self.verifier.start(slots)
         if self._draft is not None:
             self._draft.start(slots)

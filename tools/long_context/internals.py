@@ -151,7 +151,7 @@ def set_variant(runtime: Runtime, proposer: Proposer, *, gamma_draft: int, refre
     assert isinstance(proposer, TriForceProposer), "only a hierarchy has variants"
     if proposer._draft is not None:
         parents = likely_parents(gamma_draft, usual_acceptance(runtime.plan.draft))
-        proposer._tree = GuessTree(parents, proposer._window.device)
+        proposer.trees = [GuessTree(parents, proposer._window.device)] * len(proposer.trees)
     proposer._refresh_steps = refresh_steps
 
 
