@@ -85,8 +85,8 @@ MUTATIONS = (
     Mutation(
         "rollback: what agrees behind a rejection is accepted",
         f"{_KERNELS}/window_steps.py",
-        "accepted = matches.int().cumprod(1).sum(1, keepdim=True)",
-        "accepted = matches.int().sum(1, keepdim=True)",
+        "accepted = (links.paths & ~found == 0) & goes_on[:, None]  # [B, n]",
+        "accepted = matches & goes_on[:, None]",
         ("tests/kernels/test_window_steps.py::test_what_agrees_behind_a_difference_is_not_accepted[public]",),
     ),
     Mutation(

@@ -15,14 +15,18 @@ from offload_runtime.engine import Runtime
 from offload_runtime.kv import HostKVCache
 from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.plan.cost import USUAL_ACCEPTANCE
+from offload_runtime.runners import likely_parents
 from offload_runtime.speculation import Acceptance, NgramLookup
 from tests.helpers.dense_levels import DenseDraft, DenseLlama, DenseVerifier, decode, replay
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_cli_fakes import make_stats
 
 TARGET = "two_layer_target"
-CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 44, 7, 3
+CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 44, 7, 12
 BUDGET, CHUNK, SINKS = 192, 8, 16
+# The tree for a draft that sees everything.
+PARENTS = likely_parents(GAMMA_DRAFT, USUAL_ACCEPTANCE["full"])
 # On the way the newest blocks move on: from 768 tokens on there is another one to choose chunks from.
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(740)]
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=3)]
@@ -84,7 +88,7 @@ def by_the_book(target: Path, draft: Path, plain: Shared) -> Book:
             params=params,
         )  # fmt: skip
         outer = replay(
-            truth, len(PROMPT), lambda tokens, count: verifier.propose(tokens, count, guesser, GAMMA_DRAFT),
+            truth, len(PROMPT), lambda tokens, count: verifier.propose(tokens, count, guesser, PARENTS),
             gamma=GAMMA, proposed_by="retrieval",
         )  # fmt: skip
         inner = Acceptance("draft", "retrieval", verifier.steps, verifier.steps * GAMMA_DRAFT, verifier.accepted)

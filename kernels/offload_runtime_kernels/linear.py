@@ -79,13 +79,10 @@ def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, width,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     W_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    OVERLAP: tl.constexpr, GROUP: tl.constexpr, EXP: tl.constexpr,
+    OVERLAP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        if EXP >= 2:
-            gdc_launch_dependents()
-        if EXP == 0 or EXP == 3:
-            gdc_wait()
+        gdc_wait()
     blocks_n = tl.cdiv(num_rows, BLOCK_N)
     blocks_m = tl.num_programs(0) // blocks_n
     program = tl.program_id(0)
@@ -105,14 +102,6 @@ def _linear_kernel(
     w_start = w_row.to(tl.int64) * K
     x_start = row.to(tl.int64) * K
     real = row < num_rows
-    if OVERLAP:
-        if EXP == 1 or EXP == 2:
-            lines = tl.minimum(tl.arange(0, 8) * 64, K - 1)
-            ahead = (weight_ptr + w_start[:, None] + lines[None, :]).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1
-            )
-            gdc_wait()
     if W_FIRST:
         x_ptrs, w_ptrs = x_ptr + x_start[None, :] + k[:, None], weight_ptr + w_start[:, None] + k[None, :]
         sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -121,7 +110,7 @@ def _linear_kernel(
         x_ptrs, w_ptrs = x_ptr + x_start[:, None] + k[None, :], weight_ptr + w_start[None, :] + k[:, None]
         sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         y = _sums(x_ptrs, w_ptrs, real[:, None], k, sums, K, BLOCK_K, STAGES, False)
-    if OVERLAP and EXP < 2:
+    if OVERLAP:
         gdc_launch_dependents()
     if HAS_BIAS:
         bias = tl.load(bias_ptr + w_row).to(tl.float32)
@@ -173,7 +162,7 @@ def linear_triton(
         _linear_kernel[(programs,)](
             x, weight, bias if bias is not None else x, out, num_rows, m // 2 if gated else m,
             K=k, BLOCK_N=cut.block_n, BLOCK_M=cut.block_m, BLOCK_K=cut.block_k, STAGES=cut.num_stages,
-            W_FIRST=cut.w_first, HAS_BIAS=bias is not None, HAS_RESIDUAL=add, GATED=gated, GROUP=_GROUP, EXP=EXPERIMENT[0],
+            W_FIRST=cut.w_first, HAS_BIAS=bias is not None, HAS_RESIDUAL=add, GATED=gated, GROUP=_GROUP,
             num_warps=cut.num_warps, **overlap_options(x.device),
         )  # fmt: skip
 
@@ -208,7 +197,6 @@ def linear_reference(
             result.copy_(padded[: result.shape[0]])
 
 
-EXPERIMENT = [0]
 _by_rule = {"cuda": linear_triton, "cpu": linear_reference}
 # By height, device, dtype, shape and what is fused: whether the library has the bits of the rule.
 _agrees: dict[tuple[object, ...], bool] = {}

@@ -15,7 +15,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.speculation import Acceptance
-from tests.helpers.sampling import sample
+from tests.helpers.sampling import perturbed_logits, sample
 
 # Given a layer and its rotated queries [T, H, D]: which keys [H_kv, T, S] they see.
 Seen = Callable[[int, torch.Tensor], torch.Tensor]
@@ -101,6 +101,21 @@ class DenseDraft:
             said += choose(logits[-1:], self._params, len(said))
         return said[len(tokens) :]
 
+    def grow(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """What the nodes of a tree behind `tokens` say: of each parent's children the likeliest comes first."""
+        paths, said, children = {-1: list(tokens)}, list[int](), dict[int, list[int]]()
+        for node, parent in enumerate(parents):
+            if parent not in children:
+                path = paths[parent]
+                same = count_accepted(self._fed, path[:-1])
+                logits, self._fed = self._model.feed(path[same:], same)[-1:], list(path)
+                position = torch.tensor([len(path)])
+                scores = perturbed_logits(logits, self._params, position, torch.zeros_like(position))
+                children[parent] = scores.topk(parents.count(parent)).indices[0].tolist()
+            said.append(children[parent].pop(0))
+            paths[node] = [*paths[parent], said[-1]]
+        return said
+
 
 def count_accepted(proposals: Sequence[int], samples: Sequence[int]) -> int:
     """How many leading proposals equal the samples."""
@@ -137,22 +152,25 @@ class DenseVerifier:
             data = both.unflatten(2, (blocks, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4)[None].contiguous()
             policy.on_blocks(layer, 0, KVBlocks(data), 0, range(blocks))
 
-    def propose(self, tokens: Sequence[int], count: int, draft: DenseDraft, gamma: int) -> list[int]:
-        """`count` tokens behind `tokens`, of which the full target knows all but the last."""
+    def propose(self, tokens: Sequence[int], count: int, draft: DenseDraft, parents: Sequence[int]) -> list[int]:
+        """`count` tokens behind `tokens`, of which the full target knows all but the last, by trees of the draft."""
         committed, said = len(tokens) - 1, list(tokens)
         self._model.keys.copy_(self._full.keys)
         self._model.values.copy_(self._full.values)
         before, self._far = self._far, max(0, committed // BLOCK_TOKENS - 1) * BLOCK_TOKENS
         grown = self._far != before
         while len(said) < len(tokens) + count:
-            guesses = draft.guess(said, gamma)
-            refresh = grown or self.steps % self._refresh_steps == 0
-            grown = False
-            logits = self._model.feed([said[-1], *guesses], len(said) - 1, self._seen(len(said) - 1, refresh=refresh))
-            own = choose(logits, self._params, len(said))
-            accepted = count_accepted(guesses, own)
-            self.steps, self.accepted = self.steps + 1, self.accepted + accepted
-            said += own[: accepted + 1]
+            guesses = draft.grow(said, parents)
+            refresh, grown, node = grown or self.steps % self._refresh_steps == 0, False, -1
+            self.steps += 1
+            while True:
+                seen = self._seen(len(said) - 1, refresh=refresh)
+                said += choose(self._model.feed(said[-1:], len(said) - 1, seen), self._params, len(said))
+                found = [n for n, guess in enumerate(zip(parents, guesses, strict=True)) if guess == (node, said[-1])]
+                if not found:
+                    break
+                (node,), refresh = found, False
+                self.accepted += 1
         return said[len(tokens) : len(tokens) + count]
 
     def _seen(self, first: int, *, refresh: bool) -> Seen:

@@ -89,9 +89,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--gamma", type=int, default=24, help="tokens proposed to a pass of the target")
     parser.add_argument(
-        "--gamma-draft", type=int, default=4, help="tokens proposed to a step of the retrieval verifier"
+        "--gamma-draft", type=int, default=SpeculationOptions.gamma_draft,
+        help="tokens proposed to a step of the retrieval verifier",
     )
-    parser.add_argument("--refresh-steps", type=int, default=1)
+    parser.add_argument("--refresh-steps", type=int, default=SpeculationOptions.refresh_steps)
     parser.add_argument("--chain-gamma", type=int, default=8, help="tokens that the draft alone proposes to a pass")
     parser.add_argument("--starts", type=int, default=4, help="places in the texts that a row is measured from")
     parser.add_argument("--other-text", type=Path, nargs="+", default=[], help="which have their share of them")
