@@ -194,6 +194,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     if not torch.cuda.is_available():
         gc.unfreeze = lambda: None
 

@@ -98,7 +98,7 @@ def ask(draft: TreeDraft, tree: DraftTree, growing: Mapping[int, Growing], param
         growing[sequence].answered(chosen[sequence])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("params", "rounded"), [*((params, False) for params in PARAMS), (PARAMS[1], True)], ids=str)
 def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams, rounded: bool) -> None:
     """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
@@ -127,7 +127,7 @@ def streaming() -> Iterator[TreeDraft]:
     made.made.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("params", "rounded"), [(PARAMS[0], False), (PARAMS[1], False), (PARAMS[1], True)], ids=str)
 def test_every_node_is_answered_behind_first_and_newest_tokens(
     streaming: TreeDraft, params: SamplingParams, rounded: bool

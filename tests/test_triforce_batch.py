@@ -107,7 +107,7 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "params"),
     [
@@ -210,6 +210,7 @@ def test_levels_that_always_agree_take_no_step_too_many(
     assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", CACHES)
 def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Path, Path]], cache: str) -> None:
     """While others are proposed for; and of one that has enough only what it would have done alone."""
@@ -259,6 +260,7 @@ def test_a_sequence_at_the_end_of_the_context_waits_for_the_others(
             assert results[0].stats.acceptance[-1].proposed > 0
 
 
+@pytest.mark.slow
 def test_answers_that_end_early_leave_the_others_alone(models: dict[str, tuple[Path, Path]]) -> None:
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     target, draft = models["gqa"]
