@@ -143,6 +143,7 @@ def test_the_tokens_are_those_of_plain_decoding(
             assert any(not one.proposal.is_chain for one in rounds[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, params: SamplingParams) -> None:
     text = random_tokens(33, seed=3)

@@ -174,6 +174,7 @@ def reads_by_round(window: DeviceWindow, launches: Launches, patch: pytest.Monke
     return rounds
 
 
+@pytest.mark.slow
 def test_a_batch_takes_the_steps_of_its_slowest_sequence(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv": "gpu", "max_batch": 6, "trace": tmp_path / "trace.json"}
     options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)

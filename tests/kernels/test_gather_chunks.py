@@ -120,6 +120,7 @@ def test_repeated_updates(chunk_size: int, places: int, run: Callable[..., torch
     _run_updates(_setup(chunk_size=chunk_size, places=places), run, [[places, places]] * 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", GATHERERS)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 80), (3, 96)])
 def test_odd_head_dimensions(num_kv_heads: int, head_dim: int, run: Callable[..., torch.Tensor]) -> None:
