@@ -116,6 +116,7 @@ def test_triforce(target: Path, draft: Path, plain: Shared, by_the_book: Book, r
             assert all(0 < level.accepted < level.proposed for level in expected)
 
 
+@pytest.mark.slow
 def test_a_chain(target: Path, draft: Path, plain: Shared) -> None:
     with load(target, draft=draft, context=CAPACITY) as runtime:
         for params in SAMPLINGS:

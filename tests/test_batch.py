@@ -51,7 +51,7 @@ def as_params(gamma: int | None, noise_id: int, **options: Any) -> GenerationPar
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("proposals", ["none", "ngram", "model", "trees", "triforce"])
 def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, proposals: str) -> None:
     """Greedy, sampled and filtered answers share passes, and each is what it is alone."""
@@ -117,6 +117,7 @@ def test_answers_end_on_their_own(target: Path, draft: Path) -> None:
         assert runtime.generate(PROMPTS[0], max_new_tokens=COUNT, stop="quick").tokens == alone[0].tokens
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) -> None:
     """Before the third pass: one answer is done, the others are what they are, and the runtime goes on."""
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:
@@ -142,7 +143,7 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
 def test_memory_that_runs_out_costs_no_answer(target: Path, draft: Path, error: Exception) -> None:
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:

@@ -279,6 +279,7 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
     played.cache.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["grow", "window", "cut", "drain"]), st.integers(0, 900)), max_size=10),

@@ -117,7 +117,7 @@ def scanned(request: RuntimeConfig, machine: MachineFigures, step_bytes: int) ->
             return
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "draft", "context"), PAIRS)
 def test_no_step_of_vram_predicts_slower(target: str, draft: str, context: int) -> None:
     """All levels, caches and places are chosen somewhere on the way."""

@@ -356,6 +356,7 @@ def test_a_chain_that_the_end_cuts_tells_about_smaller_ones(target: Path, draft:
     assert (first.choice.size, first.is_timed) == (size_within(cut), False)
 
 
+@pytest.mark.slow
 def test_the_last_chain_reaches_to_the_end_of_an_answer(target: Path, tmp_path: Path) -> None:
     assert [size_for(count) for count in (0, 1, 5, 8, 30, 1024, 3000)] == [0, 1, 6, 8, 32, 1024, 1024]
     with load(target, draft=target, tree_nodes=0, trace=tmp_path / "trace.json") as runtime:
@@ -367,6 +368,7 @@ def test_the_last_chain_reaches_to_the_end_of_an_answer(target: Path, tmp_path: 
     assert stats.windows == {"chain 32": 1} and stats.acceptance[-1].accepted == 30
 
 
+@pytest.mark.slow
 def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, tmp_path: Path) -> None:
     """And what there is no room for is not learnt from."""
     room, traced = 256, {"resident_layers": 1, "trace": tmp_path / "trace.json"}
@@ -385,6 +387,7 @@ def test_a_tree_is_as_large_as_there_is_room_for(target: Path, draft: Path, tmp_
     assert True in cut and all(cut[at] for at, places in enumerate(offered) if places < 64) and not cut[0]
 
 
+@pytest.mark.slow
 def test_what_is_fixed_is_not_chosen(target: Path, draft: Path, tmp_path: Path) -> None:
     asked = {"max_new_tokens": COUNT, "ignore_eos": True}
     with load(target, draft=draft, resident_layers=1, profile=SLOW_LINK, trace=tmp_path / "trace.json") as runtime:

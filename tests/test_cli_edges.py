@@ -110,6 +110,7 @@ def test_a_reader_that_left_ends_a_command_without_a_word(monkeypatch: pytest.Mo
     assert "error" not in said.getvalue()
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("stream", [full_disk, pipe_without_reader, closed])
 def test_stderr_that_takes_nothing_does_not_lose_the_answer(
@@ -125,6 +126,7 @@ def test_stderr_that_takes_nothing_does_not_lose_the_answer(
     assert answer.getvalue()
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("columns", ["0", "", "1", "7", "\u0660", "9" * 20, "9" * 5000])
 def test_terminals_of_odd_widths_are_shown_something(

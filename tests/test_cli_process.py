@@ -228,6 +228,7 @@ def test_sigint_stops_generate_with_its_text_and_a_whole_trace(target: Path, tmp
     assert all("accepted" in one.args for one in passes[1:])
 
 
+@pytest.mark.slow
 def test_chat_through_a_pipe(target: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     # A restored answer is tokenised anew, so it is compared with itself and not with the turn that made it.
@@ -299,6 +300,7 @@ def terminal(target: Path, tmp_path: Path) -> Iterator[Terminal]:
     chat.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, tmp_path: Path) -> None:
     terminal.expect("/help lists")
     terminal.expect("> ")

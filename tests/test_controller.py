@@ -48,7 +48,7 @@ def controller_of(cost: Cost, known: str = "known") -> Controller:
     return Controller(modes, lambda choice, *_: cost(choice) if known == "known" else cost(choice) ** 1.2)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("known", ["unknown", "known", "wrong"])
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("rate", TEXTS)
@@ -76,6 +76,7 @@ def test_a_useless_draft_costs_one_percent_at_most(cost: Cost, limits: str, know
         assert run.share("chain", 64) + run.share("tree", 64) < (0.2 if cost is resident else 1)
 
 
+@pytest.mark.slow
 def test_a_draft_whose_smallest_window_is_dear_is_tried_at_once() -> None:
     """If its failure is affordable at all: the first window may lose what three would otherwise."""
     text = Text({"chain": InARow(0.94)})
@@ -144,6 +145,7 @@ def test_chains_and_trees_where_the_link_binds(first: float, level: float, tree_
     assert mean(short) > 0.83 and mean(long) > 0.94 and min(long) > 0.84
 
 
+@pytest.mark.slow
 def test_n_grams_are_looked_up_in_repetitive_text_only() -> None:
     """A pass with them costs a little: they are asked for where they come true."""
 
@@ -157,7 +159,7 @@ def test_n_grams_are_looked_up_in_repetitive_text_only() -> None:
         assert run.speed(450) > 0.9 * best_fixed(code, cost, {"ngram": 64}, idea_share=1.0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [resident, streamed])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.3, 0.95), (0.95, 0.3), (0.0, 0.9)])
 def test_another_text_is_followed(cost: Cost, before: float, after: float) -> None:

@@ -129,6 +129,7 @@ def test_sampled_answers_are_those_of_a_fresh_start(runtime: Runtime, spy: Spy) 
         assert_as_from_scratch(runtime, prompt, tokens, **options)
 
 
+@pytest.mark.few(1)
 def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy) -> None:
     """The random model never ends by itself: it does in its sixth token here."""
     end = spy.runner.end
@@ -158,6 +159,7 @@ def test_options_may_be_given_as_params(runtime: Runtime) -> None:
             start("dog", params=params, seed=9)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_an_interrupted_answer_stays_as_far_as_it_got(runtime: Runtime, spy: Spy, pieces: int) -> None:
     conversation = spy.conversation()
@@ -204,6 +206,7 @@ def test_other_generations_in_between(runtime: Runtime, spy: Spy) -> None:
         assert_as_from_scratch(runtime, prompt, tokens)
 
 
+@pytest.mark.few(1)
 def test_turns_that_were_never_asked_for_or_overtaken(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation()
     say(conversation, "the fox")
@@ -220,6 +223,7 @@ def test_turns_that_were_never_asked_for_or_overtaken(runtime: Runtime, spy: Spy
             list(turn)
 
 
+@pytest.mark.few(1)
 def test_reset_and_another_system_message(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation("slot")
     first = say(conversation, "the fox")
@@ -233,6 +237,7 @@ def test_reset_and_another_system_message(runtime: Runtime, spy: Spy) -> None:
     assert_as_from_scratch(runtime, list(spy.prompts[-1]), said)
 
 
+@pytest.mark.few(1)
 def test_save_and_restore(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation("slot")
     say(conversation, "the fox")
@@ -259,6 +264,7 @@ def test_nonsense_is_not_restored(runtime: Runtime, saved: Any) -> None:
     assert conversation.messages == [{"role": "system", "content": "slot"}]
 
 
+@pytest.mark.slow
 def test_a_full_context_is_an_error_and_no_end(target: Path) -> None:
     with load(target, context=100) as runtime:
         spy = Spy(runtime)
@@ -276,6 +282,7 @@ def test_a_full_context_is_an_error_and_no_end(target: Path) -> None:
         assert_as_from_scratch(runtime, list(spy.prompts[0]), say(conversation, "fox"))
 
 
+@pytest.mark.slow
 def test_a_conversation_that_outgrows_the_short_frequencies(copy: Path) -> None:
     """longrope rotates all keys otherwise once the text is long: what was cached before then is of no use."""
     config = json.loads((copy / "config.json").read_text())

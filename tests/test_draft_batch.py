@@ -50,7 +50,7 @@ class CountingWindow(DeviceWindow):
         self.steps.append(int((cursor != before).sum()))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY, SamplingParams(temperature=1.0, seed=6)], ids=str)
 def test_all_sequences_are_drafted_in_the_same_steps(draft: Draft, params: SamplingParams) -> None:
     """Each as by the book, whatever the others do: other lengths, other counts, other acceptance, pauses, an end."""

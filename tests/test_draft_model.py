@@ -177,7 +177,7 @@ def play(
     raise AssertionError
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY], ids=["greedy", "noisy"])
 def test_streaming_guesses_are_dense_attention_over_sinks_and_recent(draft: Draft, params: SamplingParams) -> None:
     # The start moves at 360 and 616 tokens.
@@ -185,13 +185,13 @@ def test_streaming_guesses_are_dense_attention_over_sinks_and_recent(draft: Draf
     assert draft.cache.starts[0] == 2 * BLOCK_TOKENS == draft.cache.rope_shifts[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [1, 2, 3, SINKS, SINKS + 1, SINKS + 2])
 def test_prompts_about_as_long_as_the_sinks(draft: Draft, length: int) -> None:
     play(draft, dense_streaming(draft), NOISY, random_tokens(length, seed=length), until=40)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [359, 360, 361, 1000])
 def test_of_a_long_prompt_only_what_is_kept_is_computed(draft: Draft, length: int) -> None:
     reference, tokens = dense_streaming(draft), random_tokens(length, seed=length)
@@ -240,6 +240,7 @@ def test_few_new_tokens_may_be_all_that_is_kept() -> None:
     draft.made.close()
 
 
+@pytest.mark.slow
 def test_sequences_of_a_batch_have_their_own_rows_and_noise(draft: Draft) -> None:
     first = play(draft, dense_streaming(draft), NOISY, random_tokens(350, seed=5), until=380)
     place = draft.cache.starts[0], draft.cache.length(0)
@@ -249,6 +250,7 @@ def test_sequences_of_a_batch_have_their_own_rows_and_noise(draft: Draft) -> Non
     assert first[355:370] != second[355:370]
 
 
+@pytest.mark.slow
 def test_a_window_that_others_verify(draft: Draft) -> None:
     # Another level accepts on the device, moves `end` on, and lets the draft go on without the host.
     tokens = random_tokens(350, seed=6)
@@ -266,6 +268,7 @@ def test_a_window_that_others_verify(draft: Draft) -> None:
     assert propose(model, [*tokens, *expected[:5]], 7) == expected[5:]
 
 
+@pytest.mark.slow
 def test_a_window_is_bounded(draft: Draft) -> None:
     tokens = random_tokens(300, seed=7)
     model = DraftModel(draft.runner, vocab_size=VOCAB_SIZE, window=DeviceWindow(CPU, capacity=9))

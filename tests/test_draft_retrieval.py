@@ -174,7 +174,7 @@ def play(draft: Draft, full: Draft, tokens: list[int], requests: int, *, sequenc
     return tokens
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SamplingParams(), NOISY], ids=["greedy", "noisy"])
 def test_a_budget_that_holds_everything_is_a_full_cache(base: Base, params: SamplingParams) -> None:
     draft, full = base.draft(ALL, params), base.draft(None, params)
@@ -182,6 +182,7 @@ def test_a_budget_that_holds_everything_is_a_full_cache(base: Base, params: Samp
         play(draft, full, random_tokens(start, seed=start), requests=8)
 
 
+@pytest.mark.slow
 def test_a_context_that_budget_and_recent_blocks_hold_is_a_full_cache(base: Base) -> None:
     play(base.draft(264), base.draft(None), random_tokens(505, seed=1), requests=12)
 
@@ -203,6 +204,7 @@ def test_a_text_that_is_cut_and_goes_on_otherwise(base: Base, sequence: int) -> 
         play(draft, full, [*tokens[:length], *random_tokens(new, seed=length)], requests=2, sequence=sequence)
 
 
+@pytest.mark.slow
 def test_sequences_of_a_batch_do_not_disturb_each_other(base: Base) -> None:
     one, alone = base.draft(FEW), base.draft(FEW)
     other = loop(one.runner, num_sequences=2)

@@ -104,6 +104,7 @@ def write_lookup(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_only_a_draft_that_retrieves_finds_what_is_far_back(tmp_path: Path) -> None:
     lookup = write_lookup(tmp_path / "lookup")
     prompt = [5] * 160 + list(NODES) + [6] * 560 + [NODES[0]]

@@ -98,7 +98,7 @@ def ask(draft: TreeDraft, tree: DraftTree, growing: Mapping[int, Growing], param
         growing[sequence].answered(chosen[sequence])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("params", "rounded"), [*((params, False) for params in PARAMS), (PARAMS[1], True)], ids=str)
 def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: SamplingParams, rounded: bool) -> None:
     """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
@@ -127,7 +127,7 @@ def streaming() -> Iterator[TreeDraft]:
     made.made.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("params", "rounded"), [(PARAMS[0], False), (PARAMS[1], False), (PARAMS[1], True)], ids=str)
 def test_every_node_is_answered_behind_first_and_newest_tokens(
     streaming: TreeDraft, params: SamplingParams, rounded: bool
@@ -197,6 +197,7 @@ def test_a_cache_that_was_moving_when_it_was_interrupted_is_not_trusted(streamin
     check(streaming, growing.text, [()], said, SamplingParams(), 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_first_children_are_what_a_chain_says_behind_first_and_newest_tokens(
     streaming: TreeDraft, params: SamplingParams
@@ -223,6 +224,7 @@ def test_a_step_answers_as_many_as_it_has_room_for(draft: TreeDraft) -> None:
     check(draft, growing.text, list(chosen)[: len(said)], said, SamplingParams(), 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: SamplingParams) -> None:
     chains, tree = draft.parts()
@@ -313,7 +315,7 @@ def spines(draft: TreeDraft, tree: DraftTree, params: SamplingParams) -> list[Ch
     return [children for said in (first, second) for s in texts for children in said[s]]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_nodes_of_a_spine_are_answered_as_plain_sequences(

@@ -97,6 +97,7 @@ def _vram_for(target: Path, layers: int) -> int:
     return everything - (NUM_LAYERS - layers) * layer_bytes
 
 
+@pytest.mark.slow
 def test_pieces_of_the_prompt_change_nothing(target: Path, expected: list[list[int]]) -> None:
     with load(target, resident_layers=0) as runtime:
         for chunk in (16, 24, 64):
@@ -114,6 +115,7 @@ def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
         assert (stream.result.tokens, stream.result.finish_reason) == (whole.tokens, whole.finish_reason)
 
 
+@pytest.mark.slow
 def test_earlier_calls_do_not_matter(speculative: Runtime, expected: list[list[int]]) -> None:
     for other in ("a", [7] * 300):
         speculative.generate(other, max_new_tokens=9, temperature=1.0, seed=8)
@@ -138,6 +140,7 @@ def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[li
         assert result.stats.new_tokens == count
 
 
+@pytest.mark.slow
 def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, expected: list[list[int]]) -> None:
     with load(target, draft="none") as runtime:
         length = len(runtime.encode(PROMPT))

@@ -136,6 +136,7 @@ def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
     assert runtime.parts.eos_token_ids == {runtime.tokenizer.eos_token_id}
 
 
+@pytest.mark.slow
 def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
     text = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).text
     assert len(text) > COUNT / 2
@@ -157,6 +158,7 @@ def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
     assert_usable(runtime, said)
 
 
+@pytest.mark.slow
 def test_overlapping_stop_strings_and_one_that_never_completes(runtime: Runtime) -> None:
     text = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).text
     options = {"max_new_tokens": COUNT, "ignore_eos": True}
@@ -261,6 +263,7 @@ def test_ctrl_c_while_waiting_for_a_copy(runtime: Runtime, said: list[int], afte
     assert_usable(runtime, said)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_full_in_mid_answer(
     runtime: Runtime, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +284,7 @@ def test_a_host_that_is_full_in_mid_answer(
         assert paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_without_closing(runtime: Runtime, said: list[int]) -> None:
     target = interrupted(runtime.parts.target, after=8)
     with working_with(runtime, target=target), pytest.raises(KeyboardInterrupt):
@@ -288,6 +292,7 @@ def test_ctrl_c_without_closing(runtime: Runtime, said: list[int]) -> None:
     assert_usable(runtime, said)
 
 
+@pytest.mark.slow
 def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said: list[int]) -> None:
     first = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=1)
     next(first)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 import offload_runtime
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401
 
@@ -76,6 +78,7 @@ def test_a_token_of_plain_decoding(target: Path) -> None:
     assert sorted(found) == sorted(of_the_page("plain"))
 
 
+@pytest.mark.slow
 def test_a_token_of_a_tree_over_a_streamed_target(target: Path, draft: Path) -> None:
     found = longest_journey(target, draft=draft, tree_nodes=60)
     assert len(found) <= MOST_FILES["tree"]

@@ -42,6 +42,7 @@ def expected() -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_are_computed_while_memory_of_others_is_locked() -> None:
     registrar = SlowRegistrar(held_call=2)
     made, done = assemble("llama-gqa", host_kv=HostKV(registrar=registrar)), list[tuple[int, int]]()
@@ -61,6 +62,7 @@ def test_layers_are_computed_while_memory_of_others_is_locked() -> None:
     assert not registrar.locked and not any(one.name.startswith("kv-growth") for one in threading.enumerate())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("refused", [4, 6, 7])
 def test_memory_that_is_refused_in_the_middle_of_a_prompt_costs_nothing_else(refused: int) -> None:
     """Calls 0 to 3 lock what the first prompt takes, one a layer."""
@@ -104,6 +106,7 @@ def interrupted(*, refused: tuple[int, ...] = ()) -> tuple[Assembled, SlowRegist
     return made, registrar
 
 
+@pytest.mark.slow
 def test_memory_that_an_interrupted_prompt_was_refused_is_nothing_to_a_shorter_one() -> None:
     made, registrar = interrupted(refused=(2,))
     cache, want = made.runner.cache, expected()
@@ -122,6 +125,7 @@ def test_memory_that_an_interrupted_prompt_was_refused_is_nothing_to_a_shorter_o
     assert not registrar.locked
 
 
+@pytest.mark.slow
 def test_an_interruption_before_all_layers_are_asked_for_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made, want = assemble("llama-gqa", host_kv=HostKV()), expected()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -52,7 +52,7 @@ def test_trees(pair: tuple[ModelRunner, ModelRunner]) -> None:
     assert same(*(runner.verify([Window(tuple(random_tokens(9)), parents)], [0]) for runner in pair))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
     reset(*pair)
     for sequence, length in enumerate((300, 40, 770)):
@@ -67,6 +67,7 @@ def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
                 runner.cache.commit(sequence, 2 + sequence)
 
 
+@pytest.mark.few(1)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelRunner], data: st.DataObject) -> None:
@@ -149,7 +150,7 @@ def test_a_prefill_that_goes_on_reads_what_there_is_once_and_writes_what_is_new(
     made.close()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kept", "more"), [(600, 100), (600, 500), (600, 1000), (512, 500), (512, 900), (300, 1100), (40, 300), (40, 1060)]
 )

@@ -9,6 +9,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -54,6 +55,12 @@ FREE_TO_ALL = {"config", "errors"}
 WITHOUT_PROJECT_IMPORTS = {"errors", KERNELS, PROFILES}
 
 
+@cache
+def _parsed(source: str) -> ast.Module:
+    """Syntax of a source, which several tests look at and none changes."""
+    return ast.parse(source)
+
+
 def _module_of(path: Path) -> str:
     """The row of the table that a file belongs to."""
     if not path.is_relative_to(RUNTIME):
@@ -69,7 +76,7 @@ def _imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
         package: Dotted package the file is in, which relative imports start from.
     """
     names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -155,7 +162,7 @@ def _outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
 def _imported_files(source: str) -> set[str]:
     """Files of the runtime that a source imports where it is read, for types only or not."""
     names: list[str] = []
-    for node in _outside_functions(ast.parse(source)):
+    for node in _outside_functions(_parsed(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -219,7 +226,7 @@ SMALL_BUT_WHOLE = {
 
 def _documentation_lines(source: str) -> set[int]:
     lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return lines
@@ -284,7 +291,7 @@ DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "tomli_w": "tomli-w"}  # whose names 
 def test_what_is_imported_is_required() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in required}
-    nodes = [node for path in RUNTIME.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in RUNTIME.rglob("*.py") for node in ast.walk(_parsed(path.read_text()))]
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     tops = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - NOT_REQUIRED
@@ -327,7 +334,7 @@ PRIVATE_OF_OTHERS = {"_C", "_exit", "_from_config", "_replace", "_sleep", "_toke
 def _private_names(source: str) -> set[str]:
     """Private attributes that are not a test's own, and private names of our packages that are imported."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Attribute):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             names += [] if own else [node.attr]
@@ -361,7 +368,7 @@ OUR_MODULES = {
 def _imported_names(source: str) -> dict[str, str]:
     """The dotted name of everything of `OUR_MODULES` that a source imports, by what it is called there."""
     found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             found |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -372,7 +379,7 @@ def _imported_names(source: str) -> dict[str, str]:
 def _patched(source: str) -> set[str]:
     """What of our modules and classes a source replaces: by pytest, by `mock` or by hand, of a name or an object."""
     imported, targets = _imported_names(source), list[ast.expr]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             targets.append(node.value)
         elif isinstance(node, ast.Call) and node.args:
@@ -431,7 +438,7 @@ def _names_used(node: ast.AST) -> set[str]:
         if isinstance(part, ast.Name):
             names.add(part.id)
         elif isinstance(part, ast.Attribute):
-            names.add(f"os.{part.attr}" if ast.unparse(part.value) == "os" else part.attr)
+            names.add(f"os.{part.attr}" if isinstance(part.value, ast.Name) and part.value.id == "os" else part.attr)
         elif isinstance(part, ast.arg):
             names.add(part.arg)
     return names
@@ -443,7 +450,7 @@ def _tests_that_start_processes(sources: Mapping[str, str]) -> list[str]:
     Args:
         sources: Source by dotted name, such as `tests.helpers.mutants`; what `tests.conftest` has is everybody's.
     """
-    trees = {name: ast.parse(source) for name, source in sources.items()}
+    trees = {name: _parsed(source) for name, source in sources.items()}
     used = {
         (name, node.name): _names_used(node)
         for name, tree in trees.items()

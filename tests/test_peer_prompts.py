@@ -32,6 +32,7 @@ from tests.helpers.peers import (
 TARGET = "widened_target"
 
 
+@pytest.mark.slow
 def test_warm_ups_may_be_shorter_and_are_not_measured_against(target: Path) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -148,7 +149,7 @@ def test_prompts_are_read_in_chunks_and_the_answers_stay(target: Path, chunk: in
     assert whole == ([PROMPT_TOKENS] + [1] * (NEW_TOKENS - 1)) * 3
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
 @pytest.mark.parametrize("chunk", [1, 5, PROMPT_TOKENS])
 def test_target_and_assistant_read_chunks_and_the_right_draft_is_always_accepted(
@@ -197,6 +198,7 @@ def test_a_piece_has_its_tokens_their_positions_and_the_mask_of_all_before_them(
     assert model(input_ids=ids[:, :4], attention_mask=None, logits_to_keep=1, **given) == 5
 
 
+@pytest.mark.slow
 def test_a_report_says_how_prompts_were_read(target: Path) -> None:
     pytest.importorskip("accelerate")
     plain = measure_peer(prepare, peer_options(target, "--prefill-chunk", "5"))

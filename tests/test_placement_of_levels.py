@@ -146,6 +146,7 @@ def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: P
     assert " ".join(message.split()).endswith(f"; {fitting} prompts at once would fit, {fitting + 1} do not")
 
 
+@pytest.mark.slow
 def test_a_streaming_cache_keeps_no_more_than_the_context_has(target: Path, draft: Path) -> None:
     held = []
     for recent_tokens in (300, 100_000):

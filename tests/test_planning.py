@@ -191,6 +191,7 @@ def test_more_link_or_hbm_is_never_slower(
     assert chosen.usual.tok_per_s >= fast.usual.tok_per_s * (1 - 1e-9) >= slow.usual.tok_per_s * (1 - 2e-9)
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(requests(), machines)
 def test_what_is_proposed_instead_fits(request: RuntimeConfig, machine: MachineFigures) -> None:

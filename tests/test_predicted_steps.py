@@ -149,6 +149,7 @@ def test_a_step_of_the_retrieval_verifier_serves_all_answers_of_a_batch() -> Non
     assert three == pytest.approx(3 * one, rel=1e-3)  # chunks of every answer are fetched
 
 
+@pytest.mark.slow
 def test_the_measured_link_takes_the_place_of_the_profiles(tmp_path: Path) -> None:
     # Large enough for its copies to take longer than launches.
     target = write_checkpoint(tmp_path / "target", hidden_size=1024)

@@ -85,6 +85,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, list[int], int]]:
     return rounds
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(histories(), st.sampled_from(PARAMS))
 def test_guesses_are_plain_decoding_after_any_history(

@@ -125,6 +125,7 @@ def messages(*contents: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, contents, strict=False)]
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
@@ -137,6 +138,7 @@ def test_without_such_a_spelling_nothing_changes(kind: str, template: str, conte
     assert room.encode_chat(asked) == (text, expected)
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", EXACT)
 @settings(max_examples=40, deadline=None)

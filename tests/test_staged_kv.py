@@ -77,7 +77,7 @@ def decode(pair: Pair, count: int, *, seed: int = 0, accept: int = 0) -> None:
         runner.cache.commit(0, accept)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [5, 256, 700, 1024])
 def test_decoding_across_blocks_and_continuing(pair: Pair, length: int) -> None:
     reset(*pair)
@@ -88,7 +88,7 @@ def test_decoding_across_blocks_and_continuing(pair: Pair, length: int) -> None:
     decode(pair, 9)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_ragged_batches(pair: Pair) -> None:
     reset(*pair)
     for sequence, length in enumerate((300, 40, 770)):
@@ -103,7 +103,7 @@ def test_ragged_batches(pair: Pair) -> None:
                 runner.cache.commit(sequence, 2 + sequence)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_prompts_windows_and_cuts(pair: Pair, data: st.DataObject) -> None:
@@ -228,6 +228,7 @@ def test_nothing_is_cut_to_be_written_anew_while_it_is_read() -> None:
     staged.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_a_landing_is_not_overtaken_by_what_is_written_there_next() -> None:
     """A prompt is given up while its blocks are still landing, late, and other ones take their place."""
@@ -278,6 +279,7 @@ def test_a_failure_is_typed_and_keeps_what_is_committed(where: str, after: int) 
     assert time.perf_counter() - started < 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("moment", ["prefill", "commit", "verify"])
 def test_closing_in_the_middle_of_everything_ends(moment: str) -> None:

@@ -69,7 +69,7 @@ def least(plan: RunPlan) -> int:
     return with_staging_rings(plan.target, 0).ring_bytes
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "resident"),
     [(share, 3) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]
@@ -137,6 +137,7 @@ def test_a_conversation_and_a_batch(target: Path, whole: RunPlan) -> None:
 # --- what the system refuses
 
 
+@pytest.mark.slow
 def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expected: tuple[int, ...]) -> None:
     registrar = LimitedRegistrar(3_700_000)
     with on_host(registrar, target, resident_layers=NUM_LAYERS) as runtime:
@@ -158,6 +159,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expec
     assert not registrar.locked
 
 
+@pytest.mark.slow
 def test_with_a_ring_what_is_refused_while_growing_is_staged(
     target: Path, expected: tuple[int, ...]
 ) -> None:  # fmt: skip
@@ -218,7 +220,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_
     assert f"lower --context (now {CONTEXT})" in said and "--speculation chain" in said
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["streaming", "retrieval"])
 def test_auto_does_without_triforce_and_says_why(
     target: Path, one_layer_draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str

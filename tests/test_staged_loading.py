@@ -80,7 +80,7 @@ def staged_of(runtime: Runtime) -> tuple[int, ...]:
     return runtime.parts.target.placement.staged_layers
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("count", range(NUM_LAYERS + 1))
 def test_a_refusal_after_any_layer_gives_the_same_tokens(
@@ -110,7 +110,7 @@ REFUSALS = [(call,) for call in range(2 * NUM_LAYERS)]
 REFUSALS += [(first, later) for first in (1, 5, 9) for later in range(first + 1, first + 16, 2)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("calls", REFUSALS)
 def test_refusals_at_any_moment_give_the_same_tokens(

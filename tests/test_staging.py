@@ -96,6 +96,7 @@ EVERY_OTHER = dict.fromkeys(range(0, NUM_LAYERS, 2), 0)
 IN_PART = {0: PIECE_BYTES, 1: 0, 3: LAYER_BYTES - 1, 5: 2 * PIECE_BYTES + 3}
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("pinned_bytes", [{}, ALL, EVERY_OTHER, {5: 0}, IN_PART])
 @pytest.mark.parametrize(("pieces", "threads"), [(2, 1), (3, 4), (12, 8)])
 @pytest.mark.parametrize("slots", [1, 2, 3])

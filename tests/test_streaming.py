@@ -100,6 +100,7 @@ def engine() -> Iterator[ThreadCopyEngine]:
     made.close()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("resident", [(), (0,), (6,), (1, 3, 4)])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_every_layer_arrives_intact_over_many_passes(
@@ -110,6 +111,7 @@ def test_every_layer_arrives_intact_over_many_passes(
         assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("resident", [(), (1, 3, 4)])
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_copies_that_overtake_each_other_arrive_intact(slots: int, resident: tuple[int, ...]) -> None:
@@ -178,6 +180,7 @@ def _interrupt(streamer: LayerStreamer, at: int) -> None:
             raise _InterruptedError
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("at", range(7))
 @pytest.mark.parametrize(("slots", "resident"), [(1, ()), (2, (2,)), (3, (0, 6))])
 def test_a_pass_after_an_interrupted_one_starts_over(

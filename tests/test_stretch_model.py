@@ -138,6 +138,7 @@ def widened(source: CheckpointSource, out: Path) -> Path:
     return write(WidenedCheckpoint(source, HEADS_OF_128), out)
 
 
+@pytest.mark.slow
 def test_widened_logits_are_the_fine_tuned_models_at_any_length(source_dir, deltas, tmp_path):
     """Before, at and far behind the length that the model had before; at once, and token by token across it."""
     expected = tuned_model(source_dir, deltas, YARN, 1024)

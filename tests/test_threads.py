@@ -50,6 +50,7 @@ def calls_of(runtime: Runtime) -> dict[str, Callable[[str], list[int]]]:
     }
 
 
+@pytest.mark.slow
 def test_whole_calls_wait_for_one_another(runtime: Runtime, expected: dict[str, list[int]]) -> None:
     calls, both = list(calls_of(runtime).values()), (PROMPT, OTHER)
     start = threading.Barrier(4)
@@ -63,6 +64,7 @@ def test_whole_calls_wait_for_one_another(runtime: Runtime, expected: dict[str, 
         assert list(pool.map(worker, range(4))) == [True] * 4
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("call", ["generate", "batch", "replay", "start", "say", "logits"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_half_consumed_stream_is_refused_once_another_call_began(

@@ -83,6 +83,7 @@ def test_a_picture_says_what_is_what(tmp_path: Path) -> None:
     assert trace_spans.read_trace(write_made_up(tmp_path / "silent.json.gz", about={})).machine() == ""
 
 
+@pytest.mark.slow
 def test_passes_are_drawn_with_their_totals(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "passes.svg"
     assert timeline.main([str(trace), "--passes", "2-3", "--out", str(out)]) == 0
@@ -105,6 +106,7 @@ def words_of_title(trace: Path, tmp_path: Path) -> str:
     return words_of(tmp_path / "some.svg")
 
 
+@pytest.mark.slow
 def test_a_picture_is_the_same_each_time_and_has_a_panel_for_each_range(trace: Path, tmp_path: Path) -> None:
     ways = ["--passes", "1-2,4", "--title", "A & B"]
     for name in ("once", "again"):
@@ -116,6 +118,7 @@ def test_a_picture_is_the_same_each_time_and_has_a_panel_for_each_range(trace: P
     assert len([word for word in words if re.fullmatch(r"#[124]|verify [124]: .*", word)]) == 3
 
 
+@pytest.mark.slow
 def test_a_cut_out_draws_and_counts_like_the_whole_trace(trace: Path, tmp_path: Path) -> None:
     cut, out = tmp_path / "cut.json.gz", tmp_path / "whole.svg"
     ways = ["--passes", "2-3,5", "--title", "both"]

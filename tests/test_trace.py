@@ -192,6 +192,7 @@ def assert_accepted_proposals_are_named(rounds: Sequence[dict[str, Any]], stats:
     assert by_source == sum((Counter(one.accepted_by_source) for one in stats), Counter())
 
 
+@pytest.mark.slow
 def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
     gamma, nodes = 4, 30
     options: dict[str, Any] = {"resident_layers": 1, "kv": "host", "context": CONTEXT, "max_batch": 2}

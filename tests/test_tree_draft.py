@@ -143,6 +143,7 @@ def test_the_tokens_are_those_of_plain_decoding(
             assert any(not one.proposal.is_chain for one in rounds[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, params: SamplingParams) -> None:
     text = random_tokens(33, seed=3)
@@ -190,7 +191,7 @@ def test_running_ahead_costs_no_acceptance(target: ModelRunner, draft: TreeDraft
     assert means[1] >= 0.9 * means[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 3, 12])
 def test_whatever_came_before_nodes_are_scored_by_their_own_text(
     target: ModelRunner, draft: TreeDraft, ahead: int
@@ -230,6 +231,7 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     assert all(len(one.path) == 0 for one in rounds[0]) and len(rounds[0][0].proposal) == 9
 
 
+@pytest.mark.slow
 def test_close_to_the_end_of_the_drafts_context(
     target: ModelRunner, plain_texts: Plain, short_draft: TreeDraft
 ) -> None:
@@ -249,6 +251,7 @@ def test_close_to_the_end_of_the_drafts_context(
         assert len(rounds[0][0].proposal) == 20
 
 
+@pytest.mark.slow
 def test_to_the_end_of_the_targets_context(target: ModelRunner, plain_texts: Plain, draft: TreeDraft) -> None:
     prompts, params = [random_tokens(CONTEXT - 25, seed=13)], PARAMS[1]
     plain = plain_texts(params, prompts, 25)
@@ -266,7 +269,7 @@ class Interrupted:
         self.layers = raising(error, after=after, then=weights.layers)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "error"])
 @pytest.mark.parametrize("after", range(0, 48, 7))
 def test_an_interruption_anywhere_changes_no_token(
@@ -313,6 +316,7 @@ def test_a_pass_that_is_over_when_it_returns_is_not_waited_for(target: ModelRunn
     assert asked == [False]
 
 
+@pytest.mark.slow
 def test_ngrams_join_the_tree(target: ModelRunner, draft: TreeDraft) -> None:
     text = [*random_tokens(12, seed=14), 50, 51, 52, 53, 54, 55, *random_tokens(9, seed=15), 50, 51, 52]
     proposer = draft.proposer(PARAMS[1], ngrams=True)
@@ -400,6 +404,7 @@ def test_on_a_stream_of_its_own_beside_a_pass(params: SamplingParams) -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_chains_and_trees_may_take_turns(target: ModelRunner, plain_texts: Plain, draft: TreeDraft) -> None:
     params, prompt = PARAMS[2], random_tokens(21, seed=1)
     plain = plain_texts(params, [prompt], 40)

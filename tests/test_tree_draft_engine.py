@@ -49,7 +49,7 @@ def trees(target: Path, draft: Path) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize(("gamma", "tree_nodes"), [(None, None), (6, 1), (3, 24)])
 def test_trees_change_nothing_but_the_passes(
@@ -134,6 +134,7 @@ def test_running_ahead_changes_nothing(
             assert sum(beside) > BRIEFLY / 2, "hardly any pass was used"
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_behind_a_tree(plain: Runtime, trees: Runtime) -> None:
     """A second question is no sample of the target, and the cache of the draft goes on from the first answer."""
     answers = []

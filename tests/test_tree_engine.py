@@ -73,7 +73,7 @@ class Watch(TraceRecorder):
         return max(max(proposal.depths, default=0) for proposal in self.proposals)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("resident_layers", [2, "auto"])
 def test_a_runtime_loaded_for_trees(

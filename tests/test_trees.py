@@ -87,7 +87,7 @@ def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
     made.close()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("index", range(len(PARAMS)))
 @pytest.mark.parametrize(("gamma", "nodes", "seed"), [(1, 5, 1), (4, 40, 2), (7, 60, 3)])
 def test_any_tree_gives_plain_decodings_tokens_and_keys(
@@ -109,7 +109,7 @@ def test_any_tree_gives_plain_decodings_tokens_and_keys(
         assert torch.equal(block, setup.blocks[index][place]), f"what an observer saw of {place}"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_each_tree_is_accepted_as_far_as_it_is_right(setup: Setup) -> None:
     """No branch is taken for another's, at any temperature."""
     for params, truth in zip(PARAMS, setup.truth, strict=True):
@@ -122,7 +122,7 @@ def test_each_tree_is_accepted_as_far_as_it_is_right(setup: Setup) -> None:
                 texts[request.slot] += played.tokens
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_logits_of_a_path_are_those_of_a_chain(setup: Setup) -> None:
     """Rows of the pass that verified a tree, beside rows of plain decoding's, bit for bit."""
     runner, prompt, truth = setup.runner, PROMPTS[1], setup.truth[1][1]
@@ -153,7 +153,7 @@ def test_a_chain_moves_nothing() -> None:
     assert torch.equal(data[..., 4, :], before[..., 5, :]) and torch.equal(data[..., :4, :], before[..., :4, :])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_branches_fill_what_is_left_of_a_context(setup: Setup) -> None:
     """A tree is cut to the room there is, down to none, and decoding goes on to the last token."""
     runner, params = setup.runner, PARAMS[1]
@@ -166,7 +166,7 @@ def test_branches_fill_what_is_left_of_a_context(setup: Setup) -> None:
     assert 0 < sizes[0] <= 11 and sizes[-1] <= 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_trees_of_n_grams(setup: Setup) -> None:
     """Texts with several continuations of their own endings."""
     runner, proposer, params = setup.runner, NgramProposer(), PARAMS[1]
@@ -187,7 +187,7 @@ def test_trees_of_n_grams(setup: Setup) -> None:
     assert 0 in accepted
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_no_row_stands_for_is_not_in_the_cache_afterwards(setup: Setup) -> None:
     """What comes behind a tree overwrites what it left."""
     runner, params, truth = setup.runner, PARAMS[0], setup.truth[0]

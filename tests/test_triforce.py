@@ -126,6 +126,7 @@ def test_with_a_draft_and_without(target: Path, draft: Path, expected: list[list
         assert said == [tokens[:BRIEFLY] for tokens in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_retrieval_verifier_that_sees_everything_is_right_in_every_generation(target: Path, device: str) -> None:
     """Also where steps are replays of what an earlier generation captured, and chunks are chosen in some steps only."""
@@ -140,6 +141,7 @@ def test_a_retrieval_verifier_that_sees_everything_is_right_in_every_generation(
             assert result.stats.passes <= 3  # a near-tie may cost one of the two that are needed
 
 
+@pytest.mark.slow
 def test_a_budget_that_holds_everything_makes_the_retrieval_verifier_right(
     target: Path, expected: list[list[int]]
 ) -> None:
@@ -150,6 +152,7 @@ def test_a_budget_that_holds_everything_makes_the_retrieval_verifier_right(
     assert result.stats.passes == 2  # 39 tokens after the first, 20 a pass
 
 
+@pytest.mark.slow
 def test_prompts_in_a_row_on_one_runtime(target: Path, draft: Path) -> None:
     """Long, other, short and long again: nothing retrieved for one is taken for another's."""
     prompts = [PROMPT, PROMPT[::-1][:300], PROMPT[:20], PROMPT[100:] + PROMPT[:100]]

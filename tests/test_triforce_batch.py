@@ -110,7 +110,7 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "params"),
     [
@@ -177,6 +177,7 @@ def reads_by_round(window: DeviceWindow, launches: Launches, patch: pytest.Monke
     return rounds
 
 
+@pytest.mark.slow
 def test_a_batch_takes_the_steps_of_its_slowest_sequence(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv": "gpu", "max_batch": 6, "trace": tmp_path / "trace.json"}
     options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)
@@ -213,6 +214,7 @@ def test_levels_that_always_agree_take_no_step_too_many(
     assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", CACHES)
 def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Path, Path]], cache: str) -> None:
     """While others are proposed for; and of one that has enough only what it would have done alone."""
@@ -262,6 +264,7 @@ def test_a_sequence_at_the_end_of_the_context_waits_for_the_others(
             assert results[0].stats.acceptance[-1].proposed > 0
 
 
+@pytest.mark.slow
 def test_answers_that_end_early_leave_the_others_alone(models: dict[str, tuple[Path, Path]]) -> None:
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     target, draft = models["gqa"]

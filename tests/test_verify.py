@@ -76,6 +76,20 @@ def exact_report(runtime: Runtime, steps: list[tuple[str, int, int]]) -> Verific
     return verify(runtime, PLAN, on_progress=lambda *step: steps.append(step))
 
 
+@pytest.fixture(scope="module")
+def small_report(runtime: Runtime) -> VerificationReport:
+    """One prompt, one way of sampling."""
+    return verify(runtime, replace(RUN_PLAN, settings={"top-p": PLAN.settings["top-p"]}))
+
+
+def test_a_small_plan_is_exact(small_report: VerificationReport) -> None:
+    assert small_report.verdict == "exact", small_report
+    assert {run.proposer for run in small_report.runs} >= {"ngram", "draft", "script", "as loaded"}
+    assert any(run.passes < 9 for run in small_report.runs if run.proposer == "script"), "no window was accepted"
+    assert small_report.fits and all(fit.freedom and fit.draws >= RUN_PLAN.seeds for fit in small_report.fits)
+
+
+@pytest.mark.slow
 def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list[tuple[str, int, int]]) -> None:
     report = exact_report
     assert report.verdict == "exact", report
@@ -103,23 +117,28 @@ def test_an_exact_runtime_is_exact(exact_report: VerificationReport, steps: list
 # What follows is also what defects of all kinds are held against in `tests/mutations.py`.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", list(PLAN.settings))
 def test_generations_are_those_of_plain_decoding(exact_report: VerificationReport, setting: str) -> None:
     assert not [run for run in exact_report.bad_runs if run.setting == setting]
 
 
+@pytest.mark.slow
 def test_tokens_follow_from_their_logits(exact_report: VerificationReport) -> None:
     assert not [run for run in exact_report.runs if run.finding.foreign_tokens]
 
 
+@pytest.mark.slow
 def test_answers_follow_the_targets_probabilities(exact_report: VerificationReport) -> None:
     assert not bad_answers(exact_report)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_targets_probabilities(exact_report: VerificationReport) -> None:
     assert not [fit.name for fit in exact_report.bad_fits if "answer" not in fit.name]
 
 
+@pytest.mark.slow
 def test_no_sample_is_impossible(exact_report: VerificationReport) -> None:
     assert not [fit.name for fit in exact_report.fits if fit.impossible]
 
@@ -226,14 +245,14 @@ def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
     assert "defect" in verdicts
 
 
-def test_samples_that_do_not_fit_are_told(exact_report: VerificationReport) -> None:
+def test_samples_that_do_not_fit_are_told(small_report: VerificationReport) -> None:
     console = Console(width=120, file=StringIO())
-    report = replace(exact_report, fits=[Fit("too many", 96, 500.0, 10, 0), Fit("filtered", 96, 1.0, 10, 3)])
+    report = replace(small_report, fits=[Fit("too many", 96, 500.0, 10, 0), Fit("filtered", 96, 1.0, 10, 3)])
     for part in report_tables(report):
         console.print(part)
     *_, many, filtered, _, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert many.split()[-2] == "defect" and "defect: 3 impossible" in filtered
-    assert last.startswith("defect: 0 of 30 generations differ")
+    assert last.startswith(f"defect: 0 of {len(report.runs)} generations differ")
 
 
 @pytest.mark.parametrize(

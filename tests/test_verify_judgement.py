@@ -92,6 +92,7 @@ def test_an_answer_cut_short_is_a_defect() -> None:
     assert (finding.verdict, finding.first_difference, finding.mismatch) == ("defect", 3, None)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.25}, {"top_k": 3, "top_p": 0.99}])
 @pytest.mark.parametrize("excluded_in_plain", [True, False])
 @pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "near-tie"), (0.02, "defect")])

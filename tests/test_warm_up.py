@@ -217,7 +217,7 @@ def played_by(
     return played
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
 def test_warming_up_the_retrieval_verifier_leaves_nothing(

@@ -94,6 +94,7 @@ SCALINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_rotary_embeddings(name, tmp_path):
     model = small_model(rope_parameters=SCALINGS[name])

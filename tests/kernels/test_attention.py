@@ -50,7 +50,7 @@ def _ragged_case(group: int, head_dim: int, dtype: torch.dtype) -> tuple[Attenti
     return case, rows
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("group", [1, 3, 7])
@@ -110,6 +110,7 @@ def test_prefill_does_not_read_tiles_behind_the_sliding_window() -> None:
     assert_within(out, case.expected(rows, 20), atol=1e-5 * case.largest_value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 100])
 def test_prefill_of_more_queries_than_a_program_takes(start: int) -> None:
     rows = chain_rows((start,), (75,))
@@ -228,7 +229,7 @@ def _check_windows_of(case: AttentionCase, widths: tuple[int, ...], window: int 
                 assert torch.equal(out, whole[:, part]), f"width {width}, start {start}, prefill {prefill}"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 100])
 def test_windows_have_the_bits_of_prompts(window: int | None) -> None:
     case = AttentionCase.random(batch=1, num_queries=300, num_kv_heads=1, group=3, head_dim=16, capacity=300)

@@ -97,7 +97,7 @@ def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
         assert torch.equal(out, expected), f"cut {cut}"
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @versions
 @pytest.mark.parametrize("num_blocks", [2, 3, 5])
 def test_a_ring_gives_the_bits_of_the_whole_wherever_it_wraps(version: Version, num_blocks: int) -> None:
@@ -173,6 +173,7 @@ def test_batch_rows_merged_one_by_one_give_the_bits_of_the_batch(version: Versio
     assert torch.equal(version.finish(case.q, rows, state), expected)
 
 
+@pytest.mark.slow
 @versions
 def test_no_blocks_change_nothing_and_no_keys_give_zero(version: Version) -> None:
     case, rows = _case(3, batch=1), chain_rows((300,), (3,))

@@ -74,7 +74,7 @@ SCORERS = [pytest.param(chunk_scores_reference, id="reference"), pytest.param(ch
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("run", SCORERS)
-@pytest.mark.parametrize(("rows", "chunks"), [(1, 5), (3, 130), (17, 66), (2, 4500)])
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 5), (2, 4500), (3, 130), (17, 66)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (7, 1, 80), (4, 2, 96)])
 def test_scores_match_the_definition(
     num_heads: int, num_kv_heads: int, head_dim: int, rows: int, chunks: int, run: Callable[..., torch.Tensor]

@@ -58,6 +58,7 @@ def test_kernel_equals_reference(num_kv_heads: int, head_dim: int, chunk_size: i
     _check_equal(num_kv_heads, head_dim, chunk_size, torch.float32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("run", [chunk_summaries_reference, chunk_summaries_triton])
 @pytest.mark.parametrize("chunk_size", [2, 8, 64])
 def test_every_chunk_of_the_blocks_and_no_other(run: Callable[..., None], chunk_size: int) -> None:

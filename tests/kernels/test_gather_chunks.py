@@ -120,6 +120,7 @@ def test_repeated_updates(chunk_size: int, places: int, run: Callable[..., torch
     _run_updates(_setup(chunk_size=chunk_size, places=places), run, [[places, places]] * 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", GATHERERS)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 80), (3, 96)])
 def test_odd_head_dimensions(num_kv_heads: int, head_dim: int, run: Callable[..., torch.Tensor]) -> None:
@@ -132,6 +133,7 @@ def test_sequences_that_grow_beyond_the_budget_and_shrink_again(run: Callable[..
     _run_updates(_setup(batch=2, places=20), run, [[0, 3], [3, 11], [20, 20], [19, 5], [2, 0], [20, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", GATHERERS)
 def test_sequences_that_stand_still_keep_what_they_hold(run: Callable[..., torch.Tensor]) -> None:
     setup, draw = _setup(batch=3, places=20), random.Random(7)
@@ -160,6 +162,7 @@ def test_places_out_of_use_and_other_layers_are_left_alone(run: Callable[..., to
     assert int(setup.layers.isfinite().sum()) == 2 * 7 * 8 * 16
 
 
+@pytest.mark.slow
 def test_kernel_and_reference_choose_the_same_places() -> None:
     ours, reference = _setup(places=37), _setup(places=37)
     draw = random.Random(9)

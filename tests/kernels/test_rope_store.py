@@ -70,7 +70,7 @@ def test_matches_reference(num_heads: int, num_kv_heads: int, head_dim: int) -> 
     _check(num_heads, num_kv_heads, head_dim, rotate=True, norm=False, dtype=torch.float32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("norm", [True, False])
 def test_layers_without_rotation_and_with_head_norms(rotate: bool, norm: bool) -> None:
