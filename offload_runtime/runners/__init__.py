@@ -11,5 +11,5 @@ from offload_runtime.runners.graphs import (
     warm_up_batches,
     warm_up_lengths,
 )
-from offload_runtime.runners.target import CapturedPasses, ModelRunner
+from offload_runtime.runners.target import CapturedPasses, Decision, ModelRunner, decided
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes
