@@ -93,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "position: siblings of a tree do not share theirs",
         "offload_runtime/model/rows.py",
-        "positions += [*(start + depth for depth in window.depths), *[-1] * padding]",
-        "positions += [*range(start, start + count), *[-1] * padding]",
+        "positions += [start + depth for depth in window.depths] + [-1] * padding",
+        "positions += [*range(start, start + count)] + [-1] * padding",
         ("tests/test_trees.py::test_logits_of_a_path_are_those_of_a_chain[device]",),
     ),
     Mutation(

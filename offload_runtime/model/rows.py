@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
+from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -32,10 +33,14 @@ class Window:
         assert self.tokens, "a window needs at least one token"
         assert self.parents is None or len(self.parents) == len(self.tokens)
 
-    @cached_property
-    def depths(self) -> list[int]:
+    @property
+    def depths(self) -> Sequence[int]:
         """Of each token its distance from the committed end, 0 for what follows it directly."""
-        return list(range(len(self.tokens))) if self.parents is None else depths_of(self.parents)
+        return range(len(self.tokens)) if self.parents is None else self._tree_depths
+
+    @cached_property
+    def _tree_depths(self) -> list[int]:
+        return depths_of(self.parents or ())
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
@@ -46,8 +51,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-@dataclass(frozen=True)
-class PassShape:
+class PassShape(NamedTuple):
     """All that the launches of a pass over windows depend on besides device memory.
 
     Attributes:
@@ -91,7 +95,7 @@ class PassShape:
         for window, start in zip(windows, committed, strict=True):
             count, padding = len(window.tokens), self.width - len(window.tokens)
             tokens += [*window.tokens, *[0] * padding]
-            positions += [*(start + depth for depth in window.depths), *[-1] * padding]
+            positions += [start + depth for depth in window.depths] + [-1] * padding
             slots += [*range(start, start + count), *[0] * padding]
         owners = [sequence for sequence in sequences for _ in range(self.width)]
         return [tokens, positions, slots, owners, sequences, committed, self._ancestors(windows, committed)]

@@ -26,7 +26,7 @@ from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner, decided
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation.tree import Proposal
+from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
 
 
@@ -121,7 +121,7 @@ class Proposer:
 
         The requests are of different slots, in any order; slots without one have finished or wait.
         """
-        return [Proposal() for _ in requests]
+        return [NOTHING] * len(requests)
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """What was proposed is being verified, or a prompt read that was prepared for: go on for as long as `pending`
@@ -197,7 +197,9 @@ class Tally:
         """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
         what was asked for, in words."""
         self.windows[window] += 1
-        self._verifications += len(sources) > 0
+        if not sources:
+            return
+        self._verifications += 1
         self._verified.update(set(sources))
         self._proposed.update(sources)
         self.accepted_by_depth.update(range(len(accepted_sources)))
@@ -316,7 +318,7 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
     """
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
     if not asked:
-        return [Proposal() for _ in requests]
+        return [NOTHING] * len(requests)
     with recorder.span("propose", host=True) if recorder else nullcontext(dict[str, Any]()) as args:
         answers = proposer.propose(asked)
         args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
@@ -326,7 +328,7 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
         fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra_ngrams
         assert fits, "too many proposals"
         proposed[request.slot] = proposal
-    return [proposed.get(request.slot, Proposal()) for request in requests]
+    return [proposed.get(request.slot, NOTHING) for request in requests]
 
 
 def _window(root: int, proposal: Proposal) -> Window:
