@@ -23,6 +23,7 @@ from offload_runtime.memory.device import (
     memory_name,
     overwrite,
     pack,
+    pack_words,
     packed_words,
     resolve_device,
     unpack,

@@ -20,7 +20,7 @@ from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.memory import pack, packed_words, unpack, upload
+from offload_runtime.memory import pack, pack_words, packed_words, unpack, upload
 from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
@@ -63,9 +63,9 @@ def workspace_bytes(
 class Decision(NamedTuple):
     """What a pass over windows says, which has been enqueued.
 
-    `logits` [N, V] are on the compute device, until the next pass begins. `firsts` are the rows of the windows' first
-    tokens; those of the others follow. `tokens` waits for the current stream, and gives the one behind each row, -1 for
-    NaN; it is to be called before the next pass.
+    `logits` [at least N, V] are on the compute device, until the next pass begins. `firsts` are the rows of the
+    windows' first tokens; those of the others follow. `tokens` waits for the current stream, and gives the one behind
+    each row, -1 for NaN; it is to be called before the next pass.
     """
 
     logits: torch.Tensor
@@ -146,14 +146,14 @@ class ModelRunner:
         captured, recorder = self.captured, self.recorder
         decision = None if captured is None else captured.run(windows, committed, sequences, recorder=recorder)
         if decision is not None:
-            logits = _present(decision.logits, windows)
+            logits = _present(decision.logits, decision.firsts, windows)
         else:
             logits = self.run_rows(self.rows.build(windows, committed, sequences))
-            logits = logits if len(logits) == sum(lengths) else _present(logits, windows)
+            if len(logits) > sum(lengths):
+                logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
         self._end(lengths)
         return logits
 
-    @torch.inference_mode()
     def decide(self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling) -> Decision:
         """One pass over a window per sequence, and the token behind each of its rows; nothing is committed. Enqueued on
         the current stream; never waits.
@@ -222,10 +222,10 @@ def decided(
     return Decision(logits, firsts, sample(logits, sampling, *rows).tolist)
 
 
-def _present(logits: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
-    """A copy of the rows that windows have tokens for: [N, V] of logits [B * T, V]."""
-    of_windows = logits.split(len(logits) // len(windows))
-    return torch.cat([own[: len(window.tokens)] for own, window in zip(of_windows, windows, strict=True)])
+def _present(logits: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:
+    """A copy of the rows that windows have tokens for, [N, V] of logits [at least B * T, V], by their first rows."""
+    pairs = zip(firsts, windows, strict=True)
+    return torch.cat([logits[first : first + len(window.tokens)] for first, window in pairs])
 
 
 class CapturedPasses:
@@ -278,7 +278,7 @@ class CapturedPasses:
             return None
         assert sampling is None or not sampling.filters
         parts = shape.lay_out(windows, committed, sequences)
-        words = pack(parts).numpy()
+        words = pack_words(parts)
         if self._is_running:  # nobody has asked for its tokens
             self._wait()
         self._is_running = True
@@ -287,8 +287,9 @@ class CapturedPasses:
         with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
             self.graphs.run((shape, sampling), partial(self._pass, shape, sampling))
         firsts = range(0, shape.num_rows, shape.width)
-        return Decision(self._logits[: shape.num_rows], firsts, partial(self._tokens, shape.num_rows))
+        return Decision(self._logits, firsts, partial(self._tokens, shape.num_rows))
 
+    @torch.inference_mode()
     def _pass(self, shape: PassShape, sampling: SlotSampling | None) -> None:
         """Captured: no tensor of the host but those that never move."""
         count, words = shape.num_rows, packed_words(shape.sizes)
