@@ -138,6 +138,7 @@ class DraftTree:
         words = tree_input_words(batch)
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._inputs_host = self._inputs_pinned.numpy()
         self._inputs_read = torch.cuda.Event() if device.type == "cuda" else None
         outputs = rows + MOST_SPINE * batch
         self._outputs = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, device=device)
@@ -270,11 +271,11 @@ class DraftTree:
         if self._inputs_read is not None:
             self._inputs_read.synchronize()  # at once, unless the step before was interrupted
         sizes = tree_input_sizes(shape)
-        parts = [part.numpy() for part in unpack(self._inputs_pinned, sizes)]
+        parts = unpack(self._inputs_host, sizes)
         tokens, positions, slots, owners, sequences, committed, ancestors, *of_lines, spine_slots, _ = parts
         paths, spine_slots = ancestors.reshape(-1, shape.depth), spine_slots.reshape(MOST_SPINE, shape.batch)
         words = packed_words(sizes)
-        self._inputs_pinned[:words].zero_()
+        self._inputs_host[:words] = 0
         positions.fill(-1)
         for number, (line, spine) in enumerate(zip(lines, spines, strict=True)):
             first = number * shape.width

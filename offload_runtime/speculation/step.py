@@ -339,7 +339,7 @@ def _window(root: int, proposal: Proposal) -> Window:
 
 def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
     """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
-    if any(token < 0 for token in tokens):
+    if -1 in tokens:
         raise NumericalError(
             f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
             "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"
