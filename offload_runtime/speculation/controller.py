@@ -218,9 +218,9 @@ class LatencyModel:
 
     def curve(self, mode: str, count: int) -> list[float]:
         """Seconds of windows of each of the first `SIZES`, and perhaps of further ones."""
-        known = self._curves.setdefault(mode, [])
-        known += [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES[len(known) : count]]
-        return known
+        curve = self._curves.setdefault(mode, [])
+        curve += [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES[len(curve) : count]]
+        return curve
 
     def ratio(self, choice: Choice) -> float:
         """Of what was measured to what was expected: its own, and the nearer sizes' of its mode the more they are
