@@ -19,7 +19,6 @@ from offload_runtime.memory.device import (
     DeviceBudget,
     current_device,
     device_memory_used_by_others,
-    download,
     memory_name,
     overwrite,
     pack,

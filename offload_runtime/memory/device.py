@@ -286,17 +286,5 @@ def _held(device: torch.device) -> deque[tuple[torch.Tensor, torch.cuda.Event]]:
     return deque()
 
 
-def download(source: torch.Tensor) -> torch.Tensor:
-    """A small tensor of the device on the host, by a kernel as well. Waits for the current stream."""
-    if not source.is_cuda:
-        return source
-    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    try:
-        copy_words(_words(source.contiguous()), _words(pinned))
-    finally:  # an interruption must not give page-locked memory back that is still written to
-        torch.cuda.current_stream(source.device).synchronize()
-    return pinned
-
-
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.int32)
