@@ -27,6 +27,7 @@ class Mutation:
 
 
 _STEP = "offload_runtime/speculation/step.py"
+_TARGET = "offload_runtime/runners/target.py"
 _KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
 
@@ -38,12 +39,12 @@ _FOREIGN = "tests/test_verify.py::test_tokens_follow_from_their_logits"
 _ANSWERS = "tests/test_verify.py::test_answers_follow_the_targets_probabilities"
 _SAMPLES = "tests/test_verify.py::test_samples_follow_the_targets_probabilities"
 _IMPOSSIBLE = "tests/test_verify.py::test_no_sample_is_impossible"
-_POSITIONS = "positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]"
+_POSITIONS = "[start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]"
 _OTHER_POSITIONS = {
     "noise of the next position, which is plain decoding's too": _POSITIONS.replace("+ depth", "+ depth + 1"),
-    "noise of the place in the step": _POSITIONS.replace("first + depth", "depth"),
+    "noise of the place in the step": _POSITIONS.replace("start + 1 + depth", "depth"),
     "siblings of a tree have noise of their own":
-        _POSITIONS.replace("+ depth", "+ row").replace("for depth in own", "for row in range(len(own))"),
+        _POSITIONS.replace("+ depth", "+ row").replace("depth in window.depths", "row, _ in enumerate(window.tokens)"),
 }  # fmt: skip
 
 MUTATIONS = (
@@ -92,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "position: siblings of a tree do not share theirs",
         "offload_runtime/model/rows.py",
-        "positions += [*(start + depth for depth in window.depths), *[-1] * padding]",
-        "positions += [*range(start, start + count), *[-1] * padding]",
+        "positions += [start + depth for depth in window.depths] + [-1] * padding",
+        "positions += [*range(start, start + count)] + [-1] * padding",
         ("tests/test_trees.py::test_logits_of_a_path_are_those_of_a_chain[device]",),
     ),
     Mutation(
@@ -105,10 +106,17 @@ MUTATIONS = (
     ),
     Mutation(
         "position: nodes of a tree take the noise of the place before theirs",
-        _STEP,
-        "positions = [first + depth for first, own",
-        "positions = [first + max(0, depth - 1) for first, own",
+        _TARGET,
+        "positions = [start + 1 + depth for",
+        "positions = [start + 1 + max(0, depth - 1) for",
         ("tests/test_trees.py::test_each_tree_is_accepted_as_far_as_it_is_right[device]",),
+    ),
+    Mutation(
+        "position: tokens that a captured pass chooses take the noise of the place behind theirs",
+        _TARGET,
+        "rows.query.positions.view(-1) + 1,",
+        "rows.query.positions.view(-1) + 2,",
+        ("tests/test_captured_passes.py::test_captured_passes_choose_what_their_logits_say[cpu-sampled]",),
     ),
     Mutation(
         "refresh: steps choose chunks anew in all passes but the first",
@@ -197,15 +205,15 @@ MUTATIONS = (
     Mutation(
         "verify: the first proposal is said where it is rejected",
         _STEP,
-        "    of_windows = logits.split(",
+        "    for slot, first, result in zip(",
         "    if len(results) == 1 and proposals[0] and not results[0].path:\n"
         "        results = [replace(results[0], tokens=[proposals[0].tokens[0]])]\n"
-        "    of_windows = logits.split(",
+        "    for slot, first, result in zip(",
         (_GREEDY, _FOREIGN, _ANSWERS),
         (_SAMPLES,),
     ),
     *(
-        Mutation(f"verify: {what}", _STEP, _POSITIONS, changed, (_TOP_P, _T1, _FOREIGN), (_GREEDY, _SAMPLES))
+        Mutation(f"verify: {what}", _TARGET, _POSITIONS, changed, (_TOP_P, _T1, _FOREIGN), (_GREEDY, _SAMPLES))
         for what, changed in _OTHER_POSITIONS.items()
     ),
     Mutation(

@@ -11,13 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_runtime.config import SamplingParams
 from offload_runtime.model import PassShape, Window
-from offload_runtime.runners import CapturedPasses, ModelRunner
+from offload_runtime.runners import CapturedPasses, ModelRunner, decided
 from offload_runtime.runners.graphs import CAPTURED_ROWS, captured_pass_shape
+from offload_runtime.sampling import SlotSampling
 from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, assemble, reset, same
 from tests.helpers.models import random_tokens
+from tests.helpers.sampling import numbered
 
 GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
 DEVICES = [pytest.param({}, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
@@ -116,6 +119,36 @@ def test_a_pass_says_the_same_whatever_ran_before(device: dict[str, Any]) -> Non
     for sequence in (0, 2):
         made.runner.verify([others], [sequence])
     assert same(made.runner.verify([window], [1]), kept) and same(first, kept)
+    made.close()
+
+
+WAYS = [SamplingParams(), SamplingParams(temperature=1.0, seed=2**40), SamplingParams(temperature=0.8, top_k=30)]
+
+
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "filtered"])
+def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], params: SamplingParams) -> None:
+    """Rows that fill up windows are between those of tokens, and each token has its position's noise."""
+    made = assemble("llama-gqa", batch=3, **device)
+    runner = made.runner
+    sampling = SlotSampling.of(numbered(params, 3), runner.rows.rope.device)
+    wide = ([Window((3,) * (CAPTURED_ROWS + 1))], [1])
+    read_prompts(runner)
+    passes = [([Window((7,))], [2]), *random_passes(3), wide]
+    expected = []
+    for windows, sequences in passes:
+        committed = [runner.cache.length(sequence) for sequence in sequences]
+        expected.append(decided(runner.verify(windows, sequences), sampling, windows, sequences, committed))
+    said = [[one.tokens(), one.firsts, one.logits.clone()] for one in expected]
+    runner.captured = captured(runner)
+    for _ in range(3):
+        for (windows, sequences), (tokens, firsts, logits) in zip(passes, said, strict=True):
+            runner.verify(windows[:1], sequences[:1])  # whose tokens nobody asks for
+            decision = runner.decide(windows, sequences, sampling)
+            found = decision.tokens()
+            for window, first, own in zip(windows, firsts, decision.firsts, strict=True):
+                count = len(window.tokens)
+                assert found[own : own + count] == tokens[first : first + count]
+                assert same(decision.logits[own : own + count], logits[first : first + count])
     made.close()
 
 

@@ -23,7 +23,7 @@ from offload_runtime.speculation import (
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import Decoder, numbered
+from tests.helpers.sampling import Decoder, Verifier, numbered
 
 GREEDY = SamplingParams()
 PARAMS = [GREEDY, SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.0, top_p=0.9, seed=4)]
@@ -60,7 +60,7 @@ class ScriptedProposer:
         return ()
 
 
-class RecordingTarget:
+class RecordingTarget(Verifier):
     """Passes windows on and keeps the logits."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -139,7 +139,7 @@ def test_other_sequences_of_the_cache_have_other_noise_and_stay_untouched(runner
     assert again == first[: len(again)] and accepted == [5, 5]
 
 
-class FakeTarget:
+class FakeTarget(Verifier):
     """Says what it is told: logits [1, T, V] for one window."""
 
     class Cache:

@@ -18,7 +18,7 @@ from offload_runtime.speculation import DraftProposer, DraftRequest
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import Decoder, numbered, sample
+from tests.helpers.sampling import Decoder, Verifier, numbered, sample
 
 SHORT_CONTEXT = 48
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=5), SamplingParams(temperature=1.0, seed=6)]
@@ -232,7 +232,7 @@ def test_a_draft_that_is_the_target_gets_everything_accepted(
     assert tokens == prompt + plain_decoding(draft, prompt, len(tokens) - 37, params, noise_sequence=sequence)
 
 
-class OneSequence:
+class OneSequence(Verifier):
     """A target whose keys and values lie in one row of a shared cache, whatever sequence the noise is keyed with."""
 
     def __init__(self, runner: ModelRunner, row: int) -> None:

@@ -173,13 +173,11 @@ class Generation:
                 inner.extend(proposer.counts(request.slot))
         return request.tally.levels(proposer.name, inner)
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> AbstractContextManager[None]:
         """Around work on the target: an error instead of another generation's keys."""
         current = self.is_current
         require(current, "another generation has begun on this runtime since, or it was closed: this one cannot go on")
-        with device_errors(self._parts.budget.device):
-            yield
+        return device_errors(self._parts.budget.device)
 
 
 class TokenStream(Iterator[str]):

@@ -178,7 +178,8 @@ class DeviceKVCache(BlockCache):
             self._notify(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
-        compact_path((self._data[:, sequence],), self._lengths[sequence], rows)
+        if len(rows) > 1:  # else the root, which is where it belongs
+            compact_path((self._data[:, sequence],), self._lengths[sequence], rows)
         self.commit(sequence, len(rows))
 
     def adopt(self, sequence: int, slots: Sequence[int], first: int) -> None:

@@ -324,7 +324,8 @@ class HostKVCache(BlockCache):
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
         # Blocks on their way out lie before the window, so nothing that moves is being copied.
-        compact_path((self._rings[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
+        if len(rows) > 1:
+            compact_path((self._rings[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
         self.commit(sequence, len(rows))
 
     def _places(self, layer: int, sequence: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:

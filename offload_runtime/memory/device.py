@@ -13,10 +13,11 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import accumulate
 from threading import Lock, RLock
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
@@ -28,6 +29,7 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
+Words = TypeVar("Words", torch.Tensor, np.ndarray[Any, Any])
 _HELD_LOCK = Lock()  # around what `_held` gives, as several runtimes may share a device
 # By their ids, of all runtimes on CUDA that are not closed. The lock is around every change and what follows from it; a
 # finaliser may give a budget back in a thread that holds it.
@@ -222,18 +224,26 @@ def packed_words(sizes: Iterable[int]) -> int:
 
 def pack(parts: Iterable[Sequence[int]]) -> torch.Tensor:
     """Integers of several parts in one tensor: int32 [packed_words], host. `unpack` finds the parts in it."""
-    words = array("i")  # far quicker to a tensor than a list is
+    return torch.frombuffer(pack_words(parts), dtype=torch.int32)
+
+
+def pack_words(parts: Iterable[Sequence[int]]) -> array[int]:
+    """The same as an array, which is far quicker to a tensor than a list is."""
+    words = array("i")
     for part in parts:
         words.extend(part)
-        words.extend([0] * (-len(part) % _ALIGNED_WORDS))
-    return torch.frombuffer(words, dtype=torch.int32)
+        words.frombytes(bytes(-len(part) % _ALIGNED_WORDS * words.itemsize))
+    return words
 
 
-def unpack(packed: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
-    """Views of the parts of a packed tensor, by their numbers of integers; each begins at a multiple of 16 bytes."""
-    sizes = list(sizes)
-    starts = accumulate((packed_words([size]) for size in sizes), initial=0)
-    return [packed[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+def unpack(packed: Words, sizes: Iterable[int]) -> list[Words]:
+    """Views of the parts of a packed tensor or array, by their numbers of integers; each begins at a multiple of 16
+    bytes."""
+    parts, start = list[Words](), 0
+    for size in sizes:
+        parts.append(packed[start : start + size])
+        start += packed_words((size,))
+    return parts
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -274,18 +284,6 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
 def _held(device: torch.device) -> deque[tuple[torch.Tensor, torch.cuda.Event]]:
     """Page-locked tensors that kernels of a device may still be reading, the oldest first."""
     return deque()
-
-
-def download(source: torch.Tensor) -> torch.Tensor:
-    """A small tensor of the device on the host, by a kernel as well. Waits for the current stream."""
-    if not source.is_cuda:
-        return source
-    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    try:
-        copy_words(_words(source.contiguous()), _words(pinned))
-    finally:  # an interruption must not give page-locked memory back that is still written to
-        torch.cuda.current_stream(source.device).synchronize()
-    return pinned
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,8 @@ class RowFrequencies:
     def set_rows(self, positions: Sequence[int]) -> None:
         """From now on the first rows are rotated as the last ones of sequences that end at these positions; negative
         ones are padding."""
+        if not self._rope.frequency_set(max(positions, default=0) + 1) and not any(self._sets):
+            return  # as of all texts that are not long
         for row, position in enumerate(positions):
             if position >= 0:
                 self.set(row, position + 1)

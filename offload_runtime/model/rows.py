@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
+from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -32,10 +33,14 @@ class Window:
         assert self.tokens, "a window needs at least one token"
         assert self.parents is None or len(self.parents) == len(self.tokens)
 
-    @cached_property
-    def depths(self) -> list[int]:
+    @property
+    def depths(self) -> Sequence[int]:
         """Of each token its distance from the committed end, 0 for what follows it directly."""
-        return list(range(len(self.tokens))) if self.parents is None else depths_of(self.parents)
+        return range(len(self.tokens)) if self.parents is None else self._tree_depths
+
+    @cached_property
+    def _tree_depths(self) -> list[int]:
+        return depths_of(self.parents or ())
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
@@ -46,8 +51,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-@dataclass(frozen=True)
-class PassShape:
+class PassShape(NamedTuple):
     """All that the launches of a pass over windows depend on besides device memory.
 
     Attributes:
@@ -65,12 +69,10 @@ class PassShape:
     @classmethod
     def of(cls, windows: Sequence[Window], committed: Sequence[int]) -> PassShape:
         """What windows behind so many committed tokens need."""
-        deepest = [1 + max(window.depths) for window in windows]
+        widths = [len(window.tokens) for window in windows]
         tree = any(window.parents is not None for window in windows)
-        return cls(
-            len(windows), max(len(window.tokens) for window in windows), max(deepest) if tree else 0,
-            max(map(add, committed, deepest)),
-        )  # fmt: skip
+        deepest = [1 + max(window.depths) for window in windows] if tree else widths
+        return cls(len(windows), max(widths), max(deepest) if tree else 0, max(map(add, committed, deepest)))
 
     @property
     def num_rows(self) -> int:
@@ -89,12 +91,14 @@ class PassShape:
         """The parts of a pass of this shape, or of one that it has room for; absent rows have position -1."""
         tokens, positions, slots = list[int](), list[int](), list[int]()
         for window, start in zip(windows, committed, strict=True):
-            count, padding = len(window.tokens), self.width - len(window.tokens)
+            count = len(window.tokens)
+            padding = self.width - count
             tokens += [*window.tokens, *[0] * padding]
-            positions += [*(start + depth for depth in window.depths), *[-1] * padding]
+            positions += [start + depth for depth in window.depths] + [-1] * padding
             slots += [*range(start, start + count), *[0] * padding]
         owners = [sequence for sequence in sequences for _ in range(self.width)]
-        return [tokens, positions, slots, owners, sequences, committed, self._ancestors(windows, committed)]
+        ancestors = self._ancestors(windows, committed) if self.depth else ()
+        return [tokens, positions, slots, owners, sequences, committed, ancestors]
 
     def _ancestors(self, windows: Sequence[Window], committed: Sequence[int]) -> array[int]:
         """[B, T, A] int32, flat: of each token the slots from its window's root to itself, 0 behind them.
@@ -103,7 +107,7 @@ class PassShape:
         the host longer than a short pass takes the device.
         """
         found = array("i", bytes(4 * self.num_rows * self.depth))
-        for b, window in enumerate(windows if self.depth else ()):
+        for b, window in enumerate(windows):
             first = b * self.width * self.depth
             parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
             for t, (parent, depth) in enumerate(zip(parents, window.depths, strict=True)):

@@ -12,5 +12,5 @@ from offload_runtime.runners.graphs import (
     warm_up_lengths,
 )
 from offload_runtime.runners.guess_tree import MOST_LEVELS, GuessTree, expected_accepted, likely_parents
-from offload_runtime.runners.target import CapturedPasses, ModelRunner
+from offload_runtime.runners.target import CapturedPasses, Decision, ModelRunner, decided
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes

@@ -15,13 +15,14 @@ from functools import partial
 from math import isfinite
 from typing import TypeGuard
 
+import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.memory import download, packed_words, unpack
+from offload_runtime.memory import packed_words, unpack
 from offload_runtime.model import PassShape, RowFrequencies
 from offload_runtime.runners.draft_kv import DraftKVState
 from offload_runtime.runners.graphs import (
@@ -133,14 +134,18 @@ class DraftTree:
         self.graphs = StepGraphs(device if captured else torch.device("cpu"))
         self._fixed_shapes = device.type == "cuda" if fixed_shapes is None else fixed_shapes
         self._batch, rows = batch, max(STEP_ROWS, batch)
-        # What steps read and write; the tensors never move. The host writes what they are about to page-locked memory.
+        # What steps read and write; the tensors never move. The host writes what they are about to page-locked memory,
+        # which they fetch, and finds there what they have found.
+        locked = device.type == "cuda"
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
         words = tree_input_words(batch)
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
-        self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._inputs_read = torch.cuda.Event() if device.type == "cuda" else None
+        self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=locked)
+        self._is_running = False  # the last step may not have fetched its inputs yet
         outputs = rows + MOST_SPINE * batch
         self._outputs = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, device=device)
+        self._outputs_pinned = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, pin_memory=locked)
+        self._inputs_host, self._outputs_host = self._inputs_pinned.numpy(), self._outputs_pinned.numpy()
         self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(self._rope, rows)
 
@@ -186,12 +191,13 @@ class DraftTree:
             for params in DIFFERENT_WAYS:
                 self.start([params] * count)
                 for make, shape in steps:
-                    self._upload(nothing, spines, shape)
-                    self._run(make, shape)
+                    self._lay_out(nothing, spines, shape)
+                    self._run(make, shape)  # a spine's goes by what the nodes' before it has fetched
         self.start(DIFFERENT_WAYS[:1] * count)
         for make, shape in steps:
             self.graphs.capture(self._key(make, shape), partial(make, shape))
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)
+        self._wait()
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
@@ -216,13 +222,14 @@ class DraftTree:
         spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
         recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
         with recorder.span("tree step", rows=asked_rows, spine=further) if recorder else nullcontext():
-            self._upload(lines, spines, shape)
+            self._lay_out(lines, spines, shape)
             self._run(self._nodes_step, shape)
             for _ in range(further):
                 self._run(self._spine_step, shape)
-        outputs = download(self._outputs[: shape.num_rows + further * shape.batch])
+        self._wait()
+        outputs = self._outputs_host[: shape.num_rows + further * shape.batch]
         tokens = outputs[:, : self._children].tolist()
-        scores = outputs[:, self._children :].contiguous().view(torch.float32).tolist()
+        scores = outputs[:, self._children :].view(np.float32).tolist()
         answers: dict[int, list[Children]] = {}
         for number, line in enumerate(lines):
             if line.fed:
@@ -265,16 +272,16 @@ class DraftTree:
             return shape
         return captured_shape(shape, width=width, capacity_tokens=self._cache.capacity_tokens)
 
-    def _upload(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: PassShape) -> None:
-        """Tell the device what the step is about: enqueued on the current stream."""
-        if self._inputs_read is not None:
-            self._inputs_read.synchronize()  # at once, unless the step before was interrupted
+    def _lay_out(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: PassShape) -> None:
+        """Write what the next step is about to where it will fetch it."""
+        if self._is_running:  # the step before was interrupted
+            self._wait()
+        self._is_running = True
         sizes = tree_input_sizes(shape)
-        parts = [part.numpy() for part in unpack(self._inputs_pinned, sizes)]
+        parts = unpack(self._inputs_host, sizes)
         tokens, positions, slots, owners, sequences, committed, ancestors, *of_lines, spine_slots, _ = parts
         paths, spine_slots = ancestors.reshape(-1, shape.depth), spine_slots.reshape(MOST_SPINE, shape.batch)
-        words = packed_words(sizes)
-        self._inputs_pinned[:words].zero_()
+        self._inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
         for number, (line, spine) in enumerate(zip(lines, spines, strict=True)):
             first = number * shape.width
@@ -289,9 +296,12 @@ class DraftTree:
                 part[number] = value
             spine_slots[: len(spine), number] = spine
         self._frequencies.set_rows(positions.tolist())
-        copy_words(self._inputs_pinned[:words], self._inputs[:words])
-        if self._inputs_read is not None:
-            self._inputs_read.record(torch.cuda.current_stream(self._device))
+
+    def _wait(self) -> None:
+        """For what the current stream has to do."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._is_running = False
 
     def _parts(self, shape: PassShape) -> list[torch.Tensor]:
         """The inputs of a step, in the order of `tree_input_sizes`."""
@@ -304,10 +314,14 @@ class DraftTree:
         self.graphs.run(self._key(make, shape), partial(make, shape))
 
     def _nodes_step(self, shape: PassShape) -> None:
-        """Feed the rows and write their best children into `_outputs`. Captured: no tensor of the host."""
+        """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no
+        tensor of the host but those that never move."""
+        words = packed_words(tree_input_sizes(shape))
+        copy_words(self._inputs_pinned[:words], self._inputs[:words])
         self._pass(shape)
         self._choose(shape, slice(0, shape.num_rows), self._outputs[: shape.num_rows])
         self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
+        self._show(0, shape.num_rows)
 
     def _spine_step(self, shape: PassShape) -> None:
         """Go on from each sequence's last row with its best child, whose keys go to the next slot of its spine; its own
@@ -325,6 +339,11 @@ class DraftTree:
         found = self._outputs[num_rows : num_rows + MOST_SPINE * batch].view(MOST_SPINE, batch, -1)
         found.index_copy_(0, step, answer[None])
         steps_done += 1
+        self._show(num_rows, num_rows + MOST_SPINE * batch)
+
+    def _show(self, first: int, last: int) -> None:
+        """Write some of the outputs to where the host finds them."""
+        copy_words(self._outputs[first:last].view(-1), self._outputs_pinned[first:last].view(-1))
 
     def _pass(self, shape: PassShape) -> None:
         """Feed the rows; their logits are in `_logits` then."""

@@ -1,4 +1,4 @@
-"""Runners: tokens in, logits out. They join weights in motion, decoder and cache into passes.
+"""Runners: tokens in, logits or samples out. They join weights in motion, decoder and cache into passes.
 
 A pass is layer-major: every piece of its rows goes through layer 0, then layer 1, …, so that each streamed layer
 crosses the link once per pass, however long the prompt is.
@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
+from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.memory import overwrite, pack, packed_words
+from offload_runtime.memory import pack, pack_words, packed_words, unpack, upload
 from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
+from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
@@ -54,6 +58,19 @@ def workspace_bytes(
     logits = rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
     total = (stream + chunk) * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
+
+
+class Decision(NamedTuple):
+    """What a pass over windows says, which has been enqueued.
+
+    `logits` [at least N, V] are on the compute device, until the next pass begins. `firsts` are the rows of the
+    windows' first tokens; those of the others follow. `tokens` waits for the current stream, and gives the one behind
+    each row, -1 for NaN; it is to be called before the next pass.
+    """
+
+    logits: torch.Tensor
+    firsts: Sequence[int]
+    tokens: Callable[[], list[int]]
 
 
 @dataclass(eq=False)
@@ -125,18 +142,49 @@ class ModelRunner:
         Raises:
             ContextLengthError, BudgetError: The cache has no room for a window.
         """
+        lengths, committed = self._begin(windows, sequences)
+        captured, recorder = self.captured, self.recorder
+        decision = None if captured is None else captured.run(windows, committed, sequences, recorder=recorder)
+        if decision is not None:
+            logits = _present(decision.logits, decision.firsts, windows)
+        else:
+            logits = self.run_rows(self.rows.build(windows, committed, sequences))
+            if len(logits) > sum(lengths):
+                logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
+        self._end(lengths)
+        return logits
+
+    def decide(self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling) -> Decision:
+        """One pass over a window per sequence, and the token behind each of its rows; nothing is committed. Enqueued on
+        the current stream; never waits.
+
+        Arguments and errors as of `verify`, and:
+
+        Args:
+            sampling: How the tokens of every sequence are chosen. Where no token is ever excluded they are part of a
+                captured pass; filters are few kernels of many kinds, each of which would need graphs of its own.
+        """
+        if self.captured is not None and not sampling.filters:
+            lengths, committed = self._begin(windows, sequences)
+            decision = self.captured.run(windows, committed, sequences, sampling, self.recorder)
+            if decision is not None:
+                self._end(lengths)
+                return decision
+        logits = self.verify(windows, sequences)
+        return decided(logits, sampling, windows, sequences, [self.cache.length(sequence) for sequence in sequences])
+
+    def _begin(self, windows: Sequence[Window], sequences: Sequence[int]) -> tuple[list[int], list[int]]:
+        """A pass over windows begins: their lengths, and the committed tokens before each."""
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
         lengths = [len(window.tokens) for window in windows]
         self.cache.begin_window(sequences, lengths)
-        committed = [self.cache.length(sequence) for sequence in sequences]
-        logits = None if self.captured is None else self.captured.run(windows, committed, sequences, self.recorder)
-        if logits is None:
-            logits = self.run_rows(self.rows.build(windows, committed, sequences))
-            logits = logits if len(logits) == sum(lengths) else _present(logits, windows)
+        return lengths, [self.cache.length(sequence) for sequence in sequences]
+
+    def _end(self, lengths: list[int]) -> None:
+        """It has been enqueued."""
         if self.recorder is not None:
             self.recorder.end_pass("verify", lengths, self.streamer.bytes_begun)
-        return logits
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
@@ -159,10 +207,25 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassR
     return decoder.head(_run_layers(decoder, layers, cache, [rows]))
 
 
-def _present(logits: torch.Tensor, windows: Sequence[Window]) -> torch.Tensor:
-    """A copy of the rows that windows have tokens for: [N, V] of logits [B * T, V]."""
-    of_windows = logits.split(len(logits) // len(windows))
-    return torch.cat([own[: len(window.tokens)] for own, window in zip(of_windows, windows, strict=True)])
+def decided(
+    logits: torch.Tensor, sampling: SlotSampling, windows: Sequence[Window], sequences: Sequence[int],
+    committed: Sequence[int],
+) -> Decision:  # fmt: skip
+    """The token behind each row of logits [N, V] of windows behind so many committed tokens.
+
+    A row's noise is that of the position behind it, so siblings share it.
+    """
+    positions = [start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]
+    owners = [sequence for window, sequence in zip(windows, sequences, strict=True) for _ in window.tokens]
+    rows = unpack(upload(pack([positions, owners]), logits.device), [len(positions), len(owners)])
+    firsts = [0, *accumulate(len(window.tokens) for window in windows[:-1])]
+    return Decision(logits, firsts, sample(logits, sampling, *rows).tolist)
+
+
+def _present(logits: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:
+    """A copy of the rows that windows have tokens for, [N, V] of logits [at least B * T, V], by their first rows."""
+    pairs = zip(firsts, windows, strict=True)
+    return torch.cat([logits[first : first + len(window.tokens)] for first, window in pairs])
 
 
 class CapturedPasses:
@@ -180,38 +243,74 @@ class CapturedPasses:
 
     def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rows: RowBuilder) -> None:
         self._decoder, self._layers, self._cache, self._rows = decoder, layers, cache, rows
-        device, most = rows.rope.device, PassShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0)
-        self.graphs = StepGraphs(device)
-        # What passes read and write; the tensors never move.
-        self._words = torch.zeros(packed_words(most.sizes), dtype=torch.int32, device=device)
+        self._device, most = rows.rope.device, PassShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0)
+        self.graphs = StepGraphs(self._device)
+        # What passes read and write; the tensors never move. A pass begins by fetching what the host has written to
+        # page-locked memory, and ends by writing its tokens there.
+        locked, words = self._device.type == "cuda", packed_words(most.sizes)
+        self._words = torch.zeros(words, dtype=torch.int32, device=self._device)
+        self._words_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=locked)
+        self._tokens_pinned = torch.zeros(CAPTURED_ROWS, dtype=torch.int64, pin_memory=locked)
+        self._words_host, self._tokens_host = self._words_pinned.numpy(), self._tokens_pinned.numpy()
+        self._is_running = False  # the last pass may not have fetched its words yet
         self._frequencies = RowFrequencies(rows.rope, CAPTURED_ROWS)
         self._logits = decoder.embedding.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
     def run(
         self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int],
-        recorder: TraceRecorder | None = None,
-    ) -> torch.Tensor | None:  # fmt: skip
+        sampling: SlotSampling | None = None, recorder: TraceRecorder | None = None,
+    ) -> Decision | None:  # fmt: skip
         """A pass over windows behind so many committed tokens, which the cache has room for. A trace has its layers as
         one span.
 
+        Args:
+            windows: As of `ModelRunner.verify`, and `sequences`.
+            committed: Of each of the sequences.
+            sampling: As of `ModelRunner.decide`; without filters. None: no tokens are asked for.
+            recorder: Of a trace, if there is one.
+
         Returns:
-            As of `ModelRunner.verify`; None for passes of more than `CAPTURED_ROWS`, which are not captured.
+            Windows have rows of their own that fill them up; None for passes of more than `CAPTURED_ROWS`, which are
+            not captured.
         """
         shape = captured_pass_shape(PassShape.of(windows, committed), self._cache.max_tokens_with_draft)
         if shape.num_rows > CAPTURED_ROWS:
             return None
+        assert sampling is None or not sampling.filters
         parts = shape.lay_out(windows, committed, sequences)
-        words = pack(parts)
-        overwrite(self._words[: len(words)], words)
+        words = pack_words(parts)
+        if self._is_running:  # nobody has asked for its tokens
+            self._wait()
+        self._is_running = True
+        self._words_host[: len(words)] = words
         self._frequencies.set_rows(parts[1])
         with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
-            self.graphs.run(shape, partial(self._pass, shape))
-        return _present(self._logits[: shape.num_rows], windows)
+            self.graphs.run((shape, sampling), partial(self._pass, shape, sampling))
+        firsts = range(0, shape.num_rows, shape.width)
+        return Decision(self._logits, firsts, partial(self._tokens, shape.num_rows))
 
-    def _pass(self, shape: PassShape) -> None:
-        """Captured: no tensor of the host."""
-        rows = self._rows.rows(shape, self._words, self._frequencies.tensor[: shape.num_rows])
-        self._logits[: shape.num_rows].copy_(window_pass(self._decoder, self._layers, self._cache, rows))
+    @torch.inference_mode()
+    def _pass(self, shape: PassShape, sampling: SlotSampling | None) -> None:
+        """Captured: no tensor of the host but those that never move."""
+        count, words = shape.num_rows, packed_words(shape.sizes)
+        copy_words(self._words_pinned[:words], self._words[:words])
+        rows = self._rows.rows(shape, self._words, self._frequencies.tensor[:count])
+        logits = window_pass(self._decoder, self._layers, self._cache, rows)
+        self._logits[:count].copy_(logits)
+        if sampling is not None:
+            tokens = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.full.sequences)
+            copy_words(tokens.view(torch.int32), self._tokens_pinned[:count].view(torch.int32))
+
+    def _tokens(self, count: int) -> list[int]:
+        """Behind the first rows of the pass that was run last. Waits for it."""
+        self._wait()
+        found: list[int] = self._tokens_host[:count].tolist()
+        return found
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._is_running = False
 
 
 def _run_layers(

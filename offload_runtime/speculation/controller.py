@@ -144,11 +144,11 @@ class AcceptanceModel:
         if other.steps >= 1 and other.steps > self.steps:
             self._first, self._first_weight = other.first_rate, min(other.steps, _NEXT_WEIGHT)
 
-    def curve(self) -> list[float]:
-        """Accepted proposals to be expected of a window of each of `SIZES`."""
+    def curve(self, count: int = len(SIZES)) -> list[float]:
+        """Accepted proposals to be expected of a window of each of the first `SIZES`."""
         rate, accepted, reached = self._first, 0.0, 1.0
         curve = [0.0]
-        for step, (low, high) in enumerate(pairwise(SIZES)):
+        for step, (low, high) in enumerate(pairwise(SIZES[:count])):
             weight = self._first_weight if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
             if step and not self._in_a_row:
                 rate *= (SIZES[step - 1] + low + 1) / (low + high + 1)
@@ -216,11 +216,11 @@ class LatencyModel:
         """To be expected."""
         return self._expect(choice) * self.ratio(choice)
 
-    def curve(self, mode: str) -> list[float]:
-        """Seconds of windows of each of `SIZES`."""
-        if mode not in self._curves:
-            self._curves[mode] = [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES]
-        return self._curves[mode]
+    def curve(self, mode: str, count: int) -> list[float]:
+        """Seconds of windows of each of the first `SIZES`, and perhaps of further ones."""
+        curve = self._curves.setdefault(mode, [])
+        curve += [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES[len(curve) : count]]
+        return curve
 
     def ratio(self, choice: Choice) -> float:
         """Of what was measured to what was expected: its own, and the nearer sizes' of its mode the more they are
@@ -310,13 +310,13 @@ class Controller:
 
     def _best_of(self, mode: str, largest: int, account: _Account, latency: LatencyModel) -> _Standing:
         """The best window of a mode, of those that may be lost."""
-        model = account.models[mode]
-        gains, times, plain_s = model.curve(), latency.curve(mode), latency.plain_s
+        model, count = account.models[mode], _index(largest) + 1
+        gains, times, plain_s = model.curve(count), latency.curve(mode, count), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
         allowed = account.credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
         best = _Standing(PLAIN, 0.0, 1.0, 0.0)
         luck = 1 + _LUCK * (model.steps + 0.1) ** -0.5
-        for step in range(1, _index(largest) + 1):
+        for step in range(1, count):
             cost = times[step] / plain_s
             speed = (1 + gains[step]) / cost
             # A draft whose smallest window is dear may lose at once what is meant for some tries.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +23,10 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
-from offload_runtime.memory import pack, unpack, upload
 from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner
-from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation.tree import Proposal
+from offload_runtime.runners import ModelRunner, decided
+from offload_runtime.sampling import SlotSampling
+from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
 
 
@@ -122,7 +121,7 @@ class Proposer:
 
         The requests are of different slots, in any order; slots without one have finished or wait.
         """
-        return [Proposal() for _ in requests]
+        return [NOTHING] * len(requests)
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """What was proposed is being verified, or a prompt read that was prepared for: go on for as long as `pending`
@@ -198,7 +197,9 @@ class Tally:
         """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
         what was asked for, in words."""
         self.windows[window] += 1
-        self._verifications += len(sources) > 0
+        if not sources:
+            return
+        self._verifications += 1
         self._verified.update(set(sources))
         self._proposed.update(sources)
         self.accepted_by_depth.update(range(len(accepted_sources)))
@@ -264,21 +265,20 @@ def run_step(
     proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder)
     windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
     slots = [request.slot for request in requests]
-    logits = target.verify(windows, slots)  # [N, V]
+    decision = target.decide(windows, slots, sampling)
     if any(proposals):
-        draft_ahead(proposer, watch(logits), recorder)
-    samples = _sample_windows(logits, sampling, windows, slots, [len(request.tokens) for request in requests])
+        draft_ahead(proposer, watch(decision.logits), recorder)
+    samples = decision.tokens()
     results = []
-    for request, proposal, tokens in zip(requests, proposals, samples, strict=True):
-        path = accepted_path(proposal, tokens)
-        new_tokens = [tokens[0], *(tokens[node + 1] for node in path)]
+    for request, proposal, first in zip(requests, proposals, decision.firsts, strict=True):
+        path = accepted_path(proposal, samples[first : first + 1 + len(proposal)])
+        new_tokens = [samples[first], *(samples[first + 1 + node] for node in path)]
         _require_numbers(new_tokens, len(request.tokens))
         results.append(StepResult(new_tokens, proposal, tuple(path)))
-    of_windows = logits.split([len(window.tokens) for window in windows])
-    for slot, own, result in zip(slots, of_windows, results, strict=True):
+    for slot, first, result in zip(slots, decision.firsts, results, strict=True):
         rows = [0, *(node + 1 for node in result.path)]
         if on_logits is not None:
-            on_logits(slot, own[rows])
+            on_logits(slot, decision.logits[[first + row for row in rows]])
         cache.commit_path(slot, rows)
     return results
 
@@ -298,7 +298,7 @@ def first_token(target: ModelRunner, sampling: SlotSampling, slot: int, logits: 
         NumericalError: They are NaN.
     """
     position = target.cache.length(slot)
-    (tokens,) = _sample_windows(logits, sampling, [Window((0,))], [slot], [position])
+    tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
     _require_numbers(tokens, position)
     return tokens[0]
 
@@ -318,7 +318,7 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
     """
     asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
     if not asked:
-        return [Proposal() for _ in requests]
+        return [NOTHING] * len(requests)
     with recorder.span("propose", host=True) if recorder else nullcontext(dict[str, Any]()) as args:
         answers = proposer.propose(asked)
         args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
@@ -328,7 +328,7 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
         fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra_ngrams
         assert fits, "too many proposals"
         proposed[request.slot] = proposal
-    return [proposed.get(request.slot, Proposal()) for request in requests]
+    return [proposed.get(request.slot, NOTHING) for request in requests]
 
 
 def _window(root: int, proposal: Proposal) -> Window:
@@ -337,25 +337,9 @@ def _window(root: int, proposal: Proposal) -> Window:
     return Window(tokens) if proposal.is_chain else Window(tokens, (-1, *(parent + 1 for parent in proposal.parents)))
 
 
-def _sample_windows(
-    logits: torch.Tensor, sampling: SlotSampling, windows: Sequence[Window], slots: Sequence[int],
-    first_positions: Sequence[int],
-) -> list[list[int]]:  # fmt: skip
-    """The token behind each row of logits [N, V], window by window; -1 for NaN. Waits for the device.
-
-    A row's noise is that of the position behind it, so siblings share it. `first_positions` are those behind the roots.
-    """
-    depths = [window.depths for window in windows]
-    positions = [first + depth for first, own in zip(first_positions, depths, strict=True) for depth in own]
-    owners = [slot for slot, own in zip(slots, depths, strict=True) for _ in own]
-    rows = unpack(upload(pack([positions, owners]), logits.device), [len(positions), len(owners)])
-    remaining: Iterator[int] = iter(sample(logits, sampling, *rows).tolist())
-    return [[next(remaining) for _ in own] for own in depths]
-
-
 def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
     """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
-    if any(token < 0 for token in tokens):
+    if -1 in tokens:
         raise NumericalError(
             f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
             "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"

@@ -67,6 +67,9 @@ class Proposal:
         return tuple(depth + 1 for depth in depths_of(self.parents))
 
 
+NOTHING = Proposal()
+
+
 @dataclass(slots=True)
 class Offer:
     """Children, of which those that are no nodes yet become nodes one by one, the likeliest first. `last`, the newest

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from offload_runtime_kernels.gumbel_argmax import gumbel_noise, noise_keys
 
 from offload_runtime import sampling, speculation
 from offload_runtime.config import SamplingParams
+from offload_runtime.model import Window
+from offload_runtime.runners import Decision, decided
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, Proposer, StepResult, still_computing
 
@@ -55,6 +57,19 @@ def slots_for(target: Any, params: Any) -> SlotSampling:
     embedding: torch.Tensor | None = getattr(getattr(target, "decoder", None), "embedding", None)
     device = torch.device("cpu") if embedding is None else embedding.device
     return SlotSampling.of(numbered(params, 8) if isinstance(params, SamplingParams) else params, device)
+
+
+class Verifier:
+    """A target that is not a runner: it has a `cache`, and says logits."""
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        """As of a runner."""
+        raise NotImplementedError
+
+    def decide(self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling) -> Decision:
+        """As of a runner."""
+        committed = [cast(Any, self).cache.length(sequence) for sequence in sequences]
+        return decided(self.verify(windows, sequences), sampling, windows, sequences, committed)
 
 
 class Decoder:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from offload_runtime_kernels.copy_words import copy_words, copy_words_reference, copy_words_triton
 
-from offload_runtime.memory import download, overwrite, upload
+from offload_runtime.memory import overwrite, upload
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
 copies = pytest.mark.parametrize("copy", [copy_words_reference, copy_words_triton, copy_words])
@@ -32,10 +32,10 @@ def test_all_words_and_no_others(copy: object, count: int, offset: int) -> None:
 def test_there_and_back(dtype: torch.dtype) -> None:
     host = torch.arange(12, dtype=dtype).view(3, 4)
     there = upload(host, KERNEL_DEVICE)
-    assert there.device == KERNEL_DEVICE and torch.equal(download(there), host)
+    assert there.device == KERNEL_DEVICE and torch.equal(there.cpu(), host)
     wide = torch.zeros(3, 6, dtype=dtype, device=KERNEL_DEVICE)
     overwrite(wide[:, 1:5], host)  # rows of a larger tensor
-    assert torch.equal(download(wide[:, 1:5]), host) and download(wide[:, 0]).sum() == 0
+    assert torch.equal(wide[:, 1:5].cpu(), host) and wide[:, 0].sum() == 0
 
 
 @pytest.mark.gpu
@@ -43,8 +43,8 @@ def test_nothing_waits_for_copies_on_their_way() -> None:
     """Copies of two gigabytes in all are still running when the words have gone up and come back."""
     device = torch.device("cuda")
     large = torch.empty(16 << 20, dtype=torch.uint8, pin_memory=True)
-    landing, small = torch.empty_like(large, device=device), words(9000)
-    download(upload(small, device))  # compiles
+    landing, small, back = torch.empty_like(large, device=device), words(9000), words(9000).zero_().pin_memory()
+    copy_words(upload(small, device), back)  # compiles
     torch.cuda.synchronize()
     side, copying = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(copying):
@@ -52,8 +52,10 @@ def test_nothing_waits_for_copies_on_their_way() -> None:
             landing.copy_(large, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
+    back.zero_()
     with torch.cuda.stream(side):
-        back = download(upload(small, device))
+        copy_words(upload(small, device), back)
+        side.synchronize()
     assert not done.query(), "it was waited for"
     assert torch.equal(back, small)
     torch.cuda.synchronize()
