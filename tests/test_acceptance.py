@@ -144,7 +144,9 @@ def test_n_grams_have_no_idea_in_some_rounds(target: Path, plain: Shared) -> Non
 
 @pytest.fixture(scope="module")
 def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
-    options = SpeculationOptions("triforce", chunk_size=CHUNK, budget_tokens=BUDGET, gamma_draft=GAMMA_DRAFT)
+    options = SpeculationOptions(
+        "triforce", chunk_size=CHUNK, budget_tokens=BUDGET, gamma_draft=GAMMA_DRAFT, refresh_steps=1
+    )  # fmt: skip
     with load(target, draft=draft, context=CAPACITY, kv="gpu", speculation=options, max_batch=2) as runtime:
         yield runtime
 

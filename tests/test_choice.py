@@ -189,6 +189,7 @@ MACHINES = {
     "a slow link": replace(CARD, name="slow-link", link_gbps=0.01),
     "slow launches": replace(CARD, name="slow-launches", graph_launch_us=5000.0),
     "slow memory": replace(CARD, name="slow-memory", hbm_gbps=0.01),
+    "slow products": replace(CARD, name="slow-products", tflops={"fp32": 1e-4}),
 }
 
 

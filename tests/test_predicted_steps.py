@@ -12,6 +12,7 @@ from offload_runtime.config import GenerationParams, RuntimeConfig, SpeculationO
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
+from offload_runtime.model import depths_of
 from offload_runtime.plan import (
     MachineFigures,
     RunPlan,
@@ -22,7 +23,8 @@ from offload_runtime.plan import (
     plan_run,
     predicted_step_s,
 )
-from offload_runtime.plan.cost import draft_step_s, expected_tokens, usual_acceptance, verifier_step_s
+from offload_runtime.plan.cost import draft_step_s, guess_parents, usual_acceptance, verifier_step_s
+from offload_runtime.runners import expected_accepted
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import PROMPT, load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
@@ -108,9 +110,10 @@ def test_a_retrieval_verifier_takes_as_many_steps_as_usual() -> None:
     """With a draft it says several tokens a step, at the usual acceptance; alone, one."""
     plan = _plan("llama-2-7b-128k", "llama-68m", context=131072)
     assert plan.has_verifier
-    step_s = verifier_step_s(plan, CARD) + 4 * draft_step_s(plan, CARD)
+    parents = guess_parents(plan, 1)
+    step_s = verifier_step_s(plan, CARD) + (1 + max(depths_of(parents))) * draft_step_s(plan, CARD)
     hidden_s = 4 * plan.target.kv_piece_bytes / 25e9
-    steps = 24 / expected_tokens(usual_acceptance(plan.draft), 4)
+    steps = 24 / (1 + expected_accepted(parents, usual_acceptance(plan.draft)))
     assert 5 < steps < 12
     predicted = _step_s(plan, "chain", 24, length=120_500)
     assert predicted == pytest.approx(_pass_s(plan, length=120_500, rows=25) + steps * step_s - hidden_s)

@@ -121,7 +121,7 @@ class PlayedGraphs(StepGraphs):
         self._played = played
 
     def run(self, key: Any, step: Callable[[], None]) -> None:
-        self._played.firsts.add(key[0])
+        self._played.firsts.add(key[1])
         super().run(key, step)
 
 
@@ -232,7 +232,7 @@ def test_warming_up_the_retrieval_verifier_leaves_nothing(
             if warm:
                 proposer, runner = drafting(runtime.parts.proposer), runtime.parts.target.runner
                 played = played_by(proposer.verifier, monkeypatch)  # type: ignore[union-attr]
-                warm_up_verifier(proposer, runner, gamma=3, batch=2)  # type: ignore[arg-type]
+                warm_up_verifier(proposer, runner, batch=2)  # type: ignore[arg-type]
                 lengths = [(257, False), (context, True)] if context > 300 else [(context, False)]
                 usual, *others = DIFFERENT_WAYS
                 plays = {(1, 1, False), (2, 1, False), *((1, *text) for text in lengths)}
