@@ -224,7 +224,8 @@ def test_a_budget_larger_than_the_context_is_refused_and_not_reserved() -> None:
 
 def test_the_runtime_says_what_auto_took(target: Path, one_layer_draft: Path) -> None:
     for vram, said in ((None, "the draft retrieves 4096 tokens a head"), ("259MB", "streaming draft cache of the 16")):
-        with load(one_layer_draft, draft=target, context=9000, vram=vram, tree_nodes=0) as runtime:
+        chain = SpeculationOptions("chain")
+        with load(one_layer_draft, draft=target, context=9000, vram=vram, tree_nodes=0, speculation=chain) as runtime:
             assert said in runtime.placement
 
 

@@ -122,16 +122,20 @@ TASKS = {
 def test_each_sequence_is_proposed_what_it_is_proposed_alone(
     models: dict[str, tuple[Path, Path]], cache: str, params: SamplingParams
 ) -> None:
-    """Round by round, and every level accepts the same, though all others work in the same steps."""
+    """Round by round, and every level accepts the same, though all others work in the same steps. Rounds that end as
+    half of the others have enough bring as much as those that ask for no more."""
     options = SpeculationOptions("triforce", cache, **SMALL)
     target, draft = models["mha"]
     loaded: dict[str, Any] = {"draft": draft, "context": CONTEXT, "kv": "gpu", "speculation": options, "max_batch": 6}
     with load(target, **loaded) as runtime:
+        together = play(runtime, TASKS, params, num_sequences=5)
+    with load(target, **loaded) as runtime:
         alone = {}
         for sequence, task in TASKS.items():
-            alone |= play(runtime, {sequence: task}, params, num_sequences=5)
-    with load(target, **loaded) as runtime:
-        together = play(runtime, TASKS, params, num_sequences=5)
+            gammas = tuple(map(len, together[sequence].proposals))
+            assert max(gammas, default=0) <= task.gamma
+            alone |= play(runtime, {sequence: replace(task, gammas=(*gammas, 0))}, params, num_sequences=5)
+    assert any(len({len(one) for one in played.proposals[:-1]}) > 1 for played in together.values()), "some were cut"
     for sequence in TASKS:
         assert together[sequence] == alone[sequence], f"sequence {sequence}"
     accepted = {played.counts[0].accepted / max(1, played.counts[0].proposed) for played in together.values()}
@@ -178,7 +182,7 @@ def reads_by_round(window: DeviceWindow, launches: Launches, patch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_batch_takes_the_steps_of_its_slowest_sequence(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_a_batch_takes_the_steps_that_half_of_it_needs(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv": "gpu", "max_batch": 6, "trace": tmp_path / "trace.json"}
     options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)
     target, draft = models["gqa"]
@@ -188,9 +192,10 @@ def test_a_batch_takes_the_steps_of_its_slowest_sequence(models: dict[str, tuple
     for drafted, verified, taken in launches.launched:
         assert verified == max(taken) and drafted == GAMMA_DRAFT * verified
     assert sum(len([count for count in taken if count]) > 2 for _, _, taken in launches.launched) > 3
-    assert any(len({count for count in taken if count}) > 2 for _, _, taken in launches.launched), (
-        "all had enough at once"
-    )
+    for (_, verified, taken), asked in zip(launches.launched, launches.rounds, strict=True):
+        enough = sum(len(proposal) == request.gamma for request, proposal in asked)
+        assert 2 * enough >= len(asked) and 2 * sum(count < verified for count in taken if count) < len(asked)
+    assert any(len(proposal) < request.gamma for asked in launches.rounds for request, proposal in asked)
     together = sum(verified for _, verified, _ in launches.launched)
     assert together < 0.75 * sum(sum(taken) for _, _, taken in launches.launched), "there was something to share"
 
@@ -206,10 +211,10 @@ def test_levels_that_always_agree_take_no_step_too_many(
         window, launches = verifier_of(runtime).window, Launches(runtime)
         reads = reads_by_round(window, launches, monkeypatch)
         played = play(runtime, TASKS, SamplingParams(0.6, seed=3), num_sequences=5)
-    for number, (_, verified, taken) in enumerate(launches.launched):
-        asked = [min(task.gamma, task.count - 1 - number * (task.gamma + 1)) for task in TASKS.values()]
-        needed = [max(0, -(-count // (GAMMA_DRAFT + 1))) for count in asked]
-        assert taken[:5] == needed and verified == max(needed)
+    for (_, verified, taken), asked in zip(launches.launched, launches.rounds, strict=True):
+        needed = [-(-request.gamma // (GAMMA_DRAFT + 1)) for request, _ in asked]
+        assert verified == sorted(needed)[-(-len(needed) // 2) - 1], "as many as half of them need"
+        assert [taken[request.slot] for request, _ in asked] == [min(steps, verified) for steps in needed]
     assert 0 < max(reads.values()) <= 2, "one for whole steps, one for what is left"
     assert all(played[sequence].counts[0].rate == 1 for sequence in TASKS)
 
@@ -300,7 +305,8 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
 def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence(
     models: dict[str, tuple[Path, Path]],
 ) -> None:
-    """It has the target's noise of each sequence: nothing is ever rejected but by rounding."""
+    """It has the target's noise of each sequence: nothing is ever rejected but by rounding. With a draft some rounds are
+    cut, as half of the others have enough."""
     options = SpeculationOptions("triforce", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
     for draft_name in ("none", "model"):
         target, draft = models["gqa"]
@@ -309,7 +315,11 @@ def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence
             for sampling in SAMPLINGS:
                 results = runtime.generate_batch(PROMPTS, max_new_tokens=26, ignore_eos=True, gamma=12, **sampling)
                 passes = [result.stats.passes for result in results]  # 25 tokens after the first, 13 a pass
-                assert sorted(passes)[:5] == [2] * 5 and max(passes) <= 3, "a near-tie may cost a pass"
+                cut = draft_name == "model"
+                assert sorted(passes)[: 2 if cut else 5] == [2] * (2 if cut else 5), "a near-tie may cost a pass"
+                assert max(passes) <= 3 + cut
+                judged = [result.stats.acceptance[-1] for result in results]
+                assert sum(level.accepted for level in judged) >= 0.9 * sum(level.proposed for level in judged)
 
 
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "fp32", "context": CONTEXT, "max_batch": 6}

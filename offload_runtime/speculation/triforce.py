@@ -4,7 +4,8 @@ Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hi
 arXiv 2404.11912. Every level samples with the same noise and is checked by equality with the next, so nothing needs a
 correction: the full target decides in the end.
 
-A step of either level is one of all sequences; those that have enough stand still until the last one has.
+A step of either level is one of all sequences. Those that have enough stand still, and once half of them do a step would
+bring less than the target's pass does: the others propose what they have.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TriForceProposer(Proposer):
             self._draft.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Run both levels until they agree on enough tokens of every sequence; the host reads the window a few times on
+        """Run both levels until they agree on enough tokens of most sequences; the host reads the window a few times on
         the way."""
         stops = {request.slot: stop for request in requests if (stop := self._stop(request))}
         if not stops:
@@ -106,14 +107,14 @@ class TriForceProposer(Proposer):
         return room - len(self._tree) - 1  # the last step may write the keys of proposals beyond what is asked for
 
     def _agree(self, inputs: Mapping[int, WindowInput], *, refresh: bool) -> Mapping[int, WindowOutput]:
-        """Enqueue steps until every sequence has reached its stop; what the window holds then.
+        """Enqueue steps until at most half of the sequences have not reached their stops; what the window holds then.
 
-        So many steps at a time as some sequence needs in any case: all together as many as the slowest one takes.
+        So many steps at a time as that takes in any case.
         """
         ends, most = {sequence: one.end for sequence, one in inputs.items()}, self._tree.num_levels + 1
         while True:
-            missing = {sequence: inputs[sequence].stop - end for sequence, end in ends.items()}
-            for _ in range(max(1, max(missing.values()) // most)):
+            missing = sorted(inputs[sequence].stop - end for sequence, end in ends.items())
+            for _ in range(max(1, missing[len(missing) - len(inputs) // 2 - 1] // most)):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
                     longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}
@@ -124,7 +125,7 @@ class TriForceProposer(Proposer):
                 refresh = False
             outputs = self._window.read()
             ends = {s: outputs[s].end for s in ends if outputs[s].end < inputs[s].stop}
-            if not ends:
+            if len(ends) <= len(inputs) // 2:
                 return outputs
 
     def _proposals(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> list[int]:
@@ -133,6 +134,6 @@ class TriForceProposer(Proposer):
             # The keys of what the last step has accepted lie where its tree was.
             written = max(inputs.end, outputs.end - self._tree.num_levels - 1)
             self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
-        proposals = outputs.between(inputs.end, inputs.stop)
+        proposals = outputs.between(inputs.end, min(inputs.stop, outputs.end))
         bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
         return proposals[:bad]  # a level with NaN logits has nothing to say

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -23,11 +24,16 @@ from tests.helpers.sampling import Decoder, numbered, run_step
 
 @dataclass(frozen=True)
 class Task:
-    """One sequence: `count` new tokens behind a prompt, in rounds of up to `gamma` proposals."""
+    """One sequence: `count` new tokens behind a prompt, in rounds of up to `gamma` proposals, or `gammas` of each."""
 
     prompt: list[int]
     count: int
     gamma: int
+    gammas: tuple[int, ...] = ()
+
+    def most(self, number: int) -> int:
+        """Proposals of the round of this number."""
+        return self.gammas[number] if self.gammas else self.gamma
 
 
 @dataclass
@@ -71,9 +77,9 @@ def play(
         first = decoder.first_token(target.prefill(sequence, task.prompt))
         proposer.prepare(sequence, task.prompt)
         played[sequence].tokens.append(first)
-    while True:
+    for number in count():
         requests = [
-            DraftRequest(sequence, task.prompt + played[sequence].tokens, min(task.gamma, missing - 1))
+            DraftRequest(sequence, task.prompt + played[sequence].tokens, min(task.most(number), missing - 1))
             for sequence, task in tasks.items()
             if (missing := task.count - len(played[sequence].tokens)) > 0
         ]
