@@ -185,7 +185,7 @@ class CapturedPasses:
         # What passes read and write; the tensors never move.
         self._words = torch.zeros(packed_words(most.sizes), dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(rows.rope, CAPTURED_ROWS)
-        self._logits = decoder.embedding.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
+        self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
     def run(
         self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int],
