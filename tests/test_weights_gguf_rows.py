@@ -16,7 +16,7 @@ import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.engine.load_model import connect_model
@@ -194,6 +194,9 @@ def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: Checkpoi
     assert parts["ring of layers"] == plan.placement.num_slots * max(layout.layer_bytes)
     assert plan.streamed_bytes == sum(layout.layer_bytes[layer] for layer in plan.placement.streamed_layers)
     assert plan.loading_bytes == layout.total_bytes
+    kinds = layout.bytes_by_kind
+    assert set(kinds) == {*FORMATS, "BF16"} and kinds["Q6_K"] > kinds["Q5_0"]
+    assert f"{format_bytes(kinds['Q6_K'])} in Q6_K" in layout.stored_as
     budget, engine, undo = DeviceBudget(torch.device("cpu"), None), make_copy_engine(torch.device("cpu")), ExitStack()
     on_cpu = plan_run(replace(request, target=source, device="cpu", dtype="fp32"), MACHINE).target
     weights = load_weights(source, on_cpu.layout)

@@ -109,7 +109,7 @@ def _bits_reference(stored: torch.Tensor, count: int, bits: Bits) -> torch.Tenso
     x = torch.arange(count, device=stored.device)
     byte = bits.at + x // (bits.span * bits.sharing) * bits.stride + x % bits.span
     shift = bits.first + bits.bits * (x // bits.span % bits.shifts)
-    found = stored[byte].bitwise_right_shift_(shift.to(torch.uint8)[:, None])
+    found = stored.index_select(0, byte).bitwise_right_shift_(shift.to(torch.uint8)[:, None])
     return found.bitwise_and_((1 << bits.bits) - 1)
 
 
@@ -148,7 +148,7 @@ def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.
     step = _REFERENCE_WEIGHTS // form.weights
     parts = out.view(-1, form.weights).split(step)
     for blocks, part in zip(stored.view(-1, form.nbytes).split(step), parts, strict=True):
-        part.copy_(_decode_reference(blocks.t().contiguous(), form).t())
+        part.copy_(_decode_reference(blocks.t().contiguous(), form).to(out.dtype).t())
 
 
 @jit

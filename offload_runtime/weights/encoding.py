@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from offload_runtime_kernels.linear import linear
 
+# What elements in a dtype are called in files.
+DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 # Fills a contiguous CPU tensor of the checkpoint tensor's shape, converting to that tensor's dtype, or where rows are
 # stored otherwise uint8 [rows, bytes of a stored row], as they are. It opens its file, reads and closes it again, so
@@ -74,6 +76,10 @@ class Encoding:
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a stored tensor."""
         return math.prod(shape) * self.dtype.itemsize
+
+    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Bytes of a stored tensor by the names of how they are stored."""
+        return {DTYPE_KINDS[self.dtype]: self.nbytes(shape)}
 
     def decoded_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a scratch that a tensor is decoded into before a product."""

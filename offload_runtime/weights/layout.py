@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding, Weight
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 
@@ -153,6 +153,19 @@ class ModelLayout:
     def total_bytes(self) -> int:
         """Bytes of all blocks."""
         return sum(self.layer_bytes) + self.shared.total_bytes
+
+    @cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes by the names of how they are stored, the most first."""
+        found = Counter[str]()
+        for spec in (spec for block in (*self.layers, self.shared) for spec in block.tensors):
+            found.update(spec.encoding.bytes_by_kind(spec.shape))
+        return dict(found.most_common())
+
+    @property
+    def stored_as(self) -> str:
+        """The same in words."""
+        return ", ".join(f"{format_bytes(nbytes)} in {kind}" for kind, nbytes in self.bytes_by_kind.items())
 
     def scratch_bytes(self, device_type: str) -> int:
         """Bytes of the largest matrix that is decoded before a product, the head counting on a CPU only: a GPU decodes

@@ -7,6 +7,7 @@ below queries and keys in Q4_K.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,9 +15,9 @@ import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks
 from offload_runtime_kernels.linear import linear
 
-from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding, Fill, Weight
+from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Fill, Weight
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 # What is read, in the words of the format.
 KINDS = (*_DTYPES, *FORMATS)
 _EXPONENT = 0x7C  # in the upper byte of an fp16
@@ -123,7 +124,7 @@ class GgufRows(Encoding):
     def smallest(cls, parts: Iterable[tuple[int, str | None]], columns: int, dtype: torch.dtype) -> Encoding:
         """Each part as it is stored where that takes fewer bytes than in `dtype`, which it is converted to elsewhere;
         everything in one piece where nothing is smaller."""
-        plain = next(kind for kind, each in _DTYPES.items() if each == dtype)
+        plain = DTYPE_KINDS[dtype]
         merged: list[tuple[int, str]] = []
         for rows, stored in parts:
             smaller = stored in KINDS and row_bytes(stored, columns) < columns * dtype.itemsize
@@ -138,6 +139,12 @@ class GgufRows(Encoding):
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         return sum(self._part_bytes(shape))
+
+    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
+        found = Counter[str]()
+        for (_, kind), nbytes in zip(self.parts, self._part_bytes(shape), strict=True):
+            found[kind] += nbytes
+        return found
 
     def decoded_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) * self.dtype.itemsize
