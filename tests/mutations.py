@@ -30,6 +30,8 @@ _STEP = "offload_runtime/speculation/step.py"
 _TARGET = "offload_runtime/runners/target.py"
 _KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
+_GGUF_ROWS = "offload_runtime/weights/encodings/gguf_rows.py"
+_OF_THE_PACKAGE = "tests/test_weights_gguf_rows.py::test_weights_are_those_of_the_gguf_package[dtype0]"
 
 # What `verify` finds out about an exact runtime.
 _GREEDY, _TOP_P, _T1 = (
@@ -211,6 +213,34 @@ MUTATIONS = (
         "    for slot, first, result in zip(",
         (_GREEDY, _FOREIGN, _ANSWERS),
         (_SAMPLES,),
+    ),
+    Mutation(
+        "encoding: the kernel adds no minima",
+        f"{_KERNELS}/gguf_blocks.py",
+        "        w += m\n    return w",
+        "        w += 0 * m\n    return w",
+        ("tests/kernels/test_gguf_blocks.py::test_kernel_has_the_bits_of_the_reference[dtype0-Q4_1]",),
+    ),
+    Mutation(
+        "encoding: every part of a matrix is decoded over the first",
+        _GGUF_ROWS,
+        "decode_rows(part.kind, stored, out[first - start : last - start])",
+        "decode_rows(part.kind, stored, out[: last - first])",
+        (_OF_THE_PACKAGE,),
+    ),
+    Mutation(
+        "encoding: stored rows of queries and keys stay as llama.cpp rotates them",
+        "offload_runtime/weights/gguf.py",
+        "halves = in_place.view(-1, head_dim // 2, 2, width).transpose(1, 2)",
+        "halves = in_place",
+        (_OF_THE_PACKAGE,),
+    ),
+    Mutation(
+        "encoding: only the first scale of a block must be finite",
+        _GGUF_ROWS,
+        "for at in (form.d, form.m) if at is not None]",
+        "for at in (form.d,)]",
+        ("tests/test_weights_gguf_rows.py::test_scales_that_are_not_finite_are_refused[nan]",),
     ),
     *(
         Mutation(f"verify: {what}", _TARGET, _POSITIONS, changed, (_TOP_P, _T1, _FOREIGN), (_GREEDY, _SAMPLES))

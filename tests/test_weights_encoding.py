@@ -38,7 +38,9 @@ class UpperHalves(Encoding):
     def nbytes(self, shape: tuple[int, ...]) -> int:
         return Encoding(torch.bfloat16).nbytes(shape)
 
-    def weight(self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> DecodedWeight:
+    def weight(
+        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
+    ) -> DecodedWeight:
         return DecodedWeight(stored.view(torch.bfloat16).view(shape), bias)
 
 
@@ -48,10 +50,11 @@ class DecodedWeight(Weight):
     def dense(self) -> torch.Tensor:
         return self.stored.float()
 
-    def fill(self, row_start: int, row_end: int, fill: Fill) -> None:
+    def fill(self, row_start: int, row_end: int, fill: Fill) -> int:
         rows = torch.empty(row_end - row_start, *self.stored.shape[1:])
         fill(rows)
         self.stored[row_start:row_end] = rows
+        return self.stored[row_start:row_end].nbytes
 
 
 def mixed(config: ModelConfig, halved: tuple[tuple[str, ...], ...]) -> ModelLayout:

@@ -4,7 +4,7 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from offload_runtime_kernels.gguf_blocks import FORMATS
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
@@ -49,13 +50,30 @@ def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows[order]
 
 
+def packed(values: np.ndarray, quant: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Values as a file holds them; where the package cannot pack them, random blocks of about their size."""
+    with contextlib.suppress(NotImplementedError):
+        return gguf.quantize(values, quant)
+    form, rng = FORMATS[quant.name], np.random.default_rng(values.size)
+    blocks = rng.integers(0, 256, (values.size // form.weights, form.nbytes), dtype=np.uint8)
+    halves = [blocks[:, at : at + 2] for at in (form.d, form.m) if at is not None]
+    for half in halves:
+        half[:] = np.ones((len(blocks), 1), np.float16).view(np.uint8)
+    scale = values.std() / gguf.dequantize(blocks, quant).std()
+    for half in halves:
+        half[:] = (scale * rng.uniform(0.5, 1.5, (len(blocks), 1))).astype(np.float16).view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
 def write(
-    path: Path, arch: str, model: torch.nn.Module, *, kind: str = "F32", extra=None, tensors=None, skip: str = "",
+    path: Path, arch: str, model: torch.nn.Module, *, kind: str | Callable[[str], str] = "F32", extra=None,
+    tensors=None, skip: str = "",
     general_arch: str | None = None, vocabulary: Mapping[str, Any] = NO_VOCABULARY,
     tensors_a_file: int = 0,
 ) -> Path:  # fmt: skip
     """Write a model as llama.cpp's converter would; `extra(writer)` adds metadata, `tensors` small vectors, and
-    `vocabulary` is what stands under `tokenizer.ggml`. With `tensors_a_file` in several files."""
+    `vocabulary` is what stands under `tokenizer.ggml`. With `tensors_a_file` in several files. Matrices are of one
+    `kind`, or what it says of a stored name."""
     config = model.config
     writer = gguf.GGUFWriter(path, general_arch or arch, split_max_tensors=tensors_a_file)
     writer.add_context_length(config.max_position_embeddings)
@@ -85,8 +103,9 @@ def write(
         if arch in ("llama", "smollm3") and projection in heads:
             values = interleaved(values, heads[projection])
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        quant = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(stored, gguf.quantize(values, quant), raw_dtype=quant)
+        kind_of = kind if callable(kind) else lambda _: kind
+        quant = gguf.GGMLQuantizationType[kind_of(stored) if values.ndim > 1 else "F32"]
+        writer.add_tensor(stored, packed(values, quant), raw_dtype=quant)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, np.array(values, dtype=np.float32))
     writer.write_header_to_file()

@@ -21,6 +21,7 @@ from offload_runtime.weights import (
 )
 from tests.helpers.models import load_plain
 from tests.helpers.page_locking import LimitedRegistrar
+from tests.test_weights_gguf import write
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -146,15 +147,23 @@ def test_progress_ends_at_the_total(directory):
 
 MEASURE = """
 import sys, torch
-from offload_runtime.weights import ModelLayout, load_weights, open_checkpoint
+from offload_runtime.weights import load_weights, open_checkpoint
 def status(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 source = open_checkpoint(sys.argv[1])
 before = status("VmRSS")
-weights = load_weights(source, ModelLayout.plain(source.config(), torch.bfloat16))
+weights = load_weights(source, source.layout(torch.bfloat16))
 print(before, status("VmHWM"), weights.layout.total_bytes)
 """
+
+
+def measured(model: Path) -> tuple[int, int]:
+    """By how many bytes a process grows that loads a model in bf16, and how many its weights are."""
+    command, root = [sys.executable, "-c", MEASURE, str(model)], Path(__file__).parents[1]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    before, peak, total_bytes = map(int, result.stdout.split())
+    return peak - before, total_bytes
 
 
 @pytest.mark.slow
@@ -169,10 +178,20 @@ def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
     del model
     assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 70
     shard_bytes = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    root = Path(__file__).parents[1]
-    result = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True, cwd=root
-    )
-    before, peak, total_bytes = map(int, result.stdout.split())
+    grown, total_bytes = measured(tmp_path)
     assert total_bytes > 200e6
-    assert 0.9 * total_bytes < peak - before <= 1.1 * total_bytes + shard_bytes
+    assert 0.9 * total_bytes < grown <= 1.1 * total_bytes + shard_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+def test_peak_memory_of_a_quantised_file_is_what_it_stores(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=16_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16,
+        num_key_value_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    path = write(tmp_path / "m.gguf", "llama", transformers.LlamaForCausalLM(config), kind="Q8_0")
+    grown, total_bytes = measured(path)
+    assert 80e6 < total_bytes < 1.01 * path.stat().st_size
+    # Of each of four threads what it reads at a time, before rows are put in order, and after.
+    assert 0.9 * total_bytes < grown <= 1.03 * total_bytes + 4 * 2 * (5 << 20)

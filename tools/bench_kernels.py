@@ -22,6 +22,7 @@ from harness import check_out, emit, percentiles, provenance
 from kernel_cases import kv, rows
 from kernel_cases.attention import attention
 from kernel_cases.case import DEVICE, Case
+from kernel_cases.encodings import decode_blocks
 from kernel_cases.linear import linear, tuned
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
@@ -30,7 +31,8 @@ from offload_runtime.errors import DeviceError, OptionError
 
 OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
     "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
-    "compact_rows": kv.compact_rows, "linear": linear, "gather_chunks": kv.gather_chunks_cases,
+    "compact_rows": kv.compact_rows, "decode_blocks": decode_blocks, "linear": linear,
+    "gather_chunks": kv.gather_chunks_cases,
     "gumbel_argmax": rows.gumbel_argmax, "rms_norm": rows.rms_norm, "rope_store": rows.rope_store,
     "swiglu": rows.swiglu,
 }  # fmt: skip
@@ -58,6 +60,7 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
         "reference_ms": reference_ms.as_dict(),
         "reference_in_graph": case.reference_in_graph,
         "moved_bytes": case.moved_bytes,
+        **({"stored_gbps": case.stored_bytes / GB / (kernel_ms.median / 1e3)} if case.stored_bytes else {}),
         "bound_ms": bound_ms,
         "share_of_bound": bound_ms / kernel_ms.median,
     }
@@ -73,7 +76,8 @@ def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_fl
         shown = ", ".join(f"{key} {value}" for key, value in case.configuration.items())
         print(
             f"{shown}: {row['triton_ms']['median']:.4f} ms, {row['share_of_bound']:.0%} of the bound; "
-            f"reference {row['reference_ms']['median']:.4f} ms",
+            + (f"{row['stored_gbps']:.0f} GB/s of what is stored; " if case.stored_bytes else "")
+            + f"reference {row['reference_ms']['median']:.4f} ms",
             flush=True,
         )
         yield row

@@ -104,7 +104,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     locked = f"page-locked {format_bytes(plan.pinned_bytes)}"
     words = [
         describe_draft_cache(plan),
-        f"weights: {_layers(placement.resident_layers, placement.num_layers)}",
+        f"weights: {_layers(placement.resident_layers, placement.num_layers)}; {target.layout.stored_as}",
         describe_staging(placement),
         f"KV cache of {target.batch} x {target.context_tokens} tokens: "
         f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
@@ -263,6 +263,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
     return {
         "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
         "host_memory": {**host, "parts": [asdict(part) for part in plan.host]},
+        "stored_bytes": plan.target.layout.bytes_by_kind,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_slots": placement.num_slots},
         "draft_cache": None if plan.draft is None else plan.draft.cache,
         "retrieval_verifier": plan.has_verifier,

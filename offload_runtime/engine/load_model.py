@@ -187,6 +187,8 @@ def connect_model(
     placement, device, layout = memory.placement, budget.device, weights.layout
     layers_host = [weights.block(index) for index in range(len(weights.layers))]
     slots = _ring(budget, f"{name}: ring", placement.num_slots, max(layout.layer_bytes))
+    scratch_bytes = layout.scratch_bytes(device.type)
+    scratch = budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None
     (shared,) = _on_device([weights.block(None)], budget, f"{name}: embedding and head")
     kept = placement.resident_layers
     buffers = _on_device([layers_host[index] for index in kept], budget, f"{name}: resident layers")
@@ -200,7 +202,7 @@ def connect_model(
     cache = make_cache(plan, budget, f"{name}: KV cache", queues.d2h, memory)
     undo.callback(cache.close)
     link_peak_gbps = _measure_link(layers_host, slots + kv_slots, queues.h2d, memory)
-    decoder = Decoder(plan.config, layout.shared.views(shared))
+    decoder = Decoder(plan.config, layout.shared.views(shared, scratch))
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, device, fixed_length=fixed_length)
@@ -208,7 +210,7 @@ def connect_model(
     undo.callback(engine.close)
     streamer = LayerStreamer(
         layers_host, dict(zip(kept, buffers, strict=True)), slots,
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch), engine=engine,
         kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
     )  # fmt: skip
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.chunk_tokens)

@@ -61,7 +61,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.dtype = weights.layout.dtype
         self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
         speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
-        self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}"
+        self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}: {weights.layout.stored_as}"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens

@@ -30,13 +30,13 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, shared: Weights) -> None:
         self.config = config
-        self.embedding = shared["embedding"].dense
+        self.embedding = shared["embedding"]
         self.lm_head = shared.get("lm_head", shared["embedding"])
-        self._final_norm = shared["final_norm"].dense
+        self.final_norm = shared["final_norm"].dense
 
     def embed(self, rows: PassRows) -> torch.Tensor:
         """The residual stream at the bottom: [N, H]."""
-        return self.embedding.index_select(0, rows.tokens)
+        return self.embedding.rows(rows.tokens)
 
     def layer(self, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache) -> None:
         """One layer. Writes the rows' keys and values into the cache.
@@ -57,7 +57,7 @@ class Decoder:
 
     def head(self, residual: torch.Tensor) -> torch.Tensor:
         """Logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last layer."""
-        return self.lm_head.linear(rms_norm(residual, self._final_norm, self.config.rms_norm_eps))
+        return self.lm_head.linear(rms_norm(residual, self.final_norm, self.config.rms_norm_eps))
 
     def attend(
         self, index: int, weights: Weights, qkv: torch.Tensor, rows: PassRows, cache: LayerCache

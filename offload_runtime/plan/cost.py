@@ -153,16 +153,17 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
     stages = [(1, target.layout.head_bytes / attained_hbm, _head_operations(target, height) / flops)]
     matrix_s = 2 * target.layer_elements * height / flops
-    kinds = Counter(zip(target.config.layer_windows, target.layout.layer_bytes, strict=True))  # layers are of a few
-    for (reach, layer_bytes), count in kinds.items():
+    moved = [layer.moved_bytes(slices) for layer in target.layout.layers]
+    kinds = Counter(zip(target.config.layer_windows, moved, strict=True))  # layers are of a few
+    for (reach, moved_bytes), count in kinds.items():
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
-        stages.append((count, slices * layer_bytes / attained_hbm, matrix_s))
+        stages.append((count, moved_bytes / attained_hbm, matrix_s))
         key_bytes = 2 * target.config.kv_size * target.dtype.itemsize  # with its value, in one layer
         stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
     layers = target.config.num_layers
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * slices
-    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces
+    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + target.layout.num_decodings
     stages.append((launches, machine.launch_us * 1e-6, 0.0))  # of the device, from kernel to kernel
     captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
     return PassTime(
@@ -226,10 +227,10 @@ def _step_s(
 ) -> float:
     """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
     layers = model.config.num_layers
-    hbm_bytes = sum(model.layout.layer_bytes) + model.layout.head_bytes + kv_bytes
+    hbm_bytes = sum(layer.moved_bytes() for layer in model.layout.layers) + model.layout.head_bytes + kv_bytes
     operations = 2 * rows * layers * model.layer_elements + _head_operations(model, rows)
     compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
-    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES
+    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + model.layout.num_decodings
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
 
 
@@ -474,7 +475,9 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
         attention_operations += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
     slices = -(-prompt_tokens // _SLICE_ROWS)
-    hbm_s = batch * slices * sum(target.layout.layer_bytes) / machine.attained_hbm
+    pieces = -(-prompt_tokens // target.chunk_tokens)
+    moved_bytes = sum(layer.moved_bytes(slices, passes=pieces) for layer in target.layout.layers)
+    hbm_s = batch * moved_bytes / machine.attained_hbm
     arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
     compute_s = max(hbm_s, arithmetic_s)

@@ -349,6 +349,7 @@ class RunPlan:
             MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
             MemoryPart("draft KV cache", 0 if draft is None else draft.kv_bytes),
             MemoryPart("CUDA graphs", self.graph_bytes),
+            MemoryPart("decoded matrices", self.scratch_bytes),
             MemoryPart("workspace", self.workspace_bytes),
         )
 
@@ -361,6 +362,12 @@ class RunPlan:
     def fixed_bytes(self) -> int:
         """Of what there must be, everything but the target's layers of weights."""
         return sum(part.nbytes for part in self._needed) - self.target.held_bytes(self.placement)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What each model decodes its matrices into, one after the other."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return sum(model.layout.scratch_bytes(device_type_of(self.request)) for model in models)
 
     @property
     def workspace_bytes(self) -> int:
@@ -473,7 +480,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    layout, placement = ModelLayout.plain(config, dtype), all_resident(config.num_layers)
+    layout, placement = request.target.layout(dtype), all_resident(config.num_layers)
     chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
     target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
@@ -499,7 +506,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
             "--draft-cache streaming or full, or --tree-nodes 0"
         )
     plan = ModelPlan(
-        config, ModelLayout.plain(config, target.dtype), target.chunk_tokens, context, target.window_tokens,
+        config, request.draft.layout(target.dtype), target.chunk_tokens, context, target.window_tokens,
         target.batch, all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes,
         step_rows=max(STEP_ROWS, target.batch),
     )  # fmt: skip

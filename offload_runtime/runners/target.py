@@ -254,7 +254,7 @@ class CapturedPasses:
         self._words_host, self._tokens_host = self._words_pinned.numpy(), self._tokens_pinned.numpy()
         self._is_running = False  # the last pass may not have fetched its words yet
         self._frequencies = RowFrequencies(rows.rope, CAPTURED_ROWS)
-        self._logits = decoder.embedding.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
+        self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
     def run(
         self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int],

@@ -11,7 +11,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
-from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 
 # Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied;
 # of GGUF files what scales the rotations, which is a part of the configuration.
@@ -36,14 +36,20 @@ _LEFTOVERS = (
 @dataclass(frozen=True)
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
-    means: the stored dtype, bf16 when the file is quantised."""
+    means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
+    that can be kept as they are, in the words of `encodings.gguf_rows`."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
+    kinds: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
         return self.model_config
+
+    def layout(self, dtype: torch.dtype) -> ModelLayout:
+        """How its weights lie in memory where it computes in `dtype`."""
+        return ModelLayout.as_stored(self.model_config, dtype, self.kinds)
 
 
 @dataclass(frozen=True)

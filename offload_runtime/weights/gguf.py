@@ -1,4 +1,4 @@
-"""GGUF files: their header, their metadata as a transformers configuration, their tensors dequantised.
+"""GGUF files: their header, their metadata as a transformers configuration, their tensors as stored or decoded.
 
 The `gguf` package's reader makes numpy arrays of every token of the vocabulary, which takes seconds; here the header is
 walked, and a truncated file is refused with the number of missing bytes. transformers' own reader takes the base of the
@@ -10,20 +10,31 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource, HeaderReader, StoredTensor, match_tensors, open_header
+from offload_runtime.weights.checkpoint import (
+    CheckpointSource,
+    DescribedModel,
+    HeaderReader,
+    StoredTensor,
+    damaged,
+    match_tensors,
+    open_header,
+)
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.encodings.gguf_rows import KINDS, decode_rows, has_finite_scales
 from offload_runtime.weights.fields import Fields, shortened, shown
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -32,7 +43,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-_CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: 16 MiB of float32
+_CHUNK_ELEMENTS = 1 << 22  # read at a time: 16 MiB of float32, 2.4 MB of Q4_K
 
 
 # --- the header
@@ -261,31 +272,34 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
 
 def _check_kind(tensor: StoredTensor) -> None:
-    """Refuse a quantisation that the `gguf` package cannot undo, before anything is loaded."""
-    kind = gguf.GGMLQuantizationType[tensor.dtype]
-    try:
-        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
-    except NotImplementedError as error:
+    """Refuse a quantisation that is not read, before anything is loaded."""
+    if tensor.dtype not in KINDS:
         raise CheckpointError(
-            f"{tensor.path}: {tensor.name} is quantised as {kind.name}, which cannot be read: use another file"
-        ) from error
+            f"{tensor.path}: {tensor.name} is quantised as {tensor.dtype}, which is not read: use another file, such "
+            "as one of Q4_K_M"
+        )
 
 
 def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None:
-    """Dequantise into `out`, a few rows at a time; with `head_dim` the rows of each head are put back in order, whose
-    two halves llama.cpp interleaves. A vector counts as one row."""
+    """Decode into `out`, or into uint8 copy as it is stored, a few rows at a time; with `head_dim` the rows of each
+    head are put back in order, whose two halves llama.cpp interleaves. A vector counts as one row."""
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     columns, row_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
     unit = head_dim or 1  # whole heads, so that a chunk can be put in order by itself
     step = max(1, _CHUNK_ELEMENTS // (columns * unit)) * unit
-    for start in range(0, rows, step):
-        part = out[start : start + step] if out.dim() > 1 else out
-        stored = np.empty((min(step, rows - start), row_bytes), dtype=np.uint8)
-        tensor.read_into(stored.reshape(-1).data, start * row_bytes)
-        values = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[tensor.dtype]))
+    raw = out.dtype == torch.uint8
+    for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
+        in_place = part if head_dim is None else torch.empty_like(part)
+        stored = in_place if raw else torch.empty(len(part), row_bytes, dtype=torch.uint8)
+        tensor.read_into(stored.view(-1).numpy().data, start * row_bytes)
+        if not has_finite_scales(tensor.dtype, stored):
+            raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
+        if not raw:
+            decode_rows(tensor.dtype, stored, in_place)
         if head_dim is not None:
-            values = values.reshape(-1, head_dim // 2, 2, *part.shape[1:]).transpose(1, 2)
-        part.copy_(values.reshape(part.shape))
+            width = part.shape[1] if len(tensor.shape) > 1 else 1
+            halves = in_place.view(-1, head_dim // 2, 2, width).transpose(1, 2)
+            part.copy_(halves.reshape(part.shape))
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
@@ -294,6 +308,30 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
     out = torch.empty(tensor.shape)
     _fill(tensor, None, out)
     return [float(value) for value in out.view(-1).tolist()]
+
+
+def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], str]:
+    """From transformers' name of a tensor to the file's."""
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+
+    def stored_name(name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        return f"{names.get_name(stem)}.{suffix}"
+
+    return stored_name
+
+
+def describe_gguf(path: Path) -> DescribedModel:
+    """What the header of a GGUF file says; errors as of `open_gguf`, but for missing tensors."""
+    header = read_gguf_header(path)
+    config = model_config_from_json(config_from_gguf(header), str(path))
+    stored_name = _stored_names(header, config)
+    found = {name: header.tensors.get(stored_name(name)) for name in checkpoint_tensors(config)}
+    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
+    for tensor in tensors.values():
+        _check_kind(tensor)
+    return DescribedModel(config, torch.bfloat16, kinds={name: tensor.dtype for name, tensor in tensors.items()})
 
 
 def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
@@ -310,17 +348,13 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
-    names = gguf.get_tensor_name_map(arch, config.num_layers)
-
-    def stored_name(name: str) -> str:
-        stem, _, suffix = name.rpartition(".")
-        return f"{names.get_name(stem)}.{suffix}"
-
     fills: dict[str, Fill] = {}
-    for name, tensor in match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name).items():
+    stored_name = _stored_names(header, config)
+    tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
+    for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
         fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
-    return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer)
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds)

@@ -9,17 +9,19 @@ tensor (`checkpoint_tensors`).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from offload_runtime.config import ModelConfig
-from offload_runtime.weights.encoding import Encoding, Weight
+from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Weight
+from offload_runtime.weights.encodings.gguf_rows import GgufRows
 
-ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
+# Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
+_HEAD_SLICE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Of the stored tensor."""
         return self.encoding.nbytes(self.shape)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Of what it is decoded to before a product."""
+        return self.encoding.decoded_bytes(self.shape)
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,33 @@ class PackedLayout:
         """Elements of the matrices: two operations each for every row."""
         return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
 
-    def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
+    @cached_property
+    def encoded_bytes(self) -> int:
+        """Of `total_bytes`, what is decoded before a product."""
+        return sum(spec.nbytes for spec in self.tensors if spec.encoding.num_decodings)
+
+    @cached_property
+    def decoded_bytes(self) -> int:
+        """What that is decoded to."""
+        return sum(spec.decoded_bytes for spec in self.tensors)
+
+    @cached_property
+    def num_decodings(self) -> int:
+        """Kernels that this takes."""
+        return sum(spec.encoding.num_decodings for spec in self.tensors)
+
+    def moved_bytes(self, slices: int = 1, *, passes: int = 1) -> int:
+        """What `passes` passes read and write of the block that is on the device, when their products read each matrix
+        `slices` times together."""
+        decoding_bytes = passes * (self.encoded_bytes + self.decoded_bytes)
+        return decoding_bytes + slices * (self.total_bytes - self.encoded_bytes + self.decoded_bytes)
+
+    def views(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> dict[str, Weight]:
         """Name the parts of a block without copying.
 
         Args:
             buffer: uint8 [at least total_bytes], host or device, starting where the block starts.
+            scratch: uint8, for matrices that are decoded; see `Encoding.weight`.
 
         Returns:
             Packed name to weight; that of a matrix knows its bias.
@@ -77,7 +106,7 @@ class PackedLayout:
         for spec in sorted(self.tensors, key=lambda spec: len(spec.shape)):  # biases before their matrices
             bias = found.get(f"{spec.name}_bias")
             stored = buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
-            found[spec.name] = spec.encoding.weight(stored, spec.shape, None if bias is None else bias.dense)
+            found[spec.name] = spec.encoding.weight(stored, spec.shape, None if bias is None else bias.dense, scratch)
         return found
 
 
@@ -94,6 +123,30 @@ class ModelLayout:
         """Everything stored in the dtype that the model computes in: layers of one size."""
         return cls(dtype, (layer_layout(config, dtype),) * config.num_layers, shared_layout(config, dtype))
 
+    @classmethod
+    def as_stored(cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str]) -> ModelLayout:
+        """Matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`.
+
+        Args:
+            config: The model's shape.
+            dtype: What it computes in.
+            kinds: How checkpoint tensors are stored (`encodings.gguf_rows.KINDS`), by transformers' name.
+        """
+        if not kinds:
+            return cls.plain(config, dtype)
+        stacks = defaultdict[int | None, dict[str, list[tuple[int, str]]]](dict)
+        columns = dict[str, int]()
+        for name, to in checkpoint_tensors(config).items():
+            if len(to.shape) == 2:
+                stacks[to.layer].setdefault(to.packed, []).append((to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])))
+                columns[to.packed] = to.shape[1]
+        encodings = {
+            layer: {packed: GgufRows.smallest(parts, columns[packed], dtype) for packed, parts in stack.items()}
+            for layer, stack in stacks.items()
+        }
+        layers = tuple(layer_layout(config, dtype, encodings[layer]) for layer in range(config.num_layers))
+        return cls(dtype, layers, shared_layout(config, dtype, encodings[None]))
+
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of each layer's block."""
@@ -104,11 +157,40 @@ class ModelLayout:
         """Bytes of all blocks."""
         return sum(self.layer_bytes) + self.shared.total_bytes
 
+    @cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes by the names of how they are stored, the most first."""
+        found = Counter[str]()
+        for spec in (spec for block in (*self.layers, self.shared) for spec in block.tensors):
+            found.update(spec.encoding.bytes_by_kind(spec.shape))
+        return dict(found.most_common())
+
+    @property
+    def stored_as(self) -> str:
+        """The same in words."""
+        return ", ".join(f"{format_bytes(nbytes)} in {kind}" for kind, nbytes in self.bytes_by_kind.items())
+
+    def scratch_bytes(self, device_type: str) -> int:
+        """Bytes of the largest matrix that is decoded before a product; a GPU decodes the head in slices."""
+        layers_bytes = max(spec.decoded_bytes for layer in self.layers for spec in layer.tensors)
+        head_bytes = self._head.decoded_bytes
+        return max(layers_bytes, min(head_bytes, _HEAD_SLICE_BYTES) if device_type == "cuda" else head_bytes)
+
+    @cached_property
+    def num_decodings(self) -> int:
+        """Kernels that decode the matrices of a pass."""
+        return sum(layer.num_decodings for layer in self.layers) + self._head.encoding.num_decodings
+
     @property
     def head_bytes(self) -> int:
-        """Bytes of the matrix that makes logits: `lm_head`, or the embedding where it is tied."""
-        nbytes = {spec.name: spec.nbytes for spec in self.shared.tensors}
-        return nbytes.get("lm_head", nbytes["embedding"])
+        """What the product that makes logits reads and writes of its matrix."""
+        return self._head.nbytes + 2 * self._head.decoded_bytes
+
+    @property
+    def _head(self) -> TensorSpec:
+        """`lm_head`, or the embedding where it is tied."""
+        specs = {spec.name: spec for spec in self.shared.tensors}
+        return specs.get("lm_head", specs["embedding"])
 
     def block(self, layer: int | None) -> PackedLayout:
         """The block of a layer, or with None the shared one."""
@@ -191,9 +273,11 @@ def layer_layout(
     return PackedLayout.build(_packed_shapes(_layer_parts(config)), dtype, encodings)
 
 
-def shared_layout(config: ModelConfig, dtype: torch.dtype) -> PackedLayout:
+def shared_layout(
+    config: ModelConfig, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
+) -> PackedLayout:
     """The block of what all layers share: `embedding [V, H]`, `final_norm [H]`, `lm_head [V, H]` unless tied."""
-    return PackedLayout.build(_packed_shapes(_shared_parts(config)), dtype)
+    return PackedLayout.build(_packed_shapes(_shared_parts(config)), dtype, encodings)
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:

@@ -110,18 +110,16 @@ def _fill(
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     left = Counter(destination.layer for destination in destinations.values())
     blocks = {layer: weights.views(layer) for layer in left}
-    encodings = {(layer, spec.name): spec.encoding for layer in left for spec in weights.layout.block(layer).tensors}
     done_bytes = 0
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
-        jobs: dict[Future[None], Destination] = {}
+        jobs: dict[Future[int], Destination] = {}
         try:
             for name, fill in source.fills.items():
                 to = destinations[name]
                 jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
             for job in as_completed(jobs):
-                job.result()
+                done_bytes += job.result()
                 to = jobs[job]
-                done_bytes += encodings[to.layer, to.packed].nbytes(to.shape)
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
                     assert registrar is not None

@@ -13,7 +13,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.fields import shortened
-from offload_runtime.weights.gguf import config_from_gguf, gguf_parts, open_gguf, read_gguf_header
+from offload_runtime.weights.gguf import describe_gguf, gguf_parts, open_gguf
 from offload_runtime.weights.hub import CHECKPOINT_FILES, download_gguf, download_model
 from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
 
@@ -53,8 +53,7 @@ def describe_model(reference: str | Path) -> DescribedModel:
     """
     with _located(reference, ("config.json",)) as path:
         if not path.is_dir():
-            raw = config_from_gguf(read_gguf_header(path))
-            return DescribedModel(model_config_from_json(raw, str(path)), torch.bfloat16)
+            return describe_gguf(path)
         raw = read_json(path / "config.json")
         name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
         native_dtype = stored_dtype(path) or _DTYPE_NAMES.get(name, torch.bfloat16)

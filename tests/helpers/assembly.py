@@ -139,16 +139,18 @@ def make_runner(
             resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_slots = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.slots)]
+    scratch_bytes = layout.scratch_bytes(device.type)
+    scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
         [torch.full((slot_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer),
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
         engine=engine,
         kv=cache if isinstance(cache, HostKVCache) else None,
         kv_slots=kv_slots,
     )
-    shared = layout.shared.views(weights.block(None).to(device))
+    shared = layout.shared.views(weights.block(None).to(device), scratch)
     rows = RowBuilder(RopeTable(config, device))
     runner = ModelRunner(Decoder(config, shared), streamer, cache, rows, chunk_tokens)
     return Assembled(runner, engine, weights, tuple(rings), writeback)

@@ -37,6 +37,7 @@ from offload_runtime_kernels.chunk_summaries import ChunkSummaries, chunk_summar
 from offload_runtime_kernels.compact_rows import compact_rows_triton
 from offload_runtime_kernels.copy_words import copy_words_triton
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
+from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat, decode_blocks_triton
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_triton, gumbel_noise_triton, gumbel_perturb_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
@@ -159,6 +160,16 @@ def linear_calls() -> Iterator[tuple[str, Call]]:
         yield f"{name} added", partial(product_of, rows, m, 11008, dtype, tile, bias=True, add=True)
         if rows in (TILE_ROWS[0], TILE_ROWS[-1]):
             yield f"{name} ragged", partial(product_of, rows, m, 576, dtype, tile)
+
+
+def decode(form: BlockFormat, dtype: torch.dtype) -> None:
+    stored, out = torch.empty(4096, form.nbytes, dtype=torch.uint8), torch.empty(4096, form.weights, dtype=dtype)
+    decode_blocks_triton(stored, form, out)
+
+
+def encoding_calls() -> Iterator[tuple[str, Call]]:
+    for name, form in FORMATS.items():
+        yield f"decode {name}", partial(decode, form, FP32 if name == "Q4_1" else BF16)
 
 
 def attend(
@@ -310,7 +321,10 @@ def wrong_calls() -> Iterator[tuple[str, Call]]:
 
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
-    every = (linear_calls, attention_calls, sources_calls, retrieval_calls, layer_calls, sampling_calls, step_calls)
+    every = (
+        linear_calls, encoding_calls, attention_calls, sources_calls, retrieval_calls, layer_calls, sampling_calls,
+        step_calls,
+    )  # fmt: skip
     for name, call in (named for group in (*every, *((wrong_calls,) if wanted else ())) for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):
             yield name, call

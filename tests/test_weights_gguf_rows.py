@@ -1,0 +1,348 @@
+"""GGUF files are kept as they are stored: the bytes of the file, and the bits of its decoded copy wherever they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from offload_runtime_kernels.gguf_blocks import FORMATS
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes
+from offload_runtime.copy import CopyQueues, make_copy_engine
+from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.engine.load_model import connect_model
+from offload_runtime.engine.staged_layers import StagedMemory
+from offload_runtime.errors import CheckpointError
+from offload_runtime.memory import DeviceBudget
+from offload_runtime.model import Window
+from offload_runtime.plan import MachineFigures, plan_run
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding
+from offload_runtime.weights.encodings.gguf_rows import GgufRows
+from tests.helpers.assembly import make_runner
+from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import load_plain, random_tokens, rows_of
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+from tests.test_weights_gguf import write
+
+MACHINE = MachineFigures("some", 200 * GB, GB, 25.0, 1000.0, 900 * GB, {"bf16": 165.0, "fp32": 80.0})
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYERS = 5
+# By the beginning of a stored name: a mix as in Q4_K_M, one of everything else, one that is not quantised.
+MIX = {
+    "blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "blk.0": "Q4_K",
+    "blk.1.attn_q": "IQ4_XS", "blk.1.attn_k": "Q8_0", "blk.1.attn_v": "F16", "blk.1.attn_output": "Q2_K",
+    "blk.1.ffn_gate": "Q5_K", "blk.1.ffn_up": "Q3_K", "blk.1.ffn_down": "IQ4_NL",
+    "blk.2.attn_q": "Q4_0", "blk.2.attn_k": "Q5_0", "blk.2.attn_v": "Q5_1", "blk.2.attn_output": "F32",
+    "blk.2": "Q4_1", "blk.3": "BF16", "blk.4": "F32", "token_embd": "Q4_K", "output": "Q6_K",
+}  # fmt: skip
+
+
+def mix(name: str) -> str:
+    return next(kind for start, kind in MIX.items() if name.startswith(start))
+
+
+def write_llama(path: Path, kind: str | Callable[[str], str], **overrides: Any) -> Path:
+    """A Llama whose rows are whole blocks of 256, for the tokenizer of the small checkpoints."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{
+        "vocab_size": len(byte_level_tokenizer()), "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2048, **overrides,
+    })  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.5 if "embed" in name else 2.0 * parameter.shape[-1] ** -0.5)
+    return write(path, "llama", model, kind=kind)
+
+
+def opened(path: Path) -> CheckpointSource:
+    tokenizer = byte_level_tokenizer()
+    return replace(open_checkpoint(path), tokenizer=cache(lambda: tokenizer))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> CheckpointSource:
+    """Layers of five sizes."""
+    return opened(write_llama(tmp_path_factory.mktemp("mixed") / "m.gguf", mix))
+
+
+@pytest.fixture(scope="module")
+def decoded(source: CheckpointSource) -> CheckpointSource:
+    """The same, decoded as it is read."""
+    return replace(source, kinds={})
+
+
+def by_package(path: Path, arch: str, config: Any) -> dict[str, torch.Tensor]:
+    """What the gguf package makes of a file, by transformers' name, with rows of Q and K as transformers has them."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    found = {}
+    for name in checkpoint_tensors(config):
+        tensor = tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))]
+        values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            values = values.view(-1, config.head_dim // 2, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+        found[name] = values
+    return found
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+def test_weights_are_those_of_the_gguf_package(source: CheckpointSource, dtype: torch.dtype) -> None:
+    layout = source.layout(dtype)
+    weights, seen = load_weights(source, layout), by_package(Path(source.reference), "llama", source.config())
+    for name, to in checkpoint_tensors(source.config()).items():
+        assert torch.equal(rows_of(to, weights.views(to.layer)), seen[name].to(dtype)), name
+    plain = load_plain(source, dtype)
+    for layer in (None, *range(LAYERS)):
+        for name, weight in plain.views(layer).items():
+            assert torch.equal(weights.views(layer)[name].dense, weight.dense)
+
+
+def test_layers_take_the_bytes_of_the_file(source: CheckpointSource) -> None:
+    layout, config = source.layout(BF16), source.config()
+    assert describe_model(source.reference).layout(BF16) == layout
+    tensors = gguf.GGUFReader(source.reference).tensors
+    for layer, packed in enumerate(layout.layers):
+        in_file = sum(int(t.n_bytes) for t in tensors if t.name.startswith(f"blk.{layer}.") and len(t.shape) > 1)
+        vectors = 2 * config.hidden_size * 2
+        if layer == 2:
+            in_file -= config.hidden_size**2 * 2  # one in F32 among others
+        if layer == 4:
+            in_file //= 2
+        assert 0 <= packed.total_bytes - in_file - vectors <= 9 * ALIGNMENT_BYTES
+    assert len(set(layout.layer_bytes)) == 4  # bf16 is as large as what is converted to it
+    done: list[int] = []
+    weights = load_weights(source, layout, on_progress=lambda *pair: done.append(pair[0]))
+    assert done == sorted(done) and done[-1] == layout.total_bytes
+    assert len(weights.block(0)) == layout.layer_bytes[0]
+    decoded_bytes = source.config().hidden_size * 2 * source.config().intermediate_size
+    assert layout.scratch_bytes("cuda") == decoded_bytes * 2 and layout.scratch_bytes("cpu") == decoded_bytes * 2
+    assert source.layout(FP32).scratch_bytes("cuda") == decoded_bytes * 4
+
+
+def test_what_takes_no_fewer_bytes_is_in_the_dtype_of_the_run() -> None:
+    assert GgufRows.smallest([(8, "F32"), (4, "BF16"), (4, "F16")], 256, BF16) == Encoding(BF16)
+    assert GgufRows.smallest([(8, "F16")], 256, BF16) == Encoding(BF16)
+    assert GgufRows.smallest([(8, "F16"), (8, "F16")], 256, FP32) == GgufRows(FP32, ((16, "F16"),))
+    mixed = GgufRows.smallest([(8, "Q4_K"), (4, "Q4_K"), (4, "Q6_K"), (2, "F32")], 256, BF16)
+    assert mixed == GgufRows(BF16, ((12, "Q4_K"), (4, "Q6_K"), (2, "BF16")))
+    assert mixed.nbytes((18, 256)) == (1728 + 64) + (840 + 184) + 1024
+
+
+def logits(
+    source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None, device: str = "cpu",
+    dtype: torch.dtype = FP32,
+) -> torch.Tensor:  # fmt: skip
+    """Of a prompt and a window behind it."""
+    made = make_runner(
+        source, slots=slots, resident=resident, layout=source.layout(dtype), device=torch.device(device), dtype=dtype
+    )
+    tokens = random_tokens(30)
+    prefill = made.runner.prefill(0, tokens[:20])
+    window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
+    made.close()
+    return torch.cat([prefill, window])
+
+
+@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))])
+def test_logits_are_those_of_the_decoded_file(
+    source: CheckpointSource, decoded: CheckpointSource, slots: int, resident: tuple[int, ...] | None
+) -> None:
+    found = logits(source, slots=slots, resident=resident)
+    assert torch.equal(found, logits(decoded, slots=0, resident=None))
+    assert len(found.unique()) > 1000
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_encoding_gives_the_logits_of_the_decoded_file(kind: str, tmp_path: Path) -> None:
+    """With a head that is the embedding."""
+    path = write_llama(tmp_path / "m.gguf", kind, num_hidden_layers=2, tie_word_embeddings=True)
+    source = opened(path)
+    assert source.layout(BF16).total_bytes < 0.6 * replace(source, kinds={}).layout(BF16).total_bytes
+    found = logits(source, slots=1, resident=(1,))
+    assert bool(found.isfinite().all()) and len(found.unique()) > 1000
+    assert torch.equal(found, logits(replace(source, kinds={}), slots=0, resident=None))
+
+
+def test_a_head_that_is_larger_than_the_scratch_is_multiplied_in_slices() -> None:
+    height, columns = 300, 256
+    encoding = GgufRows(FP32, ((200, "Q4_K"), (100, "Q8_0")))
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, generator=generator)
+    x = torch.randn(5, columns, generator=generator)
+    whole = encoding.weight(stored, (height, columns), None, None)
+    for rows in (300, 128, 70):
+        scratch = torch.full((rows * columns * 4,), 255, dtype=torch.uint8)
+        sliced = encoding.weight(stored, (height, columns), None, scratch)
+        torch.testing.assert_close(sliced.linear(x), whole.linear(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (2, (0, 4))])
+def test_logits_on_a_gpu_are_those_of_the_decoded_file(
+    source: CheckpointSource, decoded: CheckpointSource, slots: int, resident: tuple[int, ...] | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    found = logits(source, slots=slots, resident=resident, device="cuda", dtype=dtype)
+    assert torch.equal(found, logits(decoded, slots=0, resident=None, device="cuda", dtype=dtype))
+    assert len(found.unique()) > 1000
+
+
+@pytest.mark.gpu
+def test_slices_of_a_head_have_the_bits_of_the_whole() -> None:
+    """Of the size of Llama-3's vocabulary, with a scratch that three slices fill."""
+    height, columns = 128256, 4096
+    encoding = GgufRows(BF16, ((height, "Q6_K"),))
+    stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, device="cuda")
+    scratch = torch.full((50_000 * columns * 2,), 255, dtype=torch.uint8, device="cuda")
+    whole = encoding.weight(stored, (height, columns), None, None)
+    sliced = encoding.weight(stored, (height, columns), None, scratch)
+    for rows in (1, 17, 300):
+        x = torch.randn(rows, columns, device="cuda", dtype=BF16)
+        assert torch.equal(sliced.linear(x), whole.linear(x))
+
+
+def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: CheckpointSource) -> None:
+    request = RuntimeConfig(describe_model(source.reference), "none", context=256, resident_layers=2, kv="gpu")
+    plan = plan_run(request, MACHINE)
+    layout = source.layout(BF16)
+    parts = {part.name: part.nbytes for part in plan.device}
+    assert parts["decoded matrices"] == layout.scratch_bytes("cuda")
+    assert parts["embedding and head"] == layout.shared.total_bytes
+    assert parts["ring of layers"] == plan.placement.num_slots * max(layout.layer_bytes)
+    assert plan.streamed_bytes == sum(layout.layer_bytes[layer] for layer in plan.placement.streamed_layers)
+    assert plan.loading_bytes == layout.total_bytes
+    kinds = layout.bytes_by_kind
+    assert set(kinds) == {*FORMATS, "BF16"} and kinds["Q6_K"] > kinds["Q5_0"]
+    assert f"{format_bytes(kinds['Q6_K'])} in Q6_K" in layout.stored_as
+    budget, engine, undo = DeviceBudget(torch.device("cpu"), None), make_copy_engine(torch.device("cpu")), ExitStack()
+    on_cpu = plan_run(replace(request, target=source, device="cpu", dtype="fp32"), MACHINE).target
+    weights = load_weights(source, on_cpu.layout)
+    connect_model(
+        weights, on_cpu, budget, CopyQueues(engine), name="target", memory=StagedMemory(on_cpu.placement), undo=undo
+    )
+    assert budget.reservations["target: decoded matrix"] == on_cpu.layout.scratch_bytes("cpu")
+    undo.close()
+    weights.close()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"draft": "none"},
+    "streamed": {"draft": "none", "resident_layers": 0},
+    "chains": {"gamma": 5, "tree_nodes": 0, "resident_layers": 2},
+    "trees": {"gamma": 3, "tree_nodes": 24, "resident_layers": 1, "kv": "host"},
+    "TriForce": {
+        "gamma": 8, "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2)
+    },
+}  # fmt: skip
+
+
+def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
+    asked = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.8, "seed": 3, **sampling}
+    prompts = [PROMPT, [5 + (3 * i * i + i // 7) % 280 for i in range(300)]]
+    return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected(decoded: CheckpointSource) -> list[list[int]]:
+    with Runtime.load(decoded, device="cpu", draft="none") as runtime:
+        return tokens_of(runtime)
+
+
+@pytest.mark.parametrize("drafted", ["stored", "decoded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_the_decoded_file(
+    source: CheckpointSource, decoded: CheckpointSource, expected: list[list[int]], way: str, drafted: str
+) -> None:
+    """Whoever drafts, and whether that is stored or decoded; and of a decoded target with a draft that is stored."""
+    options = {"draft": source if drafted == "stored" else decoded, **WAYS[way]}
+    with Runtime.load(source, device="cpu", **options) as runtime:
+        assert tokens_of(runtime) == expected
+    if drafted == "stored" and "draft" not in WAYS[way]:
+        with Runtime.load(decoded, device="cpu", **options) as runtime:
+            assert tokens_of(runtime) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
+    source: CheckpointSource, decoded: CheckpointSource, way: str
+) -> None:
+    """Captured passes and steps too; of twice the same text the second time by the graphs of the first."""
+    with Runtime.load(decoded, device="cuda", draft="none", context=1024) as runtime:
+        expected = tokens_of(runtime)
+    with Runtime.load(source, device="cuda", context=1024, **{"draft": source, **WAYS[way]}) as runtime:
+        assert tokens_of(runtime) == tokens_of(runtime) == expected
+        assert runtime.parts.budget.reservations["target: decoded matrix"] == source.layout(BF16).scratch_bytes("cuda")
+
+
+def test_tokens_of_staged_layers_are_those_of_the_decoded_file(
+    source: CheckpointSource, expected: list[list[int]]
+) -> None:
+    """Layers of unlike sizes, of which the system locks no more than the ring takes that they cross."""
+    registrar = LimitedRegistrar(sum(source.layout(FP32).layer_bytes) * 4 // 5)
+    with load_locked_by(registrar, source, resident_layers=0) as runtime:
+        assert len(runtime.parts.target.placement.staged_layers) == LAYERS
+        assert tokens_of(runtime) == expected
+    assert not registrar.locked
+
+
+def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", "F32", num_hidden_layers=1, hidden_size=256)
+    content = path.read_bytes()
+    name = b"blk.0.attn_v.weight"
+    kind = content.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions and both of them
+    number = int(gguf.GGMLQuantizationType.IQ2_XXS)
+    path.write_bytes(content[:kind] + number.to_bytes(4, "little") + content[kind + 4 :])
+    for door in (describe_model, open_checkpoint):
+        with pytest.raises(CheckpointError, match=r"attn_v\.weight is quantised as IQ2_XXS, which is not read"):
+            door(path)
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, scale: float) -> None:
+    path = write_llama(tmp_path / "m.gguf", "Q4_K", num_hidden_layers=1)
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
+    at = int(tensor.data_offset) + 100 * FORMATS["Q4_K"].nbytes + 2
+    content = path.read_bytes()
+    path.write_bytes(content[:at] + np.float16(scale).tobytes() + content[at + 2 :])
+    source = open_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
+        load_weights(source, source.layout(BF16))
+    with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
+        load_plain(source, BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_model_gives_the_logits_and_tokens_of_its_decoded_copy() -> None:
+    """SmolLM2-135M in Q4_1, with an embedding in Q8_0: resident, streamed and staged."""
+    source = open_checkpoint(fetch_demo_model())
+    copy, layout = replace(source, kinds={}), source.layout(FP32)
+    assert layout.total_bytes < 0.2 * copy.layout(FP32).total_bytes
+    whole = logits(copy, slots=0, resident=None)
+    for slots, resident in ((0, None), (2, None)):
+        assert torch.equal(logits(source, slots=slots, resident=resident), whole)
+    asked = {"max_new_tokens": 12, "temperature": 0.0}
+    with Runtime.load(copy, device="cpu", context=512, draft="none") as runtime:
+        tokens = runtime.generate("The capital of France is", **asked).tokens
+    for options in ({}, {"resident_layers": 3, "draft": "ngram"}):
+        with Runtime.load(source, device="cpu", context=512, **{"draft": "none", **options}) as runtime:
+            assert runtime.generate("The capital of France is", **asked).tokens == tokens
+    registrar = LimitedRegistrar(5 * layout.layer_bytes[0])
+    with load_locked_by(registrar, source, resident_layers=0, context=512) as runtime:
+        assert runtime.parts.target.placement.staged_layers
+        assert runtime.generate("The capital of France is", **asked).tokens == tokens
