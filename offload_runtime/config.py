@@ -501,6 +501,7 @@ class RuntimeConfig:
     resident_layers: int | None = None
     context: int | None = None
     kv: str = "auto"
+    weights: str = "auto"
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     max_batch: int = 1
     max_gamma: int = 63
@@ -520,6 +521,8 @@ class RuntimeConfig:
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
         require_types(self)
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
+        ways = ("auto", "stored", "decoded")
+        require(self.weights in ways, f"weights must be auto, stored or decoded, not {self.weights!r}")
         for name in ("max_batch", "max_gamma", "gamma"):
             require_positive(name, getattr(self, name))
         for name in ("context", "tree_nodes"):

@@ -154,9 +154,7 @@ def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
 @pytest.mark.slow
 def test_every_generation_and_every_answer_of_a_batch_has_its_own_figures(runtime: Runtime) -> None:
     other = PROMPT[100:]
-    alone = [
-        runtime.generate(prompt, max_new_tokens=24, gamma=1, ignore_eos=True).stats for prompt in (PROMPT, other)
-    ]
+    alone = [runtime.generate(prompt, max_new_tokens=24, gamma=1, ignore_eos=True).stats for prompt in (PROMPT, other)]
     # With a proposal a round none ends because others have enough.
     together = runtime.generate_batch([PROMPT, other], max_new_tokens=24, gamma=1, ignore_eos=True)
     assert [result.stats.acceptance for result in together] == [stats.acceptance for stats in alone]

@@ -305,8 +305,8 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
 def test_a_retrieval_verifier_that_sees_everything_is_right_about_every_sequence(
     models: dict[str, tuple[Path, Path]],
 ) -> None:
-    """It has the target's noise of each sequence: nothing is ever rejected but by rounding. With a draft some rounds are
-    cut, as half of the others have enough."""
+    """It has the target's noise of each sequence: nothing is ever rejected but by rounding. With a draft some rounds
+    are cut, as half of the others have enough."""
     options = SpeculationOptions("triforce", budget_tokens=768, gamma_draft=GAMMA_DRAFT)
     for draft_name in ("none", "model"):
         target, draft = models["gqa"]

@@ -229,7 +229,8 @@ def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: Checkpoi
     assert set(kinds) == {*FORMATS, "BF16"} and kinds["Q6_K"] > kinds["Q5_0"]
     assert f"{format_bytes(kinds['Q6_K'])} in Q6_K" in layout.stored_as
     budget, engine, undo = DeviceBudget(torch.device("cpu"), None), make_copy_engine(torch.device("cpu")), ExitStack()
-    on_cpu = plan_run(replace(request, target=source, device="cpu", dtype="fp32"), MACHINE).target
+    stored_on_cpu = replace(request, target=source, device="cpu", dtype="fp32", weights="stored")
+    on_cpu = plan_run(stored_on_cpu, MACHINE).target
     weights = load_weights(source, on_cpu.layout)
     connect_model(
         weights, on_cpu, budget, CopyQueues(engine), name="target", memory=StagedMemory(on_cpu.placement), undo=undo
@@ -269,7 +270,7 @@ def test_tokens_are_those_of_the_decoded_file(
 ) -> None:
     """Whoever drafts, and whether that is stored or decoded; and of a decoded target with a draft that is stored."""
     options = {"draft": source if drafted == "stored" else decoded, **WAYS[way]}
-    with Runtime.load(source, device="cpu", **options) as runtime:
+    with Runtime.load(source, device="cpu", weights="stored", **options) as runtime:
         assert tokens_of(runtime) == expected
     if drafted == "stored" and "draft" not in WAYS[way]:
         with Runtime.load(decoded, device="cpu", **options) as runtime:
@@ -294,7 +295,7 @@ def test_tokens_of_staged_layers_are_those_of_the_decoded_file(
 ) -> None:
     """Layers of unlike sizes, of which the system locks no more than the ring takes that they cross."""
     registrar = LimitedRegistrar(sum(source.layout(FP32).layer_bytes) * 4 // 5)
-    with load_locked_by(registrar, source, resident_layers=0) as runtime:
+    with load_locked_by(registrar, source, resident_layers=0, weights="stored") as runtime:
         assert len(runtime.parts.target.placement.staged_layers) == LAYERS
         assert tokens_of(runtime) == expected
     assert not registrar.locked
@@ -339,10 +340,12 @@ def test_a_real_model_gives_the_logits_and_tokens_of_its_decoded_copy() -> None:
     asked = {"max_new_tokens": 12, "temperature": 0.0}
     with Runtime.load(copy, device="cpu", context=512, draft="none") as runtime:
         tokens = runtime.generate("The capital of France is", **asked).tokens
-    for options in ({}, {"resident_layers": 3, "draft": "ngram"}):
-        with Runtime.load(source, device="cpu", context=512, **{"draft": "none", **options}) as runtime:
+    loaded: dict[str, Any] = {"device": "cpu", "context": 512, "weights": "stored"}
+    for options in ({"draft": "none"}, {"resident_layers": 3}, {"weights": "auto"}):
+        with Runtime.load(source, **{**loaded, **options}) as runtime:
+            assert ("Q4_1" in runtime.load_report) == ("weights" not in options)
             assert runtime.generate("The capital of France is", **asked).tokens == tokens
     registrar = LimitedRegistrar(5 * layout.layer_bytes[0])
-    with load_locked_by(registrar, source, resident_layers=0, context=512) as runtime:
+    with load_locked_by(registrar, source, resident_layers=0, context=512, weights="stored") as runtime:
         assert runtime.parts.target.placement.staged_layers
         assert runtime.generate("The capital of France is", **asked).tokens == tokens

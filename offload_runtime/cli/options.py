@@ -101,6 +101,11 @@ class RunOptions:
     kv: Literal["auto", "gpu", "host"] = _model(
         "auto", help="Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted faster."
     )
+    weights: Literal["auto", "stored", "decoded"] = _model(
+        "auto",
+        help="Matrices of quantised files: as stored, decoded before every product, or decoded as they are loaded; "
+        "auto: as stored on a GPU.",
+    )
     speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",
         metavar="MODE",

@@ -81,7 +81,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         device: str = "auto", dtype: str = "auto",
         vram: str | int | None = None, ram: str | int | None = None, pinned: str | int | None = None,
         resident_layers: int | str = "auto", context: int | str = "auto",
-        kv: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
+        kv: str = "auto", weights: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
         max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
         emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
@@ -105,6 +105,9 @@ class Runtime(AbstractContextManager["Runtime"]):
                 `host`.
             kv: Where the KV cache lives: `gpu`, `host` (paged from there, growing with the text), or `auto`,
                 which takes what is predicted to be faster.
+            weights: Whether matrices of quantised files are kept as they are `stored` and decoded before every product,
+                or `decoded` as they are loaded, which takes more memory and bytes over the link; `auto` keeps them on a
+                GPU. Changes no token.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for, and longest chain; sets the workspace.
@@ -139,7 +142,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         )
         config = RuntimeConfig(
             target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
-            pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv,
+            pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv, weights=weights,
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile,
             trace=Path(trace) if isinstance(trace, str) else trace,

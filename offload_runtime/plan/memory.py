@@ -35,7 +35,7 @@ from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.weights import ModelLayout
+from offload_runtime.weights import DescribedModel, ModelLayout
 
 # Where nothing is staged.
 NO_RING = RingShape(0, 0)
@@ -480,12 +480,19 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    layout, placement = request.target.layout(dtype), all_resident(config.num_layers)
+    layout, placement = _layout(request, request.target, dtype), all_resident(config.num_layers)
     chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
     target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
     draft = _plan_draft(request, target, tree_nodes) if has_draft else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
+
+
+def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype) -> ModelLayout:
+    """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, where a link
+    gains by it. A CPU would decode for every token what it can decode once."""
+    decoded = request.weights == "decoded" or (request.weights == "auto" and device_type_of(request) == "cpu")
+    return ModelLayout.plain(model.config(), dtype) if decoded else model.layout(dtype)
 
 
 def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> ModelPlan:
@@ -506,7 +513,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
             "--draft-cache streaming or full, or --tree-nodes 0"
         )
     plan = ModelPlan(
-        config, request.draft.layout(target.dtype), target.chunk_tokens, context, target.window_tokens,
+        config, _layout(request, request.draft, target.dtype), target.chunk_tokens, context, target.window_tokens,
         target.batch, all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes,
         step_rows=max(STEP_ROWS, target.batch),
     )  # fmt: skip

@@ -4,8 +4,8 @@ Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hi
 arXiv 2404.11912. Every level samples with the same noise and is checked by equality with the next, so nothing needs a
 correction: the full target decides in the end.
 
-A step of either level is one of all sequences. Those that have enough stand still, and once half of them do a step would
-bring less than the target's pass does: the others propose what they have.
+A step of either level is one of all sequences. Those that have enough stand still, and once half of them do, a step
+would bring less than the target's pass does: the others propose what they have.
 """
 
 from __future__ import annotations

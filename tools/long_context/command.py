@@ -89,7 +89,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--gamma", type=int, default=24, help="tokens proposed to a pass of the target")
     parser.add_argument(
-        "--gamma-draft", type=int, default=SpeculationOptions.gamma_draft,
+        "--gamma-draft",
+        type=int,
+        default=SpeculationOptions.gamma_draft,
         help="tokens proposed to a step of the retrieval verifier",
     )
     parser.add_argument("--refresh-steps", type=int, default=SpeculationOptions.refresh_steps)
