@@ -165,6 +165,7 @@ def test_logits_are_those_of_the_decoded_file(
     assert len(found.unique()) > 1000
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_encoding_gives_the_logits_of_the_decoded_file(kind: str, tmp_path: Path) -> None:
     """With a head that is the embedding."""
@@ -263,6 +264,7 @@ def expected(decoded: CheckpointSource) -> list[list[int]]:
         return tokens_of(runtime)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("drafted", ["stored", "decoded"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_the_decoded_file(

@@ -64,6 +64,7 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found[numbers].view(bits), expected[numbers].view(bits))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_reference_is_the_packages_formula(kind: str) -> None:
     form = FORMATS[kind]
@@ -88,6 +89,7 @@ def test_blocks_that_the_package_packed(kind: str) -> None:
     assert float(error) < 0.2 * float(np.abs(values).mean())  # and it is what was packed
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
 def test_kernel_has_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
