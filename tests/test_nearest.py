@@ -52,7 +52,7 @@ CHANGES = {
     "TriForce by itself": "--speculation none --gamma auto",
     "a draft's chain": "--draft ngram --sink-tokens auto",
     "several at once": "--batch 1 --kv auto --speculation auto --draft ngram --draft-cache auto",
-    "more than the card has": "--vram 25.7GB --context 12800",
+    "more than the card has": "--vram 25.7GB --context 11520",
     "more of both than there is": "--vram 25.7GB --ram 68.7GB",
     "more host memory than there is": "--ram 68.7GB --context 75520",
     "less host memory than is needed": "--ram 19.1GB",
