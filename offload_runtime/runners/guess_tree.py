@@ -20,6 +20,8 @@ _NEXT_CHILD = 0.3
 # A level has to bring so many tokens a step: a step of a draft takes a seventh of the verifier's.
 _LEAST_GAIN = 0.2
 MOST_LEVELS = 7
+# Of a tree and the tokens that are written anew: `attend_sources` has a bit for each.
+_MOST_SLOTS = 64
 
 
 class GuessTree:
@@ -70,6 +72,7 @@ class GuessTree:
                 self.drafted.append(StepLayout(ints(above), positions, len(above), 0, asked))
         # The trunk ends with the newest known token, whose row is the first; the rest of it is written anew.
         trunk = list(range(-1 - self.num_levels, 0))
+        assert len(trunk) + count <= _MOST_SLOTS, f"{count} nodes in {self.num_levels} levels"
         rows = [(-1, -1, trunk), *((node, depths[node] - 1, trunk + paths[node]) for node in range(count))]
         rows += [(slot, slot, trunk[: index + 1]) for index, slot in enumerate(trunk[:-1])]
         ways = ints([way + way[-1:] * (2 * self.num_levels + 1 - len(way)) for *_, way in rows])
