@@ -401,7 +401,7 @@ def params_of_each(
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
 DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
-# With the newest known token and those whose keys are written anew 32 rows, the most that chunks are scored by.
+# With the newest known token and those whose keys are written anew, a step of the retrieval verifier has 32 rows.
 MOST_GAMMA_DRAFT = 24
 
 

@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 
-from offload_runtime.runners import MOST_LEVELS, GuessTree, expected_accepted, likely_parents
+from offload_runtime.runners import (
+    MOST_LEVELS,
+    GuessTree,
+    expected_accepted,
+    likely_parents,
+    most_guess_rows,
+    num_guesses,
+)
 from tests.helpers.attention_cases import tree_path
 
 CPU = torch.device("cpu")
@@ -48,6 +55,18 @@ def test_a_draft_that_is_right_goes_deep_and_one_that_is_not_goes_wide() -> None
     assert likely_parents(4, 0.8) == (-1, 0, 1, 2)
     assert likely_parents(4, 0.1) == (-1, -1, -1, -1)
     assert max(len(tree_path(likely_parents(24, 0.99), node)) for node in range(24)) == MOST_LEVELS
+
+
+@pytest.mark.parametrize(("most", "batch"), [(24, 1), (24, 3), (24, 10), (3, 10)])
+def test_steps_have_the_rows_that_are_planned(most: int, batch: int) -> None:
+    verified = drafted = 0
+    for count, acceptance in itertools.product(range(1, batch + 1), (0.3, 0.65, 0.8, 0.99)):
+        tree = GuessTree(likely_parents(num_guesses(most, count), acceptance), CPU)
+        verified = max(verified, count * len(tree.verified.slots))
+        drafted = max(drafted, *(count * len(level.slots) for level in tree.drafted))
+    planned = most_guess_rows(most, batch, others=1 + MOST_LEVELS)
+    assert verified <= planned <= verified + batch * MOST_LEVELS, "no more than levels that a tree may not have"
+    assert drafted <= most_guess_rows(most, batch, others=2)
 
 
 def test_what_steps_of_a_tree_are_about() -> None:

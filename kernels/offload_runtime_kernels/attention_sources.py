@@ -67,7 +67,7 @@ def _sources_kernel(
     reach = tl.max(position, axis=0) + 1
     if DEPTH > 0:  # a bit for each of a row's ancestors, counted from the first slot of the tree on
         committed = tl.load(committed_ptr + batch)
-        reach = committed + 64
+        reach = tl.where(reach > 0, committed + 64, 0)  # nothing of a sequence that stands still
         above = tl.zeros([ROWS], dtype=tl.int64)
         for level in tl.static_range(DEPTH):
             there = row_valid & (committed + level <= position)

@@ -129,7 +129,9 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: 
 
     for params in DIFFERENT_WAYS[1:]:
         take_step([params], 1)
-    for num_sequences in warm_up_batches(batch):
+    # Trees of other sizes need other kernels, too.
+    first_of_trees = {tree.parents: count for count, tree in reversed([*enumerate(proposer.trees, 1)])}
+    for num_sequences in sorted({*warm_up_batches(batch), *first_of_trees.values()}):
         take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
     # A step puts its tree and two more tokens behind a text.
     longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - len(proposer.trees[0]) - 2)

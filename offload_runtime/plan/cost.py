@@ -25,7 +25,7 @@ from offload_runtime.config import GB
 from offload_runtime.model import depths_of
 from offload_runtime.plan.memory import ModelPlan, RunPlan
 from offload_runtime.plan.request import MachineFigures
-from offload_runtime.runners import expected_accepted, likely_parents
+from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
@@ -62,8 +62,6 @@ _FAR_TOKENS = 8192
 # Of what a draft's first child misses, the shares that its next ones hit: 0.11 to 0.12, 0.01 to 0.03 and 0.00 to 0.02
 # of all where the first hits 0.83 to 0.84 (prose and code, T = 0.6).
 _OTHER_CHILDREN = (0.7, 0.1, 0.05)
-# Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
-_CHEAP_ROWS, _LEAST_GUESSES = 64, 4
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does.
 _DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
@@ -267,12 +265,11 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
 
 
 def guess_parents(plan: RunPlan, batch: int) -> tuple[int, ...]:
-    """The tree that the draft proposes to a step of the retrieval verifier for each of `batch` sequences: together they
-    have about as many rows as cost no more than one. No nodes without either."""
+    """The tree that the draft proposes to a step of the retrieval verifier for each of `batch` sequences; no nodes
+    without either."""
     if plan.draft is None or not plan.has_verifier:
         return ()
-    nodes = max(_LEAST_GUESSES, _CHEAP_ROWS // batch - _LEAST_GUESSES)
-    return likely_parents(min(plan.draft.options.gamma_draft, nodes), usual_acceptance(plan.draft))
+    return likely_parents(num_guesses(plan.draft.options.gamma_draft, batch), usual_acceptance(plan.draft))
 
 
 def tree_nodes(plan: RunPlan) -> int:

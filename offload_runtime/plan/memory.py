@@ -29,7 +29,14 @@ from offload_runtime.plan.request import (
     resolve_context,
     resolve_dtype,
 )
-from offload_runtime.runners import MOST_LEVELS, captured_pass_bytes, draft_graph_bytes, step_graph_bytes, tree_slots
+from offload_runtime.runners import (
+    MOST_LEVELS,
+    captured_pass_bytes,
+    draft_graph_bytes,
+    most_guess_rows,
+    step_graph_bytes,
+    tree_slots,
+)
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
@@ -386,7 +393,9 @@ class RunPlan:
             return 0
         draft, nbytes = self.draft, step_graph_bytes(self.target.config) if self.has_verifier else 0
         if draft is not None:
-            rows = draft.batch * (draft.options.gamma_draft + 2 if self.has_verifier else REWRITTEN_TOKENS)
+            rows = draft.batch * REWRITTEN_TOKENS
+            if self.has_verifier:
+                rows = most_guess_rows(draft.options.gamma_draft, draft.batch, others=REWRITTEN_TOKENS)
             nbytes += draft_graph_bytes(
                 draft.config, draft.dtype.itemsize, rows=rows, batch=draft.batch, trees=draft.tree_slots > 0
             )
@@ -400,8 +409,9 @@ class RunPlan:
     @property
     def verifier_step_bytes(self) -> int:
         """Of these, the window and what a step computes on its way, of all sequences."""
-        target = self.target
-        rows = 1 + target.options.gamma_draft + MOST_LEVELS  # those levels are written anew
+        target, rows = self.target, self.target.batch
+        if self.draft is not None:  # of the newest tokens as many as there are levels are written anew
+            rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)
         far_chunks = target.context_tokens // target.options.chunk_size
         return verifier_step_bytes(
             target.config, target.dtype.itemsize, batch=target.batch, rows=rows, far_chunks=far_chunks

@@ -11,6 +11,13 @@ from offload_runtime.runners.graphs import (
     warm_up_batches,
     warm_up_lengths,
 )
-from offload_runtime.runners.guess_tree import MOST_LEVELS, GuessTree, expected_accepted, likely_parents
+from offload_runtime.runners.guess_tree import (
+    MOST_LEVELS,
+    GuessTree,
+    expected_accepted,
+    likely_parents,
+    most_guess_rows,
+    num_guesses,
+)
 from offload_runtime.runners.target import CapturedPasses, Decision, ModelRunner, decided
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes

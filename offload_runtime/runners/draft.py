@@ -1,7 +1,8 @@
 """The draft as a loop on the device: K steps say K tokens of every sequence, and the host only reads them.
 
 A step is one CUDA graph (on the CPU the same code, run eagerly): it feeds the newest tokens of a `DeviceWindow`,
-samples the next ones with the target's noise and writes them into the window behind them.
+samples the next ones with the target's noise and writes them into the window behind them. Of a `GuessTree`, which a
+retrieval verifier checks, a step says a whole level.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ CAPTURED_ROWS = 64
 MOST_SPINE = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
-# A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, for each number of
-# sequences.
+# A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, and those that it
+# proposes to a retrieval verifier one a level, for each number of sequences.
 MOST_GRAPHS = 24
 # Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048

@@ -20,6 +20,10 @@ _NEXT_CHILD = 0.3
 # A level has to bring so many tokens a step: a step of a draft takes a seventh of the verifier's.
 _LEAST_GAIN = 0.2
 MOST_LEVELS = 7
+# Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
+_CHEAP_ROWS, _LEAST_GUESSES = 64, 4
+# Of a tree and the tokens that are written anew: `attend_sources` has a bit for each.
+_MOST_SLOTS = 64
 
 
 class GuessTree:
@@ -70,6 +74,7 @@ class GuessTree:
                 self.drafted.append(StepLayout(ints(above), positions, len(above), 0, asked))
         # The trunk ends with the newest known token, whose row is the first; the rest of it is written anew.
         trunk = list(range(-1 - self.num_levels, 0))
+        assert len(trunk) + count <= _MOST_SLOTS, f"{count} nodes in {self.num_levels} levels"
         rows = [(-1, -1, trunk), *((node, depths[node] - 1, trunk + paths[node]) for node in range(count))]
         rows += [(slot, slot, trunk[: index + 1]) for index, slot in enumerate(trunk[:-1])]
         ways = ints([way + way[-1:] * (2 * self.num_levels + 1 - len(way)) for *_, way in rows])
@@ -86,6 +91,17 @@ class GuessTree:
         """Newest known tokens that a draft's first step feeds: all that may have no keys of their own, a path that was
         accepted, the verifier's sample behind it and the target's."""
         return self.num_levels + 2
+
+
+def num_guesses(most: int, batch: int) -> int:
+    """Nodes of the tree of each of `batch` sequences, at most `most`: in all about as many rows as take no longer than
+    one."""
+    return min(most, max(_LEAST_GUESSES, _CHEAP_ROWS // batch - _LEAST_GUESSES))
+
+
+def most_guess_rows(most: int, batch: int, *, others: int) -> int:
+    """Most rows of a step over up to `batch` sequences, each of a tree of up to `most` nodes and of `others`."""
+    return max(count * (num_guesses(most, count) + others) for count in range(1, batch + 1))
 
 
 def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:

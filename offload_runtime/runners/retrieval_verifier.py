@@ -109,11 +109,10 @@ def verifier_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, 
         config: The target's shape.
         element_bytes: Of its dtype.
         batch: Sequences.
-        rows: Of each sequence.
+        rows: Of all of them together.
         far_chunks: Most chunks of a sequence to choose from.
     """
-    all_rows, heads = batch * rows, batch * config.num_kv_heads
-    scores = 4 * heads * far_chunks
-    chunk_logits = 4 * all_rows * config.num_heads * far_chunks
+    scores = 4 * batch * config.num_kv_heads * far_chunks
+    chunk_logits = 4 * rows * config.num_heads * far_chunks
     workspace = max(sources_workspace_bytes(config.head_dim), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
-    return device_window_bytes(batch=batch) + step_activation_bytes(config, element_bytes, rows=all_rows) + workspace
+    return device_window_bytes(batch=batch) + step_activation_bytes(config, element_bytes, rows=rows) + workspace

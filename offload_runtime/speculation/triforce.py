@@ -114,7 +114,7 @@ class TriForceProposer(Proposer):
         ends, most = {sequence: one.end for sequence, one in inputs.items()}, self._tree.num_levels + 1
         while True:
             missing = sorted(inputs[sequence].stop - end for sequence, end in ends.items())
-            for _ in range(max(1, missing[len(missing) - len(inputs) // 2 - 1] // most)):
+            for _ in range(-(-missing[len(missing) - len(inputs) // 2 - 1] // most)):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
                     longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}

@@ -54,8 +54,8 @@ def run_step(target: Any, params: Any, proposer: Proposer, requests: Sequence[Dr
 def slots_for(target: Any, params: Any) -> SlotSampling:
     """Slots where a target's logits will be, for one request's options, numbered, or those of each slot; waits for the
     device."""
-    embedding: torch.Tensor | None = getattr(getattr(target, "decoder", None), "embedding", None)
-    device = torch.device("cpu") if embedding is None else embedding.device
+    norm: torch.Tensor | None = getattr(getattr(target, "decoder", None), "final_norm", None)
+    device = torch.device("cpu") if norm is None else norm.device
     return SlotSampling.of(numbered(params, 8) if isinstance(params, SamplingParams) else params, device)
 
 

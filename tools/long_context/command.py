@@ -26,7 +26,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import resolve_device
-from offload_runtime.runners import MOST_LEVELS
+from offload_runtime.runners import MOST_LEVELS, most_guess_rows
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -193,7 +193,7 @@ def _verifier_bytes(config: ModelConfig, options: SpeculationOptions, context: i
         config, dtype, budget_tokens=options.budget_tokens, chunk_size=chunk_size, batch=batch
     )  # fmt: skip
     summaries = summaries_bytes(config, chunk_size=chunk_size, capacity_tokens=context, batch=batch)
-    rows, far_chunks = 1 + options.gamma_draft + MOST_LEVELS, context // chunk_size
+    rows, far_chunks = most_guess_rows(options.gamma_draft, batch, others=1 + MOST_LEVELS), context // chunk_size
     return retrieved + summaries + verifier_step_bytes(
         config, dtype.itemsize, batch=batch, rows=rows, far_chunks=far_chunks
     )  # fmt: skip
