@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.engine.load_model import connect_model
 from offload_runtime.engine.staged_layers import StagedMemory
-from offload_runtime.errors import CheckpointError
+from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
@@ -217,7 +218,8 @@ def test_slices_of_a_head_have_the_bits_of_the_whole() -> None:
 
 
 def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: CheckpointSource) -> None:
-    request = RuntimeConfig(describe_model(source.reference), "none", context=256, resident_layers=2, kv="gpu")
+    described = describe_model(source.reference)
+    request = RuntimeConfig(described, "none", context=256, resident_layers=2, kv="gpu", weights="stored")
     plan = plan_run(request, MACHINE)
     layout = source.layout(BF16)
     parts = {part.name: part.nbytes for part in plan.device}
@@ -258,6 +260,36 @@ def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
     return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
 
 
+def test_what_is_kept_as_stored_is_left_to_the_plan(source: CheckpointSource) -> None:
+    """Decoded where that fits and nothing crosses a link for it, a draft if not the target; on a CPU always."""
+    described = describe_model(source.reference)
+    layouts = [described.layout(BF16), replace(described, kinds={}).layout(BF16)]
+    target_bytes, whole_bytes = (layout.total_bytes for layout in layouts)
+
+    def chosen(vram_bytes: int, **asked: Any) -> tuple[bool, bool]:
+        """Whether target and draft are kept as they are stored."""
+        request = RuntimeConfig(described, described, context=256, kv="gpu", vram_bytes=vram_bytes, **asked)
+        plan = plan_run(request, MACHINE)
+        assert plan.draft is not None and plan.request == request
+        return plan.target.layout == layouts[0], plan.draft.layout == layouts[0]
+
+    sizes = range(0, 8 * GB, 100_000)
+    least = sizes[bisect_left(sizes, True, key=lambda size: _fits(partial(chosen, size, weights="stored")))]
+    assert chosen(least) == (True, True) == chosen(least + 4 * whole_bytes, weights="stored")
+    assert chosen(least + 4 * whole_bytes) == (False, False) == chosen(least + 4 * whole_bytes, weights="decoded")
+    assert target_bytes < 0.6 * whole_bytes
+    on_cpu = plan_run(RuntimeConfig(described, "none", device="cpu", dtype="bf16", context=256), MACHINE)
+    assert on_cpu.target.layout == layouts[1]
+
+
+def _fits(plan: Callable[[], object]) -> bool:
+    try:
+        plan()
+    except BudgetError:
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def expected(decoded: CheckpointSource) -> list[list[int]]:
     with Runtime.load(decoded, device="cpu", draft="none") as runtime:
@@ -287,7 +319,8 @@ def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
     """Captured passes and steps too; of twice the same text the second time by the graphs of the first."""
     with Runtime.load(decoded, device="cuda", draft="none", context=1024) as runtime:
         expected = tokens_of(runtime)
-    with Runtime.load(source, device="cuda", context=1024, **{"draft": source, **WAYS[way]}) as runtime:
+    options = {"draft": source, "weights": "stored", **WAYS[way]}
+    with Runtime.load(source, device="cuda", context=1024, **options) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
         assert runtime.parts.budget.reservations["target: decoded matrix"] == source.layout(BF16).scratch_bytes("cuda")
 

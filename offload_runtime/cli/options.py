@@ -104,7 +104,7 @@ class RunOptions:
     weights: Literal["auto", "stored", "decoded"] = _model(
         "auto",
         help="Matrices of quantised files: as stored, decoded before every product, or decoded as they are loaded; "
-        "auto: as stored on a GPU.",
+        "auto: what is predicted to be faster.",
     )
     speculation: Literal["auto", "none", "chain", "triforce"] = _proposing(
         "auto",

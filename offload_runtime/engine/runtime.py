@@ -106,8 +106,8 @@ class Runtime(AbstractContextManager["Runtime"]):
             kv: Where the KV cache lives: `gpu`, `host` (paged from there, growing with the text), or `auto`,
                 which takes what is predicted to be faster.
             weights: Whether matrices of quantised files are kept as they are `stored` and decoded before every product,
-                or `decoded` as they are loaded, which takes more memory and bytes over the link; `auto` keeps them on a
-                GPU. Changes no token.
+                or `decoded` as they are loaded, which takes more memory and bytes over the link; `auto` takes what is
+                predicted to be faster, for target and draft, and decodes on a CPU. Changes no token.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
             max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
             max_gamma: Largest `gamma` that `generate` may be asked for, and longest chain; sets the workspace.

@@ -499,8 +499,8 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
 
 
 def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype) -> ModelLayout:
-    """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, where a link
-    gains by it. A CPU would decode for every token what it can decode once."""
+    """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, but on a CPU,
+    which has no link and would decode for every token what it can decode once."""
     decoded = request.weights == "decoded" or (request.weights == "auto" and device_type_of(request) == "cpu")
     return ModelLayout.plain(model.config(), dtype) if decoded else model.layout(dtype)
 

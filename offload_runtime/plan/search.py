@@ -1,7 +1,8 @@
 """The plan of a run: of every way to place it that fits, the one that is predicted to be the fastest.
 
-Searched are the levels of speculation, the draft's cache, where keys, values and weights go, room for trees where
-nobody said how much, and the context where host memory has to hold it. A plan and a run search here alike. Each way is
+Searched are the levels of speculation, the draft's cache, where keys, values and weights go, whether those of quantised
+files are kept as they are stored, room for trees where nobody said how much, and the context where host memory has to
+hold it. A plan and a run search here alike. Each way is
 as fast with more device memory or faster, and none is lost by it, so that the fastest of them is too.
 
 How one way places the layers: fixed parts come first (embedding and head, KV cache, draft, workspace). What is left of
@@ -16,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -26,7 +28,15 @@ from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import NO_RING, MemoryPart, ModelPlan, Placement, RunPlan, all_resident, make_plan
-from offload_runtime.plan.request import PROCESS_BYTES, TREE_ROOMS, MachineFigures, MemoryLimits, limits_of
+from offload_runtime.plan.request import (
+    PROCESS_BYTES,
+    TREE_ROOMS,
+    MachineFigures,
+    MemoryLimits,
+    device_type_of,
+    limits_of,
+)
+from offload_runtime.weights import DescribedModel
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
@@ -57,12 +67,36 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
+    least, *others = _storing(request)
+    found = [_with_context(least, machine, limits)]
+    for other in others:  # where they fit
+        with suppress(BudgetError, OptionError):
+            found.append(_with_context(other, machine, limits))
+    return replace(_fastest(found, machine), request=request)
+
+
+def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
+    """The ways to keep the weights of quantised files that are left open: as they are stored, which takes the fewest
+    bytes, or the draft's decoded, or those of both, which takes a product the least time."""
+    draft = replace(request, draft=_decoded(request.draft))
+    both = replace(draft, target=_decoded(request.target))
+    ways = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]
+    return [way for number, way in enumerate(ways) if way not in ways[:number]]
+
+
+def _decoded(model: Any) -> Any:
+    """A model, if it is one, as if its file were of the run's element type."""
+    return replace(model, kinds={}) if isinstance(model, DescribedModel) and model.kinds else model
+
+
+def _with_context(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+    """The same of one way to keep the weights."""
     plan = _with_tree_room(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
     while request.context is None and (shorter := _shorter_context(plan)) is not None:
         plan = _with_tree_room(replace(request, context=shorter), machine, limits)
-    return replace(plan, request=request)
+    return plan
 
 
 def check_host_memory(plan: RunPlan) -> None:
