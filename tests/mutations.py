@@ -222,7 +222,7 @@ MUTATIONS = (
     ),
     Mutation(
         "encoding: every part of a matrix is decoded over the first",
-        _GGUF_ROWS,
+        "offload_runtime/weights/encoding.py",
         "decode_rows(part.kind, stored, out[first - start : last - start])",
         "decode_rows(part.kind, stored, out[: last - first])",
         (_OF_THE_PACKAGE,),

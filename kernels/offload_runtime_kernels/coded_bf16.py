@@ -95,13 +95,14 @@ def _encode(values: torch.Tensor, row: CodedRow, out: torch.Tensor) -> int:
     return int((found > row.room).sum())
 
 
-def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor) -> int:
-    """Code rows, with torch's operations on the device of `values`.
+def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor, device: torch.device) -> int:
+    """Code rows with torch's operations, a piece at a time.
 
     Args:
-        values: bf16 [R, columns], contiguous.
+        values: bf16 [R, columns], contiguous, on any device.
         row: How a row lies in its bytes.
         out: uint8 [R, nbytes], contiguous, on any device; written.
+        device: Where to work.
 
     Returns:
         Rows that have more exceptions than room, of which `out` cannot be decoded. Waits for the device.
@@ -110,10 +111,9 @@ def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor) -> int:
     assert out.dtype == torch.uint8 and out.is_contiguous() and out.shape == (len(values), row.nbytes)
     step, failed = max(1, _REFERENCE_ELEMENTS // row.columns), 0
     for rows, coded in zip(values.split(step), out.split(step), strict=True):
-        made = coded if coded.device == values.device else torch.empty_like(coded, device=values.device)
-        failed += _encode(rows, row, made)
-        if made is not coded:
-            coded.copy_(made)
+        made = torch.empty_like(coded, device=device)
+        failed += _encode(rows.to(device), row, made)
+        coded.copy_(made)
     return failed
 
 

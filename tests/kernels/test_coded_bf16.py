@@ -67,7 +67,7 @@ def coded(values: torch.Tensor) -> tuple[torch.Tensor, CodedRow]:
     row = CodedRow.of(values.shape[1])
     assert row is not None and row.nbytes % 16 == 0
     out = torch.full((len(values), row.nbytes), 255, dtype=torch.uint8, device=values.device)
-    assert encode_rows(values, row, out) == 0
+    assert encode_rows(values, row, out, out.device) == 0
     return out, row
 
 
@@ -132,7 +132,7 @@ def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
     assert_same_bits(by_reference(stored, row), values)
     assert_same_bits(by_kernel(stored, row), values)
     values[1, 0] = values[2, : row.room + 2] = 1e30
-    assert encode_rows(values, row, stored) == 2
+    assert encode_rows(values, row, stored, stored.device) == 2
 
 
 @pytest.mark.parametrize("columns", [1, 63, 64, 96, 129, 200, 65600])
@@ -147,7 +147,7 @@ def test_coding_on_a_gpu_gives_the_same_bytes(name: str) -> None:
     stored, row = coded(values)
     assert torch.equal(coded(values.cuda())[0].cpu(), stored)
     on_host = torch.empty_like(stored)
-    assert encode_rows(values.cuda(), row, on_host) == 0 and torch.equal(on_host, stored)
+    assert encode_rows(values, row, on_host, KERNEL_DEVICE) == 0 and torch.equal(on_host, stored)
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def make_decode_coded(m: int, k: int) -> Case:
     count = num_inputs(m * row.nbytes)
     stored = torch.empty(count, m, row.nbytes, dtype=torch.uint8, device=DEVICE)
     for each in stored:
-        failed = encode_rows((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), row, each)
+        failed = encode_rows((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), row, each, each.device)
         assert failed == 0, f"{failed} rows have no room for their exceptions"
     out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
     return Case(
