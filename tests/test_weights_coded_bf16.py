@@ -10,14 +10,27 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.model import Window
-from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, load_weights
+from offload_runtime.plan import RunPlan, common_figures, plan_run
+from offload_runtime.plan.cost import tok_per_s
+from offload_runtime.weights import (
+    CheckpointSource,
+    DescribedModel,
+    MatricesNotCodable,
+    ModelLayout,
+    checkpoint_tensors,
+    load_weights,
+    open_checkpoint,
+)
 from offload_runtime.weights.encoding import Encoding
 from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
-from offload_runtime.weights.loader import MatricesNotCodable
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import load_plain, random_tokens, rows_of
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 
 BF16 = torch.bfloat16
 LAYERS = 5
@@ -147,3 +160,147 @@ def test_a_tied_head_is_coded_once() -> None:
     source = in_memory(llama(tie_word_embeddings=True, num_hidden_layers=2))
     found = logits(source, slots=1, resident=(1,), coded=True)
     assert torch.equal(found, logits(source, slots=0, resident=None, coded=False))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"draft": "none"},
+    "streamed": {"draft": "none", "resident_layers": 0},
+    "trees": {"gamma": 3, "tree_nodes": 24, "resident_layers": 1, "kv": "host"},
+    "TriForce": {
+        "gamma": 8, "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2)
+    },
+}  # fmt: skip
+
+
+def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
+    asked = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.8, "seed": 3, **sampling}
+    prompts = [PROMPT, [5 + (3 * i * i + i // 7) % 280 for i in range(100)]]
+    return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected(source: CheckpointSource) -> list[list[int]]:
+    with Runtime.load(source, device="cpu", dtype="bf16", draft="none") as runtime:
+        return tokens_of(runtime)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_plain_weights(source: CheckpointSource, expected: list[list[int]], way: str) -> None:
+    """A draft is not coded."""
+    with Runtime.load(source, device="cpu", dtype="bf16", encode="always", **{"draft": source, **WAYS[way]}) as runtime:
+        assert tokens_of(runtime) == expected
+        assert f"in {CODED}" in runtime.load_report
+        plan = runtime.plan
+        assert plan.target.layout.has_coded and (plan.draft is None or not plan.draft.layout.has_coded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, way: str) -> None:
+    """Captured passes too; of twice the same text the second time by the graphs of the first."""
+    with Runtime.load(source, device="cuda", draft="none", context=1024) as runtime:
+        expected = tokens_of(runtime)
+    options = {"draft": source, **WAYS[way]}
+    with Runtime.load(source, device="cuda", context=1024, encode="always", **options) as runtime:
+        assert tokens_of(runtime) == tokens_of(runtime) == expected
+
+
+def test_tokens_of_staged_layers_are_those_of_plain_weights(
+    source: CheckpointSource, expected: list[list[int]]
+) -> None:
+    """Layers of unlike sizes, of which the system locks no more than the ring takes that they cross."""
+    source = replace(source, uncoded=UNCODED)
+    registrar = LimitedRegistrar(sum(source.layout(BF16, coded=True).layer_bytes) * 4 // 5)
+    with load_locked_by(registrar, source, resident_layers=0, dtype="bf16", encode="always") as runtime:
+        assert len(runtime.parts.target.placement.staged_layers) == LAYERS
+        assert tokens_of(runtime) == expected
+    assert not registrar.locked
+
+
+def test_a_run_leaves_what_cannot_be_coded_as_it_is(source: CheckpointSource) -> None:
+    """It is planned once more."""
+    other, plans = without_room(source, UNCODED), list[RunPlan]()
+    with Runtime.load(other, device="cpu", dtype="bf16", draft="none") as runtime:
+        expected = tokens_of(runtime)
+    with Runtime.load(
+        other, device="cpu", dtype="bf16", draft="none", encode="always", resident_layers=1, on_plan=plans.append
+    ) as runtime:
+        assert tokens_of(runtime) == expected
+        assert runtime.plan.target.layout == replace(source, uncoded=UNCODED).layout(BF16, coded=True)
+        reserved = runtime.parts.budget.reservations
+        assert reserved["target: decoded matrix"] == runtime.plan.target.layout.scratch_bytes("cpu")
+    assert [plan.target.layout.total_bytes for plan in plans] == [
+        each.layout(BF16, coded=True).total_bytes for each in (source, replace(source, uncoded=UNCODED))
+    ]
+
+
+# Llama-2-13B, and one of 7B.
+SHAPES = {"13B": (5120, 13824, 40, 40), "7B": (4096, 11008, 32, 32)}
+
+
+def described(name: str) -> DescribedModel:
+    hidden, inner, layers, heads = SHAPES[name]
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    return DescribedModel(
+        ModelConfig(
+            "LlamaForCausalLM", hidden, inner, layers, heads, heads, 128, 32000, 8192, 1e-5, rope,
+            layer_windows=(None,) * layers,
+        ),
+        BF16,
+    )  # fmt: skip
+
+
+def test_auto_codes_what_is_faster_then() -> None:
+    """On a card of 24 GB and 1008 GB/s: a 13B that fits it whole in 12 bits, a 7B that fits anyway."""
+
+    def planned(name: str, encode: str, **options: Any) -> RunPlan:
+        return plan_run(
+            RuntimeConfig(described(name), "none", context=2048, encode=encode, **options), common_figures()
+        )
+
+    auto, coded, plain = (planned("13B", encode) for encode in ("auto", "always", "none"))
+    assert auto.request.encode == "auto" and auto.target == coded.target and not coded.placement.streamed_layers
+    assert plain.streamed_bytes > 6e9 and not plain.target.layout.has_coded
+    assert tok_per_s(auto, common_figures()) > 2 * tok_per_s(plain, common_figures())
+    assert not planned("7B", "auto").target.layout.has_coded
+    assert 1.31 < plain.target.layout.total_bytes / auto.target.layout.total_bytes < 1.33
+    # Streamed whole, and where it does not fit host memory otherwise.
+    streamed = {encode: planned("7B", encode, resident_layers=0) for encode in ("auto", "none")}
+    assert 1.31 < streamed["none"].streamed_bytes / streamed["auto"].streamed_bytes < 1.33
+    with pytest.raises(BudgetError):
+        planned("7B", "none", ram_bytes=15 * GB)
+    assert planned("7B", "auto", ram_bytes=15 * GB).target.layout.has_coded
+
+
+def test_auto_has_nothing_to_code_in_other_dtypes(source: CheckpointSource) -> None:
+    for options in ({"dtype": "fp16"}, {"device": "cpu"}):
+        request = RuntimeConfig(source, "none", encode="auto", **options)
+        assert not plan_run(request, common_figures()).target.layout.has_coded
+        with pytest.raises(OptionError, match=r"--encode always .* in a run in fp\d\d: .* --dtype bf16"):
+            plan_run(replace(request, encode="always"), common_figures())
+    with pytest.raises(BudgetError, match="too small"):
+        plan_run(RuntimeConfig(described("13B"), "none", encode="auto", ram_bytes=10 * GB), common_figures())
+    with pytest.raises(OptionError, match="encode must be none, auto or always, not 'yes'"):
+        RuntimeConfig(source, encode="yes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_model_gives_the_logits_and_tokens_of_plain_weights() -> None:
+    """SmolLM2-135M, decoded from Q4_1 to bf16 when it is loaded: streamed and resident."""
+    source = replace(open_checkpoint(fetch_demo_model()), kinds={})
+    layout = source.layout(BF16, coded=True)
+    assert layout.total_bytes < 0.79 * source.layout(BF16).total_bytes
+    weights, plain = load_weights(source, layout), load_plain(source, BF16)
+    for layer in (None, *range(source.config().num_layers)):
+        for name, weight in plain.views(layer).items():
+            assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
+    whole = logits(source, slots=0, resident=None, coded=False)
+    for slots, resident in ((0, None), (2, (1, 2))):
+        assert torch.equal(logits(source, slots=slots, resident=resident, coded=True), whole)
+    asked = {"max_new_tokens": 6, "temperature": 0.0}
+    load = {"device": "cpu", "dtype": "bf16", "context": 256, "draft": "none"}
+    with Runtime.load(source, **load) as runtime:
+        tokens = runtime.generate("The capital of France is", **asked).tokens
+    with Runtime.load(source, **load, encode="always", resident_layers=3) as runtime:
+        assert runtime.generate("The capital of France is", **asked).tokens == tokens

@@ -34,7 +34,8 @@ _MOST_EXCEPTIONS = 255
 _ALIGNMENT_BYTES = 16  # of rows, for vector loads
 _PROGRAM_WORDS = 512  # of indices, worked on at a time: 4096 columns
 _PATCHED = 32  # exceptions written at a time
-_REFERENCE_ELEMENTS = 1 << 20  # worked on at a time
+_REFERENCE_ELEMENTS = 1 << 20  # decoded at a time
+_CODED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}  # at a time: some 60 MB of a GPU, which is waited for each time
 _SIGN_MANTISSA = -32641  # 0x807F
 
 
@@ -68,7 +69,7 @@ def _encode(values: torch.Tensor, row: CodedRow, out: torch.Tensor) -> int:
     count, columns = values.shape
     bits = values.view(torch.int16)
     exponent = (bits >> 7).to(torch.uint8)
-    number = torch.arange(count, device=values.device)[:, None]
+    number = torch.arange(count, dtype=torch.int32, device=values.device)[:, None]
     histogram = torch.bincount((number * 256 + exponent).view(-1), minlength=256 * count).view(count, 256)
     histogram[:, 0] = 0
     below = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
@@ -109,7 +110,7 @@ def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor, device: 
     """
     assert values.dtype == torch.bfloat16 and values.is_contiguous() and values.shape[1] == row.columns
     assert out.dtype == torch.uint8 and out.is_contiguous() and out.shape == (len(values), row.nbytes)
-    step, failed = max(1, _REFERENCE_ELEMENTS // row.columns), 0
+    step, failed = max(1, _CODED_ELEMENTS[device.type] // row.columns), 0
     for rows, coded in zip(values.split(step), out.split(step), strict=True):
         made = torch.empty_like(coded, device=device)
         failed += _encode(rows.to(device), row, made)

@@ -21,6 +21,7 @@ from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
+    DTYPE_NAMES,
     PROCESS_BYTES,
     MemoryLimits,
     check_window,
@@ -476,7 +477,12 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    layout, placement = request.target.layout(dtype), all_resident(config.num_layers)
+    layout, placement = request.target.layout(dtype, coded=request.encode == "always"), all_resident(config.num_layers)
+    if request.encode == "always" and not layout.has_coded:
+        raise OptionError(
+            f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
+            f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
+        )
     chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
     target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"

@@ -57,12 +57,29 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
+    if request.encode == "auto":
+        return replace(_best_encoded(request, machine, limits), request=request)
     plan = _with_tree_room(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
     while request.context is None and (shorter := _shorter_context(plan)) is not None:
         plan = _with_tree_room(replace(request, context=shorter), machine, limits)
     return replace(plan, request=request)
+
+
+def _best_encoded(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+    """Of weights as they are and of bf16 in 12 bits the plan that fits, of the longer context, or that is faster."""
+    plans, refused = list[RunPlan](), list[OffloadError]()
+    for encode in ("none", "always"):
+        try:
+            plans.append(find_plan(replace(request, encode=encode), machine, limits))
+        except (BudgetError, OptionError) as error:  # of the latter, that there is nothing to code
+            refused.append(error)
+    if not plans:
+        raise next((error for error in refused if isinstance(error, BudgetError)), refused[0])
+    return max(
+        plans, key=lambda plan: (-plan.short_of_host_bytes, plan.target.context_tokens, tok_per_s(plan, machine))
+    )
 
 
 def check_host_memory(plan: RunPlan) -> None:

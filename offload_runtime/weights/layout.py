@@ -18,7 +18,7 @@ import torch
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Weight
-from offload_runtime.weights.encodings.coded_bf16 import CodedRows
+from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
@@ -177,6 +177,11 @@ class ModelLayout:
         for spec in (spec for block in (*self.layers, self.shared) for spec in block.tensors):
             found.update(spec.encoding.bytes_by_kind(spec.shape))
         return dict(found.most_common())
+
+    @cached_property
+    def has_coded(self) -> bool:
+        """Whether some matrices are in the 12-bit code."""
+        return CODED in self.bytes_by_kind
 
     @property
     def stored_as(self) -> str:
