@@ -14,7 +14,7 @@ from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOp
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.model import Window
-from offload_runtime.plan import RunPlan, common_figures, plan_run
+from offload_runtime.plan import Refusal, RunPlan, common_figures, plan_or_refuse, plan_run
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.weights import (
     CheckpointSource,
@@ -270,6 +270,10 @@ def test_auto_codes_what_is_faster_then() -> None:
     with pytest.raises(BudgetError):
         planned("7B", "none", ram_bytes=15 * GB)
     assert planned("7B", "auto", ram_bytes=15 * GB).target.layout.has_coded
+    refusal = plan_or_refuse(
+        RuntimeConfig(described("7B"), "none", context=2048, ram_bytes=15 * GB, kv="gpu"), common_figures()
+    )
+    assert isinstance(refusal, Refusal) and "--encode auto" in [each.change for each in refusal.suggestions]
 
 
 def test_auto_has_nothing_to_code_in_other_dtypes(source: CheckpointSource) -> None:
