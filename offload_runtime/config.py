@@ -400,6 +400,7 @@ def params_of_each(
 
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
+ENCODE = ("none", "auto", "always")
 DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
 # With the newest known token and those whose keys are written anew, a step of the retrieval verifier has 32 rows.
 MOST_GAMMA_DRAFT = 24
@@ -488,7 +489,9 @@ class RuntimeConfig:
     Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit, and `context` None
     is what suits the model and the place of its KV cache. `gamma` is what a pass proposes where nothing else is asked
     for (None chooses) and `max_gamma` the longest chain to make room for. `tree_nodes` None leaves trees to the
-    runtime, 0 makes no room for any. `allow_special_tokens` makes control tokens of what spells them in chat messages.
+    runtime, 0 makes no room for any. `encode` says whether matrices of the target that would be in bf16 are kept in 12
+    bits, without loss: `none`, all of them (`always`), or where that is predicted to be faster or to fit (`auto`).
+    `allow_special_tokens` makes control tokens of what spells them in chat messages.
     """
 
     target: Any
@@ -511,6 +514,7 @@ class RuntimeConfig:
     profile: Any = None
     trace: Path | None = None
     allow_special_tokens: bool = False
+    encode: str = "none"
 
     def __post_init__(self) -> None:
         wanted = {"target": "a directory, a GGUF file or a hub id such as org/name", "draft": "a model, ngram or none"}
@@ -523,6 +527,7 @@ class RuntimeConfig:
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
         ways = ("auto", "stored", "decoded")
         require(self.weights in ways, f"weights must be auto, stored or decoded, not {self.weights!r}")
+        require(self.encode in ENCODE, f"encode must be {', '.join(ENCODE[:-1])} or {ENCODE[-1]}, not {self.encode!r}")
         for name in ("max_batch", "max_gamma", "gamma"):
             require_positive(name, getattr(self, name))
         for name in ("context", "tree_nodes"):

@@ -222,8 +222,15 @@ MUTATIONS = (
         ("tests/kernels/test_gguf_blocks.py::test_kernel_has_the_bits_of_the_reference[dtype0-Q4_1]",),
     ),
     Mutation(
+        "encoding: exceptions of the 12-bit code stay what the window made of them",
+        f"{_KERNELS}/coded_bf16.py",
+        "tl.store(to_ptr + column, bits.to(tl.uint16), mask=there)",
+        "tl.store(to_ptr + column, bits.to(tl.uint16), mask=place < 0)",
+        ("tests/kernels/test_coded_bf16.py::test_every_bit_comes_back[exceptions-shape0]",),
+    ),
+    Mutation(
         "encoding: every part of a matrix is decoded over the first",
-        _GGUF_ROWS,
+        "offload_runtime/weights/encoding.py",
         "decode_rows(part.kind, stored, out[first - start : last - start])",
         "decode_rows(part.kind, stored, out[: last - first])",
         (_OF_THE_PACKAGE,),

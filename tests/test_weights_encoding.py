@@ -50,7 +50,7 @@ class DecodedWeight(Weight):
     def dense(self) -> torch.Tensor:
         return self.stored.float()
 
-    def fill(self, row_start: int, row_end: int, fill: Fill) -> int:
+    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
         rows = torch.empty(row_end - row_start, *self.stored.shape[1:])
         fill(rows)
         self.stored[row_start:row_end] = rows

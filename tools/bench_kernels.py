@@ -22,7 +22,7 @@ from harness import check_out, emit, percentiles, provenance
 from kernel_cases import kv, rows
 from kernel_cases.attention import attention
 from kernel_cases.case import DEVICE, Case
-from kernel_cases.encodings import decode_blocks
+from kernel_cases.encodings import decode_blocks, decode_coded
 from kernel_cases.linear import linear, tuned
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
@@ -31,11 +31,17 @@ from offload_runtime.errors import DeviceError, OptionError
 
 OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
     "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
-    "compact_rows": kv.compact_rows, "decode_blocks": decode_blocks, "linear": linear,
-    "gather_chunks": kv.gather_chunks_cases,
+    "compact_rows": kv.compact_rows, "decode_blocks": decode_blocks, "decode_coded": decode_coded,
+    "linear": linear, "gather_chunks": kv.gather_chunks_cases,
     "gumbel_argmax": rows.gumbel_argmax, "rms_norm": rows.rms_norm, "rope_store": rows.rope_store,
     "swiglu": rows.swiglu,
 }  # fmt: skip
+
+
+def decoding_rates(case: Case, seconds: float) -> dict[str, float]:
+    """GB/s of what is stored and of what it is decoded to."""
+    stored_gbps, moved_gbps = (nbytes / GB / seconds for nbytes in (case.stored_bytes, case.moved_bytes))
+    return {"stored_gbps": stored_gbps, "decoded_gbps": moved_gbps - stored_gbps}
 
 
 def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, Any]:
@@ -60,7 +66,7 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
         "reference_ms": reference_ms.as_dict(),
         "reference_in_graph": case.reference_in_graph,
         "moved_bytes": case.moved_bytes,
-        **({"stored_gbps": case.stored_bytes / GB / (kernel_ms.median / 1e3)} if case.stored_bytes else {}),
+        **(decoding_rates(case, kernel_ms.median / 1e3) if case.stored_bytes else {}),
         "bound_ms": bound_ms,
         "share_of_bound": bound_ms / kernel_ms.median,
     }
@@ -74,10 +80,12 @@ def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_fl
         if case.close is not None:
             case.close()
         shown = ", ".join(f"{key} {value}" for key, value in case.configuration.items())
+        decoded = (
+            f"{row['stored_gbps']:.0f} GB/s stored, {row['decoded_gbps']:.0f} decoded; " if case.stored_bytes else ""
+        )
         print(
             f"{shown}: {row['triton_ms']['median']:.4f} ms, {row['share_of_bound']:.0%} of the bound; "
-            + (f"{row['stored_gbps']:.0f} GB/s of what is stored; " if case.stored_bytes else "")
-            + f"reference {row['reference_ms']['median']:.4f} ms",
+            f"{decoded}reference {row['reference_ms']['median']:.4f} ms",
             flush=True,
         )
         yield row

@@ -130,6 +130,12 @@ class RunOptions:
         "auto chooses; beside --gamma N it stands for chains.",
     )
     dtype: Dtype = _DTYPE
+    encode: Literal["none", "auto", "always"] = _machine(
+        "none",
+        metavar="HOW",
+        help="Keep bf16 weights of the target in 12 bits, which changes no bit of them. auto: where that is predicted "
+        "to be faster, or to fit.",
+    )
     vram_bytes: int | None = _memory("--vram", help="Most GPU memory to use, such as 24GB or 20GiB.")
     ram_bytes: int | None = _memory("--ram", help="Most host memory to use; by itself, what there is.")
     pinned_bytes: int | None = _memory(

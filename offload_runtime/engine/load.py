@@ -9,6 +9,8 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from threading import Lock
 
 import psutil
@@ -31,6 +33,7 @@ from offload_runtime.plan import MachineFigures, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Choice, Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
+from offload_runtime.weights import MatricesNotCodable, open_checkpoint
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
@@ -134,8 +137,23 @@ def load_runtime(
 ) -> RuntimeParts:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
-    `registrar` page-locks in place of the system, which may lock less, and `find` makes the plan.
+    `registrar` page-locks in place of the system, which may lock less, and `find` makes the plan. Whether a matrix can
+    be coded is known when it has been read: where some cannot, everything is planned and loaded once more.
     """
+    load = partial(_load, on_progress=on_progress, on_plan=on_plan, check=check, registrar=registrar, find=find)
+    try:
+        return load(config)
+    except MatricesNotCodable as error:
+        uncoded = error.names  # and not the error, whose frames hold what was loaded
+    source = open_checkpoint(config.target) if isinstance(config.target, str | Path) else config.target
+    return load(replace(config, target=replace(source, uncoded=source.uncoded | uncoded)))
+
+
+def _load(
+    config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
+    check: Callable[[PromptRoom], object] | None, registrar: Registrar | None, find: Callable[..., RunPlan],
+) -> RuntimeParts:  # fmt: skip
+    """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
     if config.trace is not None:
         require_writable(config.trace)
     emulation = None if config.emulate is None else load_profile(config.emulate).emulation()

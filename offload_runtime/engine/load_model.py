@@ -169,8 +169,12 @@ def load_model(
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
-    weights = load_weights(source, plan.layout, pin=pin, registrar=registrar, on_progress=report)
+    weights = load_weights(
+        source, plan.layout, pin=pin, registrar=registrar, on_progress=report, coding_device=budget.device
+    )
     undo.callback(weights.close)
+    if plan.layout.has_coded and budget.device.type == "cuda":
+        torch.cuda.empty_cache()  # of what coding took
     memory = lock_layers(weights, plan, registrar, undo)
     return connect_model(weights, plan, budget, queues, name=name, memory=memory, undo=undo)
 

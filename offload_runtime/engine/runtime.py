@@ -86,7 +86,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-        trace: str | Path | None = None, allow_special_tokens: bool = False,
+        trace: str | Path | None = None, allow_special_tokens: bool = False, encode: str = "none",
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -131,6 +131,10 @@ class Runtime(AbstractContextManager["Runtime"]):
             allow_special_tokens: Text of chat messages that spells a control token (`<|im_end|>`) is that token, as it
                 always is in a prompt that is a text. By itself it is plain text, and the template sees it with another
                 first character.
+            encode: Whether matrices of the target that would be in bf16 are kept in 12 bits, without loss, and decoded
+                for every product: `none`, `always`, or `auto`, where that is predicted to be faster or to fit. Those
+                whose exponents are too unlike stay as they are; that is found while they are read, and everything is
+                planned and read once more then.
 
         Raises:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
@@ -146,7 +150,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile,
             trace=Path(trace) if isinstance(trace, str) else trace,
-            allow_special_tokens=allow_special_tokens,
+            allow_special_tokens=allow_special_tokens, encode=encode,
         )  # fmt: skip
         return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
 

@@ -21,6 +21,7 @@ from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
+    DTYPE_NAMES,
     PROCESS_BYTES,
     MemoryLimits,
     check_window,
@@ -490,7 +491,15 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    layout, placement = _layout(request, request.target, dtype), all_resident(config.num_layers)
+    layout, placement = (
+        _layout(request, request.target, dtype, coded=request.encode == "always"),
+        all_resident(config.num_layers),
+    )
+    if request.encode == "always" and not layout.has_coded:
+        raise OptionError(
+            f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
+            f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
+        )
     chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
     target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
@@ -498,11 +507,11 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
 
 
-def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype) -> ModelLayout:
+def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
     """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, but on a CPU,
     which has no link and would decode for every token what it can decode once."""
     decoded = request.weights == "decoded" or (request.weights == "auto" and device_type_of(request) == "cpu")
-    return ModelLayout.plain(model.config(), dtype) if decoded else model.layout(dtype)
+    return (replace(model, kinds={}) if decoded else model).layout(dtype, coded=coded)
 
 
 def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> ModelPlan:

@@ -67,21 +67,30 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
-    least, *others = _storing(request)
-    found = [_with_context(least, machine, limits)]
-    for other in others:  # where they fit
-        with suppress(BudgetError, OptionError):
-            found.append(_with_context(other, machine, limits))
-    return replace(_fastest(found, machine), request=request)
+    plans, refused = list[RunPlan](), list[OffloadError]()
+    for way in _storing(request):
+        try:
+            plans.append(_with_context(way, machine, limits))
+        except (BudgetError, OptionError) as error:  # of the latter, that there is nothing to code
+            refused.append(error)
+    if not plans:
+        raise next((error for error in refused if isinstance(error, BudgetError)), refused[0])
+    best = max(
+        plans, key=lambda plan: (-plan.short_of_host_bytes, plan.target.context_tokens, tok_per_s(plan, machine))
+    )
+    return replace(best, request=request)
 
 
 def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
-    """The ways to keep the weights of quantised files that are left open: as they are stored, which takes the fewest
-    bytes, or the draft's decoded, or those of both, which takes a product the least time."""
+    """The ways to keep the weights that are left open: those of quantised files as they are stored, which takes the
+    fewest bytes, or the draft's decoded, or those of both, which takes a product the least time; bf16 as it is, or in
+    12 bits."""
     draft = replace(request, draft=_decoded(request.draft))
     both = replace(draft, target=_decoded(request.target))
     ways = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]
-    return [way for number, way in enumerate(ways) if way not in ways[:number]]
+    encodes = ("none", "always") if request.encode == "auto" else (request.encode,)
+    found = [replace(way, encode=encode) for way in ways for encode in encodes]
+    return [way for number, way in enumerate(found) if way not in found[:number]]
 
 
 def _decoded(model: Any) -> Any:
@@ -90,7 +99,7 @@ def _decoded(model: Any) -> Any:
 
 
 def _with_context(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-    """The same of one way to keep the weights."""
+    """The plan of one way to keep the weights."""
     plan = _with_tree_room(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.

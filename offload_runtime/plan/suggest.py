@@ -151,6 +151,8 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
         sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, machine.vram_bytes + 1, _VRAM_STEP)
         if (vram_bytes := _least_vram(request, machine, sizes)) is not None:
             yield f"--vram {size_option_down(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
+    if request.encode == "none":
+        yield "--encode auto", replace(request, encode="auto")
     yield from _shorter(request, machine)
     fewer = range(1, request.max_batch)
     yield from _largest("--batch", fewer, lambda sequences: replace(request, max_batch=sequences), machine)

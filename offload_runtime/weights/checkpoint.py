@@ -37,19 +37,21 @@ _LEFTOVERS = (
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
-    that can be kept as they are, in the words of `encodings.gguf_rows`."""
+    that can be kept as they are, in the words of `encodings.gguf_rows`; `uncoded` are matrices that are known not to
+    fit the 12-bit code of bf16."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
     kinds: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
         return self.model_config
 
-    def layout(self, dtype: torch.dtype) -> ModelLayout:
-        """How its weights lie in memory where it computes in `dtype`."""
-        return ModelLayout.as_stored(self.model_config, dtype, self.kinds)
+    def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
+        """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
+        return ModelLayout.as_stored(self.model_config, dtype, self.kinds, coded=coded, uncoded=self.uncoded)
 
 
 @dataclass(frozen=True)

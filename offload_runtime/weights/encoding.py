@@ -1,15 +1,17 @@
 """How a tensor is stored, and the products of a matrix with rows: the seam behind which weights may be anything.
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
-everything that moves it, and read by the decoder through a `Weight` for every tensor. Here all are stored as they are
-computed with; another encoding is a pair of subclasses of `Encoding` and `Weight` in a file of `weights.encodings`, and
-a layout that names it.
+everything that moves it, and read by the decoder through a `Weight` for every tensor. By itself a tensor is stored as
+it is computed with. Matrices of rows that are stored otherwise, each by itself, and decoded before a product are
+subclasses of `EncodedRows`, a file of `weights.encodings` each; a layout names them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +19,16 @@ from offload_runtime_kernels.linear import linear
 
 # What elements in a dtype are called in files.
 DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+KIND_DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 # Fills a contiguous CPU tensor of the checkpoint tensor's shape, converting to that tensor's dtype, or where rows are
 # stored otherwise uint8 [rows, bytes of a stored row], as they are. It opens its file, reads and closes it again, so
 # nothing stays mapped, and fills may run in parallel threads.
 Fill = Callable[[torch.Tensor], None]
+
+
+class NotCodable(Exception):
+    """The values of a matrix are none that its encoding has room for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +49,9 @@ class Weight:
         """The decoded tensor, without the bias, in the dtype that the model computes in."""
         return self.stored
 
-    def fill(self, row_start: int, row_end: int, fill: Fill) -> int:
-        """Let `fill` write the rows `[row_start, row_end)`, which stay as they are stored; in host memory only. Returns
-        their bytes."""
+    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
+        """Let `fill` write the rows `[row_start, row_end)`, in host memory only; what is stored otherwise than in a
+        file is made of it on `device`. Returns their bytes."""
         rows = self.stored[row_start:row_end]
         fill(rows)
         return rows.nbytes
@@ -98,3 +105,137 @@ class Encoding:
                 each takes memory of its own.
         """
         return Weight(stored.view(self.dtype).view(shape), bias)
+
+
+# --- matrices whose rows are decoded into a scratch
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Rows `[start, end)` of a matrix: uint8 [end - start, row_bytes]."""
+
+    start: int
+    end: int
+    kind: str
+    stored: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodedWeight(Weight):
+    """A matrix [M, K] whose parts are decoded one below the other, into `scratch` where there is one (uint8, on the
+    device of what is stored), so that what was decoded is gone with the next matrix.
+
+    A matrix that is larger than the scratch is multiplied in slices of its rows, whose products are those of the whole
+    by the rule of `linear`; on a CPU they may not be.
+    """
+
+    shape: tuple[int, ...]
+    encoding: EncodedRows
+    parts: tuple[StoredPart, ...]
+    scratch: torch.Tensor | None
+
+    @property
+    def dense(self) -> torch.Tensor:
+        return self._decoded(0, self.shape[0])
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        (part,) = self.parts
+        out = torch.empty(len(index), self.shape[1], dtype=self.encoding.dtype, device=self.stored.device)
+        self.encoding.decode_rows(part.kind, part.stored.index_select(0, index), out)
+        return out
+
+    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+        height, row_bytes = self.shape[0], self.shape[1] * self.encoding.dtype.itemsize
+        step = height if self.scratch is None else self.scratch.nbytes // row_bytes
+        if step >= height:
+            return super().linear(x, residual=residual, gated=gated)
+        assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
+        out = x.new_empty(len(x), height)
+        for start in range(0, height, step):
+            end = min(start + step, height)
+            out[:, start:end] = linear(x, self._decoded(start, end))
+        return out
+
+    def _decoded(self, start: int, end: int) -> torch.Tensor:
+        """Rows `[start, end)`: [end - start, K]."""
+        dtype = self.encoding.dtype
+        shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * dtype.itemsize
+        if self.scratch is None:
+            out = torch.empty(shape, dtype=dtype, device=self.stored.device)
+        else:
+            out = self.scratch[:nbytes].view(dtype).view(shape)
+        for part in self.parts:
+            first, last = max(start, part.start), min(end, part.end)
+            if first < last:
+                stored = part.stored[first - part.start : last - part.start]
+                self.encoding.decode_rows(part.kind, stored, out[first - start : last - start])
+        return out
+
+    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
+        part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
+        rows = part.stored[row_start - part.start : row_end - part.start]
+        self.encoding.fill_rows(part.kind, rows, fill, self.shape[1], device)
+        return rows.nbytes
+
+
+@dataclass(frozen=True)
+class EncodedRows(Encoding, ABC):
+    """Rows that are decoded before a product, from above: so many, stored as a kind, which is the dtype of a plain part
+    or one of the subclass's. `dtype` is what they are decoded to."""
+
+    parts: tuple[tuple[int, str], ...]
+
+    @staticmethod
+    @abstractmethod
+    def row_bytes(kind: str, columns: int) -> int:
+        """Bytes of a stored row."""
+
+    @staticmethod
+    @abstractmethod
+    def decode_rows(kind: str, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode uint8 [..., row_bytes] into `out` [..., columns], both contiguous."""
+
+    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
+        """Let `fill` write uint8 [..., row_bytes], in host memory; errors as of `fill`."""
+        fill(rows.view(KIND_DTYPES[kind]) if kind in KIND_DTYPES else rows)
+
+    @staticmethod
+    def merged(parts: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+        """The same parts, those of one kind that follow one another as one."""
+        found: list[tuple[int, str]] = []
+        for rows, kind in parts:
+            before = found.pop()[0] if found and found[-1][1] == kind else 0
+            found.append((before + rows, kind))
+        return tuple(found)
+
+    @property
+    def num_decodings(self) -> int:
+        return len(self.parts)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        return sum(self._part_bytes(shape))
+
+    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
+        found = Counter[str]()
+        for (_, kind), nbytes in zip(self.parts, self._part_bytes(shape), strict=True):
+            found[kind] += nbytes
+        return found
+
+    def decoded_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+    def weight(
+        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
+    ) -> DecodedWeight:
+        found, start = list[StoredPart](), 0
+        for (rows, kind), part in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
+            width = self.row_bytes(kind, shape[1])
+            found.append(StoredPart(start, start + rows, kind, part[: rows * width].view(rows, width)))
+            start += rows
+        assert start == shape[0]
+        return DecodedWeight(stored, bias, shape=shape, encoding=self, parts=tuple(found), scratch=scratch)
+
+    def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
+        """Of each part, as far as the next one's beginning."""
+        sizes = [rows * self.row_bytes(kind, shape[1]) for rows, kind in self.parts]
+        return [-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes]

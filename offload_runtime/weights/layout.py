@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ import torch
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Weight
+from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
@@ -124,25 +125,37 @@ class ModelLayout:
         return cls(dtype, (layer_layout(config, dtype),) * config.num_layers, shared_layout(config, dtype))
 
     @classmethod
-    def as_stored(cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str]) -> ModelLayout:
+    def as_stored(
+        cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str], *, coded: bool = False,
+        uncoded: Collection[str] = (),
+    ) -> ModelLayout:  # fmt: skip
         """Matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`.
 
         Args:
             config: The model's shape.
             dtype: What it computes in.
             kinds: How checkpoint tensors are stored (`encodings.gguf_rows.KINDS`), by transformers' name.
+            coded: Whether matrices that would be kept in bf16 are kept in 12 bits.
+            uncoded: But for these, by transformers' name.
         """
-        if not kinds:
+        coded = coded and dtype == torch.bfloat16
+        if not kinds and not coded:
             return cls.plain(config, dtype)
-        stacks = defaultdict[int | None, dict[str, list[tuple[int, str]]]](dict)
-        columns = dict[str, int]()
+        stacks = defaultdict[int | None, dict[str, list[tuple[str, Destination]]]](lambda: defaultdict(list))
         for name, to in checkpoint_tensors(config).items():
             if len(to.shape) == 2:
-                stacks[to.layer].setdefault(to.packed, []).append((to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])))
-                columns[to.packed] = to.shape[1]
+                stacks[to.layer][to.packed].append((name, to))
+
+        def encoding(parts: list[tuple[str, Destination]]) -> Encoding:
+            columns = parts[0][1].shape[1]
+            stored = [(to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])) for name, to in parts]
+            found = GgufRows.smallest(stored, columns, dtype)
+            if not coded or found.num_decodings:
+                return found
+            return CodedRows.of([(to.shape[0], name not in uncoded) for name, to in parts], columns)
+
         encodings = {
-            layer: {packed: GgufRows.smallest(parts, columns[packed], dtype) for packed, parts in stack.items()}
-            for layer, stack in stacks.items()
+            layer: {packed: encoding(parts) for packed, parts in stack.items()} for layer, stack in stacks.items()
         }
         layers = tuple(layer_layout(config, dtype, encodings[layer]) for layer in range(config.num_layers))
         return cls(dtype, layers, shared_layout(config, dtype, encodings[None]))
@@ -164,6 +177,11 @@ class ModelLayout:
         for spec in (spec for block in (*self.layers, self.shared) for spec in block.tensors):
             found.update(spec.encoding.bytes_by_kind(spec.shape))
         return dict(found.most_common())
+
+    @cached_property
+    def has_coded(self) -> bool:
+        """Whether some matrices are in the 12-bit code."""
+        return CODED in self.bytes_by_kind
 
     @property
     def stored_as(self) -> str:

@@ -18,14 +18,25 @@ import torch
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.memory import HostArena, Registrar
 from offload_runtime.weights.checkpoint import CheckpointSource
-from offload_runtime.weights.encoding import Weight
+from offload_runtime.weights.encoding import NotCodable, Weight
+from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.layout import Destination, ModelLayout, checkpoint_tensors
 
 # Page faults of fresh arenas and the copy out of the page cache keep one core busy: from a warm cache four threads
 # read 1.7 to 1.9 GB/s on a two-core machine where one reads 1.3.
 _READ_THREADS = 4
 
+_CPU = torch.device("cpu")
+
 Progress = Callable[[int, int], None]
+
+
+class MatricesNotCodable(Exception):
+    """Some matrices are none that their encoding has room for: `names`, as transformers calls them."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(f"{len(names)} matrices cannot be coded: {shortened(sorted(names))}")
+        self.names = names
 
 
 @dataclass
@@ -72,6 +83,7 @@ def load_weights(
     pin: Collection[int] = (),
     registrar: Registrar | None = None,
     on_progress: Progress | None = None,
+    coding_device: torch.device = _CPU,
 ) -> HostWeights:
     """Read a checkpoint into packed host arenas.
 
@@ -81,8 +93,10 @@ def load_weights(
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
         registrar: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
+        coding_device: Where matrices are coded that are not kept as they are in the file.
 
     Raises:
+        MatricesNotCodable: Of some that the layout codes; says which. Nothing stays allocated.
         CheckpointError: A file ended early.
         BudgetError: Not enough memory. Nothing stays allocated.
     """
@@ -91,7 +105,7 @@ def load_weights(
     layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
     weights = HostWeights(source.config(), layout, layers, shared)
     try:
-        _fill(weights, source, set(pin), registrar, on_progress)
+        _fill(weights, source, set(pin), registrar, on_progress, coding_device)
     except BaseException:
         weights.close()
         raise
@@ -103,7 +117,7 @@ def load_weights(
 
 def _fill(
     weights: HostWeights, source: CheckpointSource, to_lock: set[int], registrar: Registrar | None,
-    on_progress: Progress | None,
+    on_progress: Progress | None, coding_device: torch.device,
 ) -> None:  # fmt: skip
     """Read every tensor into its rows, and lock layers that are complete."""
     destinations = checkpoint_tensors(weights.config)
@@ -112,14 +126,20 @@ def _fill(
     blocks = {layer: weights.views(layer) for layer in left}
     done_bytes = 0
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
-        jobs: dict[Future[int], Destination] = {}
+        jobs: dict[Future[int], tuple[str, Destination]] = {}
+        not_codable = set[str]()
         try:
             for name, fill in source.fills.items():
                 to = destinations[name]
-                jobs[pool.submit(blocks[to.layer][to.packed].fill, to.row_start, to.row_end, fill)] = to
+                fill_rows = blocks[to.layer][to.packed].fill
+                jobs[pool.submit(fill_rows, to.row_start, to.row_end, fill, coding_device)] = name, to
             for job in as_completed(jobs):
-                done_bytes += job.result()
-                to = jobs[job]
+                name, to = jobs[job]
+                try:
+                    done_bytes += job.result()
+                except NotCodable:
+                    not_codable.add(name)
+                    continue
                 left[to.layer] -= 1
                 if left[to.layer] == 0 and to.layer in to_lock:
                     assert registrar is not None
@@ -130,3 +150,5 @@ def _fill(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if not_codable:
+        raise MatricesNotCodable(frozenset(not_codable))

@@ -34,6 +34,7 @@ from offload_runtime_kernels.attention_state import AttentionState, KeySource, Q
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.chunk_scores import chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import ChunkSummaries, chunk_summaries_triton
+from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_triton
 from offload_runtime_kernels.compact_rows import compact_rows_triton
 from offload_runtime_kernels.copy_words import copy_words_triton
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
@@ -167,9 +168,17 @@ def decode(form: BlockFormat, dtype: torch.dtype) -> None:
     decode_blocks_triton(stored, form, out)
 
 
+def decode_coded(columns: int) -> None:
+    row = CodedRow.of(columns)
+    assert row is not None
+    decode_rows_triton(torch.empty(4096, row.nbytes, dtype=torch.uint8), row, torch.empty(4096, columns, dtype=BF16))
+
+
 def encoding_calls() -> Iterator[tuple[str, Call]]:
     for name, form in FORMATS.items():
         yield f"decode {name}", partial(decode, form, FP32 if name == "Q4_1" else BF16)
+    for columns in (4096, 11008, 576):
+        yield f"decode 12-bit {columns}", partial(decode_coded, columns)
 
 
 def attend(

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from kernel_cases.case import DEVICE, Case, num_inputs
+from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
 
 # Of down, and of gate and up together.
@@ -34,6 +35,32 @@ def make_decode_blocks(kind: str, m: int, k: int) -> Case:
     )
 
 
+def make_decode_coded(m: int, k: int) -> Case:
+    """A matrix [m, k] of Gaussian weights in 12 bits, coded on the device."""
+    row = CodedRow.of(k)
+    assert row is not None
+    count = num_inputs(m * row.nbytes)
+    stored = torch.empty(count, m, row.nbytes, dtype=torch.uint8, device=DEVICE)
+    for each in stored:
+        failed = encode_rows((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), row, each, each.device)
+        assert failed == 0, f"{failed} rows have no room for their exceptions"
+    out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
+    return Case(
+        configuration={"encoding": "12-bit BF16", "m": m, "k": k},
+        kernel=lambda i: decode_rows_triton(stored[i], row, out),
+        reference=lambda i: decode_rows_reference(stored[i], row, out),
+        num_inputs=count,
+        moved_bytes=stored[0].nbytes + out.nbytes,
+        stored_bytes=stored[0].nbytes,
+        reference_in_graph=False,
+    )
+
+
 def decode_blocks() -> Iterator[Callable[[], Case]]:
     """All cases."""
     yield from (partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES)
+
+
+def decode_coded() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    yield from (partial(make_decode_coded, *shape) for shape in _SHAPES)

@@ -1,0 +1,162 @@
+"""`encode_rows` and `decode_rows`: every bit comes back, by the reference and by the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE
+from tests.helpers.planning import PROPERTY
+
+BF16, I16 = torch.bfloat16, torch.int16
+
+
+def drawn(distribution: torch.distributions.Distribution, rows: int, columns: int) -> torch.Tensor:
+    torch.manual_seed(rows + columns)
+    return (0.02 * distribution.sample((rows, columns))).bfloat16()
+
+
+def bits(*values: int) -> torch.Tensor:
+    """bf16 numbers by their bits."""
+    return torch.tensor(values, dtype=torch.int32).to(I16).view(BF16)
+
+
+# Zeros, subnormals, the least normal, ordinary, the largest, infinities, NaNs quiet and signalling with payloads.
+SPECIAL = bits(
+    0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x80FF, 0x0080, 0x3F80, 0xBF81, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0,
+    0xFFC1, 0x7F81, 0xFFBF, 0x7FFF,
+)  # fmt: skip
+
+
+def sprinkled(values: torch.Tensor, others: torch.Tensor, per_row: int) -> torch.Tensor:
+    """`per_row` elements of each row replaced by what is in `others`, by turns, at any columns."""
+    out, generator = values.clone(), torch.Generator().manual_seed(0)
+    for number, row in enumerate(out):
+        at = torch.randperm(len(row), generator=generator)[:per_row]
+        row[at] = others[(torch.arange(per_row) + number) % len(others)]
+    return out
+
+
+def gaussian(rows: int, columns: int) -> torch.Tensor:
+    return drawn(torch.distributions.Normal(0.0, 1.0), rows, columns)
+
+
+MATRICES = {
+    "Gaussian": gaussian,
+    "heavy-tailed": lambda *shape: drawn(torch.distributions.StudentT(3.0), *shape),
+    "constant": lambda *shape: torch.full(shape, -1.7, dtype=BF16),
+    "zero": lambda *shape: torch.zeros(shape, dtype=BF16),
+    "signed zeros": lambda *shape: gaussian(*shape).sign() * torch.zeros(shape, dtype=BF16),
+    "subnormal": lambda *shape: gaussian(*shape) * 2.0**-130,
+    "infinite": lambda *shape: torch.full(shape, float("-inf"), dtype=BF16),
+    "NaN payloads": lambda *shape: (gaussian(*shape).view(I16) | 0x7F80).view(BF16),
+    "rows of all scales": lambda *shape: (
+        gaussian(*shape) * torch.logspace(-120, 120, shape[0], base=2)[:, None].to(BF16)
+    ),
+    "exceptions": lambda *shape: sprinkled(gaussian(*shape), SPECIAL, 10),
+    "sparse": lambda *shape: gaussian(*shape) * (gaussian(*shape) > 0),
+}
+# Of spans of 16, 32 and 64, of one group of columns and of more than are worked on at a time.
+SHAPES = ((5, 192), (3, 576), (4, 640), (2, 5120), (1, 9472))
+
+
+def coded(values: torch.Tensor) -> tuple[torch.Tensor, CodedRow]:
+    row = CodedRow.of(values.shape[1])
+    assert row is not None and row.nbytes % 16 == 0
+    out = torch.full((len(values), row.nbytes), 255, dtype=torch.uint8, device=values.device)
+    assert encode_rows(values, row, out, out.device) == 0
+    return out, row
+
+
+def by_reference(stored: torch.Tensor, row: CodedRow) -> torch.Tensor:
+    out = torch.full((len(stored), row.columns), float("nan"), dtype=BF16, device=stored.device)
+    decode_rows_reference(stored, row, out)
+    return out
+
+
+def by_kernel(stored: torch.Tensor, row: CodedRow) -> torch.Tensor:
+    """What lies behind the result must stay as it is."""
+    out = torch.full((len(stored) + 1, row.columns), 7.0, dtype=BF16, device=KERNEL_DEVICE)
+    decode_rows_triton(stored.to(KERNEL_DEVICE), row, out[:-1])
+    assert bool((out[-1] == 7.0).all())
+    return out[:-1].cpu()
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape and torch.equal(found.view(I16), expected.view(I16))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MATRICES)
+def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:
+    values = MATRICES[name](*shape)
+    stored, row = coded(values)
+    assert stored.nbytes < values.nbytes
+    assert_same_bits(by_reference(stored, row), values)
+    assert_same_bits(by_kernel(stored, row), values)
+    assert_same_bits(by_kernel(stored[1:], row), values[1:])  # rows of a matrix by themselves
+
+
+def test_matrices_are_what_they_are_called() -> None:
+    """Which of them have exceptions, and how many: the last byte of a row."""
+    mean = {name: coded(make(64, 4096))[0][:, -1].float().mean().item() / 4096 for name, make in MATRICES.items()}
+    assert {name for name, share in mean.items() if share == 0} == {
+        "constant", "zero", "signed zeros", "subnormal", "infinite", "NaN payloads"
+    }  # fmt: skip
+    assert 1e-4 < mean["Gaussian"] < 2e-4 < mean["heavy-tailed"] < 8e-4 and mean["exceptions"] > 1.5e-3
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=10), st.integers(1, 6), st.integers(0, 240))
+def test_whatever_ten_exceptions_are(others: list[int], columns: int, base: int) -> None:
+    """Beside elements of all 15 exponents of a window and of exponent 0."""
+    torch.manual_seed(base)
+    exponents = torch.where(torch.rand(3, 192 * columns) < 0.1, 0, base + torch.randint(1, 16, (3, 192 * columns)))
+    others_too = exponents << 7 | torch.randint(128, exponents.shape) | torch.randint(2, exponents.shape) << 15
+    values = sprinkled(bits(*others_too.view(-1).tolist()).view(exponents.shape), bits(*others), 10)
+    stored, row = coded(values)
+    assert_same_bits(by_reference(stored, row), values)
+    assert_same_bits(by_kernel(stored, row), values)
+
+
+@pytest.mark.parametrize("columns", [192, 4096, 65536])
+def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
+    row = CodedRow.of(columns)
+    assert row is not None and row.room >= min(255, 8 + columns // 256)
+    values = torch.ones(3, columns, dtype=BF16)
+    values[1, -row.room :] = 1e-30
+    stored, _ = coded(values)
+    assert_same_bits(by_reference(stored, row), values)
+    assert_same_bits(by_kernel(stored, row), values)
+    values[1, 0] = values[2, : row.room + 2] = 1e30
+    assert encode_rows(values, row, stored, stored.device) == 2
+
+
+@pytest.mark.parametrize("columns", [1, 63, 64, 96, 129, 200, 65600])
+def test_columns_that_are_not_coded(columns: int) -> None:
+    assert CodedRow.of(columns) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MATRICES)
+def test_coding_on_a_gpu_gives_the_same_bytes(name: str) -> None:
+    values = MATRICES[name](130, 4096)
+    stored, row = coded(values)
+    assert torch.equal(coded(values.cuda())[0].cpu(), stored)
+    on_host = torch.empty_like(stored)
+    assert encode_rows(values, row, on_host, KERNEL_DEVICE) == 0 and torch.equal(on_host, stored)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 11008), (57344, 8192), (128256, 4096)])
+def test_matrices_of_real_models(rows: int, columns: int) -> None:
+    """A few rows of all kinds, again and again."""
+    once = torch.cat([make(16, columns) for make in MATRICES.values()])
+    stored, row = coded(once)
+    times = -(-rows // len(once))
+    expected, out = once.to(KERNEL_DEVICE), torch.empty(times * len(once), columns, dtype=BF16, device=KERNEL_DEVICE)
+    decode_rows_triton(stored.to(KERNEL_DEVICE).repeat(times, 1), row, out)
+    assert all(torch.equal(part.view(I16), expected.view(I16)) for part in out.view(times, *once.shape))

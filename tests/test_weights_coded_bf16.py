@@ -1,0 +1,310 @@
+"""bf16 weights in 12 bits: every bit comes back, and logits and tokens are those of plain weights wherever they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.model import Window
+from offload_runtime.plan import Refusal, RunPlan, common_figures, plan_or_refuse, plan_run
+from offload_runtime.plan.cost import tok_per_s
+from offload_runtime.weights import (
+    CheckpointSource,
+    DescribedModel,
+    MatricesNotCodable,
+    ModelLayout,
+    checkpoint_tensors,
+    load_weights,
+    open_checkpoint,
+)
+from offload_runtime.weights.encoding import Encoding
+from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
+from tests.helpers.assembly import in_memory, make_runner
+from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import load_plain, random_tokens, rows_of
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+
+BF16 = torch.bfloat16
+LAYERS = 5
+# Two parts of a packed matrix, and a whole one.
+UNCODED = frozenset({"model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight"})
+
+
+def llama(**overrides: Any) -> LlamaForCausalLM:
+    """Of heavy-tailed weights in bf16, and some that are zero, for the tokenizer of the small checkpoints."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{
+        "vocab_size": len(byte_level_tokenizer()), "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2048, **overrides,
+    })  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                heavy = torch.distributions.StudentT(3.0).sample(parameter.shape)
+                parameter.copy_(heavy * (0.3 if "embed" in name else parameter.shape[-1] ** -0.5))
+                parameter[torch.rand(parameter.shape) < 0.02] = 0.0
+    return model.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def source() -> CheckpointSource:
+    tokenizer = byte_level_tokenizer()
+    return replace(in_memory(llama()), tokenizer=cache(lambda: tokenizer))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize("uncoded", [frozenset(), UNCODED])
+def test_every_bit_is_loaded(source: CheckpointSource, uncoded: frozenset[str]) -> None:
+    source = replace(source, uncoded=uncoded)
+    layout, plain = source.layout(BF16, coded=True), load_plain(source, BF16)
+    done: list[int] = []
+    weights = load_weights(source, layout, on_progress=lambda *pair: done.append(pair[0]))
+    assert done == sorted(done) and done[-1] == layout.total_bytes < 0.83 * plain.layout.total_bytes
+    for name, to in checkpoint_tensors(source.config()).items():
+        found, expected = (rows_of(to, each.views(to.layer)) for each in (weights, plain))
+        assert torch.equal(bits(found), bits(expected)), name
+    embedding, index = weights.views(None)["embedding"], torch.tensor([5, 0, 5, 300])
+    assert torch.equal(embedding.rows(index), embedding.dense[index])
+    kinds, raw_bytes = layout.bytes_by_kind, sum(rows * 2 * columns for rows, columns in [(128, 256), (256, 512)])
+    vectors_bytes = (2 * LAYERS + 1) * 256 * 2
+    assert set(kinds) == {CODED, "BF16"} and kinds["BF16"] == vectors_bytes + (raw_bytes if uncoded else 0)
+    assert f"in {CODED}" in layout.stored_as
+
+
+def test_what_is_coded(source: CheckpointSource) -> None:
+    config = source.config()
+    for dtype in (torch.float32, torch.float16):
+        assert source.layout(dtype, coded=True) == ModelLayout.plain(config, dtype)
+    assert source.layout(BF16) == ModelLayout.plain(config, BF16)
+    assert CodedRows.of([(8, True), (4, True), (4, False)], 256) == CodedRows(BF16, ((12, CODED), (4, "BF16")))
+    assert CodedRows.of([(8, False), (4, False)], 256) == CodedRows.of([(12, True)], 200) == Encoding(BF16)
+    # 384 of two planes, 32 of exceptions, 128 up to the next multiple of 256.
+    assert CodedRows.of([(12, True)], 256).nbytes((12, 256)) == 12 * 416 + 128
+
+
+def without_room(source: CheckpointSource, names: frozenset[str]) -> CheckpointSource:
+    """The same with one row of each of these matrices of exponents from everywhere."""
+
+    def scattered(name: str, out: torch.Tensor) -> None:
+        source.fills[name](out)
+        if name in names:
+            out[7] *= 2.0 ** torch.arange(-100, 100, 200 / out.shape[1])[: out.shape[1]]
+
+    return replace(source, fills={name: lambda out, name=name: scattered(name, out) for name in source.fills})
+
+
+def test_matrices_that_cannot_be_coded_are_all_named(source: CheckpointSource) -> None:
+    other = without_room(source, UNCODED)
+    with pytest.raises(MatricesNotCodable) as caught:
+        load_weights(other, other.layout(BF16, coded=True))
+    assert caught.value.names == UNCODED
+    other = replace(other, uncoded=UNCODED)
+    weights, plain = load_weights(other, other.layout(BF16, coded=True)), load_plain(other, BF16)
+    for layer in (1, 3):
+        for name, weight in plain.views(layer).items():
+            assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
+
+
+def logits(
+    source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None, coded: bool, device: str = "cpu"
+) -> torch.Tensor:
+    """Of a prompt and a window behind it."""
+    made = make_runner(
+        source, slots=slots, resident=resident, layout=source.layout(BF16, coded=coded), device=torch.device(device),
+        dtype=BF16,
+    )  # fmt: skip
+    tokens = random_tokens(30)
+    prefill = made.runner.prefill(0, tokens[:20])
+    window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
+    made.close()
+    return torch.cat([prefill, window])
+
+
+WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
+
+
+@pytest.mark.parametrize(("slots", "resident"), WHERE)
+def test_logits_are_those_of_plain_weights(
+    source: CheckpointSource, slots: int, resident: tuple[int, ...] | None
+) -> None:
+    source = replace(source, uncoded=UNCODED)
+    found = logits(source, slots=slots, resident=resident, coded=True)
+    assert torch.equal(found, logits(source, slots=0, resident=None, coded=False))
+    assert len(found.unique()) > 500
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slots", "resident"), WHERE)
+def test_logits_on_a_gpu_are_those_of_plain_weights(
+    source: CheckpointSource, slots: int, resident: tuple[int, ...] | None
+) -> None:
+    source = replace(source, uncoded=UNCODED)
+    found = logits(source, slots=slots, resident=resident, coded=True, device="cuda")
+    assert torch.equal(found, logits(source, slots=0, resident=None, coded=False, device="cuda"))
+
+
+def test_a_tied_head_is_coded_once() -> None:
+    source = in_memory(llama(tie_word_embeddings=True, num_hidden_layers=2))
+    found = logits(source, slots=1, resident=(1,), coded=True)
+    assert torch.equal(found, logits(source, slots=0, resident=None, coded=False))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"draft": "none"},
+    "streamed": {"draft": "none", "resident_layers": 0},
+    "trees": {"gamma": 3, "tree_nodes": 24, "resident_layers": 1, "kv": "host"},
+    "TriForce": {
+        "gamma": 8, "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2)
+    },
+}  # fmt: skip
+
+
+def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
+    asked = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.8, "seed": 3, **sampling}
+    prompts = [PROMPT, [5 + (3 * i * i + i // 7) % 280 for i in range(100)]]
+    return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected(source: CheckpointSource) -> list[list[int]]:
+    with Runtime.load(source, device="cpu", dtype="bf16", draft="none") as runtime:
+        return tokens_of(runtime)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_plain_weights(source: CheckpointSource, expected: list[list[int]], way: str) -> None:
+    """A draft is not coded."""
+    with Runtime.load(source, device="cpu", dtype="bf16", encode="always", **{"draft": source, **WAYS[way]}) as runtime:
+        assert tokens_of(runtime) == expected
+        assert f"in {CODED}" in runtime.load_report
+        plan = runtime.plan
+        assert plan.target.layout.has_coded and (plan.draft is None or not plan.draft.layout.has_coded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, way: str) -> None:
+    """Captured passes too; of twice the same text the second time by the graphs of the first."""
+    with Runtime.load(source, device="cuda", draft="none", context=1024) as runtime:
+        expected = tokens_of(runtime)
+    options = {"draft": source, **WAYS[way]}
+    with Runtime.load(source, device="cuda", context=1024, encode="always", **options) as runtime:
+        assert tokens_of(runtime) == tokens_of(runtime) == expected
+
+
+def test_tokens_of_staged_layers_are_those_of_plain_weights(
+    source: CheckpointSource, expected: list[list[int]]
+) -> None:
+    """Layers of unlike sizes, of which the system locks no more than the ring takes that they cross."""
+    source = replace(source, uncoded=UNCODED)
+    registrar = LimitedRegistrar(sum(source.layout(BF16, coded=True).layer_bytes) * 4 // 5)
+    with load_locked_by(registrar, source, resident_layers=0, dtype="bf16", encode="always") as runtime:
+        assert len(runtime.parts.target.placement.staged_layers) == LAYERS
+        assert tokens_of(runtime) == expected
+    assert not registrar.locked
+
+
+def test_a_run_leaves_what_cannot_be_coded_as_it_is(source: CheckpointSource) -> None:
+    """It is planned once more."""
+    other, plans = without_room(source, UNCODED), list[RunPlan]()
+    with Runtime.load(other, device="cpu", dtype="bf16", draft="none") as runtime:
+        expected = tokens_of(runtime)
+    with Runtime.load(
+        other, device="cpu", dtype="bf16", draft="none", encode="always", resident_layers=1, on_plan=plans.append
+    ) as runtime:
+        assert tokens_of(runtime) == expected
+        assert runtime.plan.target.layout == replace(source, uncoded=UNCODED).layout(BF16, coded=True)
+        reserved = runtime.parts.budget.reservations
+        assert reserved["target: decoded matrix"] == runtime.plan.target.layout.scratch_bytes("cpu")
+    assert [plan.target.layout.total_bytes for plan in plans] == [
+        each.layout(BF16, coded=True).total_bytes for each in (source, replace(source, uncoded=UNCODED))
+    ]
+
+
+# Llama-2-13B, and one of 7B.
+SHAPES = {"13B": (5120, 13824, 40, 40), "7B": (4096, 11008, 32, 32)}
+
+
+def described(name: str) -> DescribedModel:
+    hidden, inner, layers, heads = SHAPES[name]
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    return DescribedModel(
+        ModelConfig(
+            "LlamaForCausalLM", hidden, inner, layers, heads, heads, 128, 32000, 8192, 1e-5, rope,
+            layer_windows=(None,) * layers,
+        ),
+        BF16,
+    )  # fmt: skip
+
+
+def test_auto_codes_what_is_faster_then() -> None:
+    """On a card of 24 GB and 1008 GB/s: a 13B that fits it whole in 12 bits, a 7B that fits anyway."""
+
+    def planned(name: str, encode: str, **options: Any) -> RunPlan:
+        return plan_run(
+            RuntimeConfig(described(name), "none", context=2048, encode=encode, **options), common_figures()
+        )
+
+    auto, coded, plain = (planned("13B", encode) for encode in ("auto", "always", "none"))
+    assert auto.request.encode == "auto" and auto.target == coded.target and not coded.placement.streamed_layers
+    assert plain.streamed_bytes > 6e9 and not plain.target.layout.has_coded
+    assert tok_per_s(auto, common_figures()) > 2 * tok_per_s(plain, common_figures())
+    assert not planned("7B", "auto").target.layout.has_coded
+    assert 1.31 < plain.target.layout.total_bytes / auto.target.layout.total_bytes < 1.33
+    # Streamed whole, and where it does not fit host memory otherwise.
+    streamed = {encode: planned("7B", encode, resident_layers=0) for encode in ("auto", "none")}
+    assert 1.31 < streamed["none"].streamed_bytes / streamed["auto"].streamed_bytes < 1.33
+    with pytest.raises(BudgetError):
+        planned("7B", "none", ram_bytes=15 * GB)
+    assert planned("7B", "auto", ram_bytes=15 * GB).target.layout.has_coded
+    refusal = plan_or_refuse(
+        RuntimeConfig(described("7B"), "none", context=2048, ram_bytes=15 * GB, kv="gpu"), common_figures()
+    )
+    assert isinstance(refusal, Refusal) and "--encode auto" in [each.change for each in refusal.suggestions]
+
+
+def test_auto_has_nothing_to_code_in_other_dtypes(source: CheckpointSource) -> None:
+    for options in ({"dtype": "fp16"}, {"device": "cpu"}):
+        request = RuntimeConfig(source, "none", encode="auto", **options)
+        assert not plan_run(request, common_figures()).target.layout.has_coded
+        with pytest.raises(OptionError, match=r"--encode always .* in a run in fp\d\d: .* --dtype bf16"):
+            plan_run(replace(request, encode="always"), common_figures())
+    with pytest.raises(BudgetError, match="too small"):
+        plan_run(RuntimeConfig(described("13B"), "none", encode="auto", ram_bytes=10 * GB), common_figures())
+    with pytest.raises(OptionError, match="encode must be none, auto or always, not 'yes'"):
+        RuntimeConfig(source, encode="yes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_model_gives_the_logits_and_tokens_of_plain_weights() -> None:
+    """SmolLM2-135M, decoded from Q4_1 to bf16 when it is loaded: streamed and resident."""
+    source = replace(open_checkpoint(fetch_demo_model()), kinds={})
+    layout = source.layout(BF16, coded=True)
+    assert layout.total_bytes < 0.79 * source.layout(BF16).total_bytes
+    weights, plain = load_weights(source, layout), load_plain(source, BF16)
+    for layer in (None, *range(source.config().num_layers)):
+        for name, weight in plain.views(layer).items():
+            assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
+    whole = logits(source, slots=0, resident=None, coded=False)
+    for slots, resident in ((0, None), (2, (1, 2))):
+        assert torch.equal(logits(source, slots=slots, resident=resident, coded=True), whole)
+    asked = {"max_new_tokens": 6, "temperature": 0.0}
+    load = {"device": "cpu", "dtype": "bf16", "context": 256, "draft": "none"}
+    with Runtime.load(source, **load) as runtime:
+        tokens = runtime.generate("The capital of France is", **asked).tokens
+    with Runtime.load(source, **load, encode="always", resident_layers=3) as runtime:
+        assert runtime.generate("The capital of France is", **asked).tokens == tokens
