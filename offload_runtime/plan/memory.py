@@ -491,11 +491,9 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    layout, placement = (
-        _layout(request, request.target, dtype, coded=request.encode == "always"),
-        all_resident(config.num_layers),
-    )
-    if request.encode == "always" and not layout.has_coded:
+    coded, placement = request.encode == "always", all_resident(config.num_layers)
+    layout = _layout(request, request.target, dtype, coded=coded)
+    if coded and not layout.has_coded:
         raise OptionError(
             f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
             f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
