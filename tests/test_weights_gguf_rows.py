@@ -133,7 +133,7 @@ def test_layers_take_the_bytes_of_the_file(source: CheckpointSource) -> None:
 
 
 def test_what_takes_no_fewer_bytes_is_in_the_dtype_of_the_run() -> None:
-    assert GgufRows.smallest([(8, "F32"), (4, "BF16"), (4, None)], 256, BF16) == Encoding(BF16)
+    assert GgufRows.smallest([(8, "F32"), (4, "BF16"), (4, "F16")], 256, BF16) == Encoding(BF16)
     assert GgufRows.smallest([(8, "F16")], 256, BF16) == Encoding(BF16)
     assert GgufRows.smallest([(8, "F16"), (8, "F16")], 256, FP32) == GgufRows(FP32, ((16, "F16"),))
     mixed = GgufRows.smallest([(8, "Q4_K"), (4, "Q4_K"), (4, "Q6_K"), (2, "F32")], 256, BF16)
@@ -141,9 +141,14 @@ def test_what_takes_no_fewer_bytes_is_in_the_dtype_of_the_run() -> None:
     assert mixed.nbytes((18, 256)) == (1728 + 64) + (840 + 184) + 1024
 
 
-def logits(source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None) -> torch.Tensor:
-    """Of a prompt and a window behind it, in fp32 on the CPU."""
-    made = make_runner(source, slots=slots, resident=resident, layout=source.layout(FP32))
+def logits(
+    source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None, device: str = "cpu",
+    dtype: torch.dtype = FP32,
+) -> torch.Tensor:  # fmt: skip
+    """Of a prompt and a window behind it."""
+    made = make_runner(
+        source, slots=slots, resident=resident, layout=source.layout(dtype), device=torch.device(device), dtype=dtype
+    )
     tokens = random_tokens(30)
     prefill = made.runner.prefill(0, tokens[:20])
     window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
@@ -182,6 +187,32 @@ def test_a_head_that_is_larger_than_the_scratch_is_multiplied_in_slices() -> Non
         scratch = torch.full((rows * columns * 4,), 255, dtype=torch.uint8)
         sliced = encoding.weight(stored, (height, columns), None, scratch)
         torch.testing.assert_close(sliced.linear(x), whole.linear(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (2, (0, 4))])
+def test_logits_on_a_gpu_are_those_of_the_decoded_file(
+    source: CheckpointSource, decoded: CheckpointSource, slots: int, resident: tuple[int, ...] | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    found = logits(source, slots=slots, resident=resident, device="cuda", dtype=dtype)
+    assert torch.equal(found, logits(decoded, slots=0, resident=None, device="cuda", dtype=dtype))
+    assert len(found.unique()) > 1000
+
+
+@pytest.mark.gpu
+def test_slices_of_a_head_have_the_bits_of_the_whole() -> None:
+    """Of the size of Llama-3's vocabulary, with a scratch that three slices fill."""
+    height, columns = 128256, 4096
+    encoding = GgufRows(BF16, ((height, "Q6_K"),))
+    stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, device="cuda")
+    scratch = torch.full((50_000 * columns * 2,), 255, dtype=torch.uint8, device="cuda")
+    whole = encoding.weight(stored, (height, columns), None, None)
+    sliced = encoding.weight(stored, (height, columns), None, scratch)
+    for rows in (1, 17, 300):
+        x = torch.randn(rows, columns, device="cuda", dtype=BF16)
+        assert torch.equal(sliced.linear(x), whole.linear(x))
 
 
 def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: CheckpointSource) -> None:
@@ -243,6 +274,19 @@ def test_tokens_are_those_of_the_decoded_file(
     if drafted == "stored" and "draft" not in WAYS[way]:
         with Runtime.load(decoded, device="cpu", **options) as runtime:
             assert tokens_of(runtime) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
+    source: CheckpointSource, decoded: CheckpointSource, way: str
+) -> None:
+    """Captured passes and steps too; of twice the same text the second time by the graphs of the first."""
+    with Runtime.load(decoded, device="cuda", draft="none", context=1024) as runtime:
+        expected = tokens_of(runtime)
+    with Runtime.load(source, device="cuda", context=1024, **{"draft": source, **WAYS[way]}) as runtime:
+        assert tokens_of(runtime) == tokens_of(runtime) == expected
+        assert runtime.parts.budget.reservations["target: decoded matrix"] == source.layout(BF16).scratch_bytes("cuda")
 
 
 def test_tokens_of_staged_layers_are_those_of_the_decoded_file(

@@ -140,7 +140,7 @@ def _decode_reference(stored: torch.Tensor, form: BlockFormat) -> torch.Tensor:
         if form.minimum is not None:
             m = m * -_integers_reference(stored, groups, form.minimum)
         w += m[:, None]
-    return q
+    return w.view(q.shape)
 
 
 def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:

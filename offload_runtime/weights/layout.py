@@ -17,8 +17,11 @@ from functools import cached_property
 import torch
 
 from offload_runtime.config import ModelConfig, format_bytes
-from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding, Weight
+from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Weight
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
+
+# Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
+_HEAD_SLICE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,11 @@ class ModelLayout:
         """
         if not kinds:
             return cls.plain(config, dtype)
-        stacks = defaultdict[int | None, dict[str, list[tuple[int, str | None]]]](dict)
+        stacks = defaultdict[int | None, dict[str, list[tuple[int, str]]]](dict)
         columns = dict[str, int]()
         for name, to in checkpoint_tensors(config).items():
             if len(to.shape) == 2:
-                stacks[to.layer].setdefault(to.packed, []).append((to.shape[0], kinds.get(name)))
+                stacks[to.layer].setdefault(to.packed, []).append((to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])))
                 columns[to.packed] = to.shape[1]
         encodings = {
             layer: {packed: GgufRows.smallest(parts, columns[packed], dtype) for packed, parts in stack.items()}
@@ -168,10 +171,10 @@ class ModelLayout:
         return ", ".join(f"{format_bytes(nbytes)} in {kind}" for kind, nbytes in self.bytes_by_kind.items())
 
     def scratch_bytes(self, device_type: str) -> int:
-        """Bytes of the largest matrix that is decoded before a product, the head counting on a CPU only: a GPU decodes
-        it in slices."""
+        """Bytes of the largest matrix that is decoded before a product; a GPU decodes the head in slices."""
         layers_bytes = max(spec.decoded_bytes for layer in self.layers for spec in layer.tensors)
-        return layers_bytes if layers_bytes and device_type == "cuda" else max(layers_bytes, self._head.decoded_bytes)
+        head_bytes = self._head.decoded_bytes
+        return max(layers_bytes, min(head_bytes, _HEAD_SLICE_BYTES) if device_type == "cuda" else head_bytes)
 
     @cached_property
     def num_decodings(self) -> int:

@@ -121,14 +121,13 @@ class GgufRows(Encoding):
     parts: tuple[tuple[int, str], ...]
 
     @classmethod
-    def smallest(cls, parts: Iterable[tuple[int, str | None]], columns: int, dtype: torch.dtype) -> Encoding:
+    def smallest(cls, parts: Iterable[tuple[int, str]], columns: int, dtype: torch.dtype) -> Encoding:
         """Each part as it is stored where that takes fewer bytes than in `dtype`, which it is converted to elsewhere;
         everything in one piece where nothing is smaller."""
         plain = DTYPE_KINDS[dtype]
         merged: list[tuple[int, str]] = []
         for rows, stored in parts:
-            smaller = stored in KINDS and row_bytes(stored, columns) < columns * dtype.itemsize
-            kind = stored if smaller and stored is not None else plain
+            kind = min(plain, stored, key=lambda each: row_bytes(each, columns))
             before = merged.pop()[0] if merged and merged[-1][1] == kind else 0
             merged.append((before + rows, kind))
         return Encoding(dtype) if [kind for _, kind in merged] == [plain] else cls(dtype, tuple(merged))
