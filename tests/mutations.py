@@ -215,9 +215,9 @@ MUTATIONS = (
     ),
     Mutation(
         "encoding: every part of a matrix is decoded over the first",
-        _GGUF_ROWS,
-        "decode_rows(part.kind, stored, out[first - start : last - start])",
-        "decode_rows(part.kind, stored, out[: last - first])",
+        "offload_runtime/weights/encoding.py",
+        "last - part.start, out[first - start : last - start])",
+        "last - part.start, out[: last - first])",
         (_OF_THE_PACKAGE,),
     ),
     Mutation(

@@ -60,6 +60,87 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """Rows `[start, end)` of a matrix, stored in one way. `stored` is uint8, as its way has it."""
+
+    start: int
+    end: int
+    stored: torch.Tensor
+
+    def decode(self, start: int, end: int, out: torch.Tensor) -> None:
+        """Decode the part's own rows `[start, end)` into `out` [end - start, K], contiguous, of the dtype that the
+        model computes in."""
+        raise NotImplementedError
+
+    def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode the part's own rows [N] into `out` [N, K]; of those only that an embedding may be stored as."""
+        raise NotImplementedError
+
+    def fill(self, start: int, end: int, fill: Fill) -> int:
+        """Let `fill` write the part's own rows `[start, end)`; returns their bytes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StackedWeight(Weight):
+    """A matrix [M, K] whose parts are decoded one below the other, into `scratch` where there is one (uint8, on the
+    device of what is stored), so that what was decoded is gone with the next matrix.
+
+    A matrix that is larger than the scratch is multiplied in slices of its rows, whose products are those of the whole
+    by the rule of `linear`; on a CPU they may not be.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[StoredPart, ...]
+    scratch: torch.Tensor | None
+
+    @property
+    def dense(self) -> torch.Tensor:
+        return self._decoded(0, self.shape[0])
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        (part,) = self.parts
+        out = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.stored.device)
+        part.take(index, out)
+        return out
+
+    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+        height, row_bytes = self.shape[0], self.shape[1] * self.dtype.itemsize
+        step = height if self.scratch is None else self.scratch.nbytes // row_bytes
+        if step >= height:
+            return super().linear(x, residual=residual, gated=gated)
+        assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
+        out = x.new_empty(len(x), height)
+        for start in range(0, height, step):
+            end = min(start + step, height)
+            out[:, start:end] = linear(x, self._decoded(start, end))
+        return out
+
+    def fill(self, row_start: int, row_end: int, fill: Fill) -> int:
+        part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
+        return part.fill(row_start - part.start, row_end - part.start, fill)
+
+    def _decoded(self, start: int, end: int) -> torch.Tensor:
+        """Rows `[start, end)`: [end - start, K]."""
+        shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * self.dtype.itemsize
+        if self.scratch is None:
+            out = torch.empty(shape, dtype=self.dtype, device=self.stored.device)
+        else:
+            out = self.scratch[:nbytes].view(self.dtype).view(shape)
+        for part in self.parts:
+            first, last = max(start, part.start), min(end, part.end)
+            if first < last:
+                part.decode(first - part.start, last - part.start, out[first - start : last - start])
+        return out
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes as far as what may lie behind so many."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
 class Encoding:
     """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from offload_runtime.config import ModelConfig, format_bytes
-from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Weight
+from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
@@ -60,7 +60,7 @@ class PackedLayout:
         offset_bytes = 0
         for name, shape in shapes.items():
             specs.append(TensorSpec(name, shape, offset_bytes, (encodings or {}).get(name, Encoding(dtype))))
-            offset_bytes += -(-specs[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
     @property

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks
-from offload_runtime_kernels.linear import linear
 
-from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Fill, Weight
+from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Fill, StackedWeight, StoredPart, aligned
 
 _DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 # What is read, in the words of the format.
@@ -48,69 +47,20 @@ def has_finite_scales(kind: str, stored: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """Rows `[start, end)` of a matrix: uint8 [end - start, row_bytes]."""
+class GgufPart(StoredPart):
+    """Rows of blocks: `stored` is [end - start, row_bytes]."""
 
-    start: int
-    end: int
     kind: str
-    stored: torch.Tensor
 
+    def decode(self, start: int, end: int, out: torch.Tensor) -> None:
+        decode_rows(self.kind, self.stored[start:end], out)
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class GgufWeight(Weight):
-    """A matrix [M, K] whose parts are decoded one below the other, into `scratch` where there is one (uint8, on the
-    device of what is stored), so that what was decoded is gone with the next matrix.
+    def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        decode_rows(self.kind, self.stored.index_select(0, index), out)
 
-    A matrix that is larger than the scratch is multiplied in slices of its rows, whose products are those of the whole
-    by the rule of `linear`; on a CPU they may not be.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[StoredPart, ...]
-    scratch: torch.Tensor | None
-
-    @property
-    def dense(self) -> torch.Tensor:
-        return self._decoded(0, self.shape[0])
-
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        (part,) = self.parts
-        out = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.stored.device)
-        decode_rows(part.kind, part.stored.index_select(0, index), out)
-        return out
-
-    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
-        height, row_bytes = self.shape[0], self.shape[1] * self.dtype.itemsize
-        step = height if self.scratch is None else self.scratch.nbytes // row_bytes
-        if step >= height:
-            return super().linear(x, residual=residual, gated=gated)
-        assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
-        out = x.new_empty(len(x), height)
-        for start in range(0, height, step):
-            end = min(start + step, height)
-            out[:, start:end] = linear(x, self._decoded(start, end))
-        return out
-
-    def _decoded(self, start: int, end: int) -> torch.Tensor:
-        """Rows `[start, end)`: [end - start, K]."""
-        shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * self.dtype.itemsize
-        if self.scratch is None:
-            out = torch.empty(shape, dtype=self.dtype, device=self.stored.device)
-        else:
-            out = self.scratch[:nbytes].view(self.dtype).view(shape)
-        for part in self.parts:
-            first, last = max(start, part.start), min(end, part.end)
-            if first < last:
-                stored = part.stored[first - part.start : last - part.start]
-                decode_rows(part.kind, stored, out[first - start : last - start])
-        return out
-
-    def fill(self, row_start: int, row_end: int, fill: Fill) -> int:
-        part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
-        rows = part.stored[row_start - part.start : row_end - part.start]
-        fill(rows.view(_DTYPES[part.kind]) if part.kind in _DTYPES else rows)
+    def fill(self, start: int, end: int, fill: Fill) -> int:
+        rows = self.stored[start:end]
+        fill(rows.view(_DTYPES[self.kind]) if self.kind in _DTYPES else rows)
         return rows.nbytes
 
 
@@ -150,16 +100,15 @@ class GgufRows(Encoding):
 
     def weight(
         self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
-    ) -> GgufWeight:
+    ) -> StackedWeight:
         found, start = list[StoredPart](), 0
         for (rows, kind), part in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
             width = row_bytes(kind, shape[1])
-            found.append(StoredPart(start, start + rows, kind, part[: rows * width].view(rows, width)))
+            found.append(GgufPart(start, start + rows, part[: rows * width].view(rows, width), kind))
             start += rows
         assert start == shape[0]
-        return GgufWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
+        return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
 
     def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
         """Of each part, as far as the next one's beginning."""
-        sizes = [rows * row_bytes(kind, shape[1]) for rows, kind in self.parts]
-        return [-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes]
+        return [aligned(rows * row_bytes(kind, shape[1])) for rows, kind in self.parts]
