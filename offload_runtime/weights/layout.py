@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
+from offload_runtime.weights.encodings.scaled_rows import ScaledStack
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
 _HEAD_SLICE_BYTES = 64 << 20
@@ -124,24 +126,25 @@ class ModelLayout:
         return cls(dtype, (layer_layout(config, dtype),) * config.num_layers, shared_layout(config, dtype))
 
     @classmethod
-    def as_stored(cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str]) -> ModelLayout:
+    def as_stored(cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat]) -> ModelLayout:
         """Matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`.
 
         Args:
             config: The model's shape.
             dtype: What it computes in.
-            kinds: How checkpoint tensors are stored (`encodings.gguf_rows.KINDS`), by transformers' name.
+            kinds: How checkpoint tensors are stored (one of `encodings.gguf_rows.KINDS`, or a format of
+                `encodings.scaled_rows`), by transformers' name.
         """
         if not kinds:
             return cls.plain(config, dtype)
-        stacks = defaultdict[int | None, dict[str, list[tuple[int, str]]]](dict)
+        stacks = defaultdict[int | None, dict[str, list[tuple[int, str | ScaledFormat]]]](dict)
         columns = dict[str, int]()
         for name, to in checkpoint_tensors(config).items():
             if len(to.shape) == 2:
                 stacks[to.layer].setdefault(to.packed, []).append((to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])))
                 columns[to.packed] = to.shape[1]
         encodings = {
-            layer: {packed: GgufRows.smallest(parts, columns[packed], dtype) for packed, parts in stack.items()}
+            layer: {packed: _stacked(parts, columns[packed], dtype) for packed, parts in stack.items()}
             for layer, stack in stacks.items()
         }
         layers = tuple(layer_layout(config, dtype, encodings[layer]) for layer in range(config.num_layers))
@@ -209,6 +212,14 @@ class Destination:
     row_start: int
     row_end: int
     shape: tuple[int, ...]
+
+
+def _stacked(parts: list[tuple[int, str | ScaledFormat]], columns: int, dtype: torch.dtype) -> Encoding:
+    """Of matrices of one checkpoint."""
+    if any(isinstance(kind, ScaledFormat) for _, kind in parts):
+        forms = [(rows, kind if isinstance(kind, ScaledFormat) else None) for rows, kind in parts]
+        return ScaledStack(dtype, tuple(forms))
+    return GgufRows.smallest([(rows, str(kind)) for rows, kind in parts], columns, dtype)
 
 
 # A checkpoint tensor of a block: packed name, checkpoint name (of a layer below `model.layers.N.`), shape. Those of one
