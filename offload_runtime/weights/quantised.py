@@ -43,8 +43,9 @@ DTYPES = {
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _EMBEDDING = "model.embed_tokens"
 _SCALES = ("F16", "BF16", "F32")
-# Of eight neighbouring rows in a word of AWQ, which ones the lower halves of its bytes hold, and which the upper.
-_AWQ_LOWER, _AWQ_UPPER = (0, 4, 1, 5), (2, 6, 3, 7)
+# Which of eight neighbouring rows each number in a word of AWQ is of, from the lowest bits on, and where a row's is.
+_AWQ_ORDER, _AWQ_PLACE = (0, 2, 4, 6, 1, 3, 5, 7), (0, 4, 1, 5, 2, 6, 3, 7)
+_SQUARES = 64  # rows of squares that are transposed together, in the cache
 
 
 @dataclass(frozen=True)
@@ -316,19 +317,21 @@ def _gptq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) ->
 
 
 def _awq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
-    """Words run along the rows of the transposed matrix, each of eight numbers in an order of their own."""
-    stored = read_tensor(parts["numbers"]).view(torch.uint8)
-    even, odd = stored[0::2], stored[1::2]
-    words = to.numbers.view(len(to.numbers) // 8, 8, -1)
-    lower, upper = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
-    words[:, _AWQ_LOWER] = lower.view(len(even), -1, 4).permute(1, 2, 0)
-    words[:, _AWQ_UPPER] = upper.view(len(even), -1, 4).permute(1, 2, 0)
+    """Words run along the rows of the transposed matrix, each of eight numbers in an order of their own: squares of
+    eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in these."""
+    stored = read_tensor(parts["numbers"])
+    words = torch.empty(len(stored) // 8, stored.shape[1], 8, dtype=torch.int32)
+    for square, out in zip(stored.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
+        for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+            upper, lower = square.view(len(square), -1, 2, half, square.shape[2]).unbind(2)
+            exchanged = (upper >> 4 * half).bitwise_xor_(lower).bitwise_and_(mask)
+            lower ^= exchanged
+            upper ^= exchanged.bitwise_left_shift_(4 * half)
+        out[..., _AWQ_ORDER] = square.transpose(1, 2)
+    to.numbers.view(torch.int32).copy_(words.view(len(words), -1).t())
     to.scales.copy_(read_tensor(parts["scales"]).t())
-    zeros = read_tensor(parts["zeros"]).view(torch.uint8)
-    ordered = torch.empty(len(zeros), len(words), 8, dtype=torch.uint8)
-    ordered[..., _AWQ_LOWER] = (zeros & 15).view(len(zeros), -1, 4)
-    ordered[..., _AWQ_UPPER] = (zeros >> 4).view(len(zeros), -1, 4)
-    _pack_zeros(ordered.view(len(zeros), -1).t(), to.zeros, bits)
+    zeros = _unpacked(read_tensor(parts["zeros"]), bits)
+    _pack_zeros(zeros.view(len(zeros), -1, 8)[..., _AWQ_PLACE].view(zeros.shape).t(), to.zeros, bits)
 
 
 _LAYOUTS: dict[str, Callable[[Mapping[str, StoredTensor], ScaledRows, int], None]] = {
