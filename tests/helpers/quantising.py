@@ -236,16 +236,14 @@ def is_quantised(name: str, form: Format) -> bool:
     return "proj" in name or (name == "lm_head" and "lm_head" not in ignored)
 
 
-def write_quantised(
-    directory: Path, form: Format, *, num_layers: int = 3, intermediate_size: int = 320
-) -> dict[str, torch.Tensor]:
+def write_quantised(directory: Path, form: Format, **sizes: int) -> dict[str, torch.Tensor]:
     """A random Llama whose next token depends on what it has read; returns its decoded tensors in fp32."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(byte_level_tokenizer()), hidden_size=192, intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    config = LlamaConfig(**{
+        "vocab_size": len(byte_level_tokenizer()), "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, **sizes,
+    })  # fmt: skip
     config.dtype = form.dtype
     stored, decoded = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, parameter in LlamaForCausalLM(config).state_dict().items():
