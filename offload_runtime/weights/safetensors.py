@@ -189,7 +189,7 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     if quantisation is not None:
         stored = gather(stored, config, quantisation)
         if quantisation.activations:
-            message = "%s asks for quantised activations or keys and values: they are not, only its weights are"
+            message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
             logging.getLogger(__name__).warning(message, reference)
     tensors = match_tensors(directory, stored, config, _check_dtype)
     quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
