@@ -74,6 +74,17 @@ def test_logits_are_those_of_the_decoded_copy(
     assert len(found.unique()) > 1000
 
 
+@pytest.mark.gpu
+@pytest.mark.few(40)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1,))])
+def test_logits_on_a_gpu_are_those_of_the_decoded_copy(
+    checkpoint: Checkpoint, slots: int, resident: tuple[int, ...] | None, dtype: torch.dtype
+) -> None:
+    found = logits(checkpoint.source, slots=slots, resident=resident, device="cuda", dtype=dtype)
+    assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None, device="cuda", dtype=dtype))
+
+
 def test_a_description_is_what_is_opened(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """With the weights, and as far as a configuration alone can say."""
     source, described = checkpoint.source, describe_model(checkpoint.path)
@@ -146,6 +157,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["FP8 of blocks", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ"])
 def test_tokens_are_those_of_the_decoded_copy(name: str, tmp_path: Path) -> None:
     """Streamed, resident and staged; with drafts that are stored or decoded, and of a decoded target too."""
@@ -206,12 +218,15 @@ PACKED_WEIGHTS = PACKED["config_groups"]["group_0"]["weights"]
         ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "sparse or transformed"),
         ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 .*, where an object"),
         ({**PACKED, "ignore": ["re:("]}, "no expression"),
+        ({**PACKED, "ignore": ["re:" + "(" * 9999]}, "no expression"),
+        ({"quant_method": "gptq", "bits": 4.0}, r"bits 4\.0"),
         (PACKED | group(num_bits=2), "num_bits 2"),
         (PACKED | group(type="float"), "type 'float'"),
         (PACKED | group(strategy="token"), "strategy 'token'"),
         (PACKED | group(group_size=None), "group_size 0"),
         (PACKED | group(strategy="tensor", group_size=None, symmetric=False), "strategy 'tensor'"),
         (PACKED | group(strategy="block", block_structure="128xwide"), "block_structure"),
+        (PACKED | group(strategy="block", block_structure="9" * 5000), "block_structure"),
         ({**PACKED, "format": "float-quantized"} | group(type="float", num_bits=4), "num_bits 4, and only 8"),
     ],
 )

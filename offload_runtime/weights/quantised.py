@@ -118,11 +118,11 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
     Raises:
         CheckpointError: A method, format or number of bits that is not read, or a value that is no such thing.
     """
-    said = settings.get("quantization_config")
-    if not said:
+    stated = settings.get("quantization_config")
+    if not stated:
         return None
-    fields = Fields(f"{where}'s quantization_config", said if isinstance(said, dict) else {})
-    method = fields.values.get("quant_method", said)
+    fields = Fields(f"{where}'s quantization_config", stated if isinstance(stated, dict) else {})
+    method = fields.values.get("quant_method", stated)
     if method not in METHODS:
         raise CheckpointError(
             f"{where} is quantised ({shown(method)}), which is not read: use a checkpoint of 16 bits or of one of "
@@ -139,8 +139,9 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
     for words in (*found.ignored, *(words for targets, _ in found.groups for words in targets)):
         try:
             re.compile(words.removeprefix("re:") if words.startswith("re:") else "")
-        except re.error as error:
-            raise CheckpointError(f"{fields.where} has {shown(words)}, which is no expression ({error})") from error
+        except (re.error, RecursionError, OverflowError) as error:
+            what = f"{fields.where} has {shown(words)}, which is no expression ({shown(error)}): fix it"
+            raise CheckpointError(what) from error
     return found
 
 
@@ -148,7 +149,7 @@ def _one_of(fields: Fields, name: str, values: tuple[Any, ...], default: Any = N
     """A value of a field, which must be one of these."""
     value = fields.values.get(name)
     value = default if value is None else value
-    if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
+    if type(value) is not type(values[0]) or value not in values:
         raise CheckpointError(
             f"{fields.where} has {name} {shown(value)}, and only {', '.join(map(str, values))} can be read: "
             "use another checkpoint, or a GGUF file"
@@ -194,10 +195,9 @@ def _compressed_tensors(fields: Fields) -> Quantisation:
     if fields.mapping("sparsity_config").get("format", "dense") != "dense" or fields.mapping("transform_config"):
         raise CheckpointError(f"{fields.where} has sparse or transformed weights, which are not read: use another")
     groups, activations = list[tuple[tuple[str, ...], Scheme]](), "kv_cache_scheme" in fields
-    for name in fields.mapping("config_groups"):
-        group = Fields(
-            f"{fields.where}'s group {shown(name)}", Fields(fields.where, fields.mapping("config_groups")).mapping(name)
-        )
+    stated = Fields(f"{fields.where}'s config_groups", fields.mapping("config_groups"))
+    for name in stated.values:
+        group = Fields(f"{fields.where}'s group {shown(name)}", stated.mapping(name))
         activations |= "input_activations" in group or "output_activations" in group
         if "weights" in group:
             kind = group.values.get("format") or fields.values.get("format")
@@ -230,12 +230,13 @@ def _compressed_scheme(weights: Fields) -> Scheme:
 
 
 def _block_structure(weights: Fields) -> tuple[int, int]:
-    said = weights.values.get("block_structure")
-    if isinstance(said, str):
-        said = [int(size) if size.isdecimal() else size for size in said.split("x")]
-    sizes = Fields(weights.where, {"block_structure": said}).items("block_structure", int, at_least=1, at_most=1 << 16)
+    stated = weights.values.get("block_structure")
+    if isinstance(stated, str):
+        stated = [int(size) if size.isdecimal() and len(size) < 9 else size for size in stated.split("x")]
+    fields = Fields(weights.where, {"block_structure": stated})
+    sizes = fields.items("block_structure", int, at_least=1, at_most=1 << 16)
     if len(sizes) != 2:
-        weights.refuse("block_structure", said, "two numbers")
+        weights.refuse("block_structure", stated, "two numbers")
     return sizes[0], sizes[1]
 
 

@@ -51,9 +51,9 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     dtype, shape = fields.text("dtype"), tuple(fields.items("shape", int, at_least=0, at_most=MOST))
     offsets = fields.items("data_offsets", int, at_least=0, at_most=1 << 62)
     valid = len(offsets) == 2 and offsets[0] <= offsets[1] and len(shape) <= _MOST_DIMENSIONS and "shape" in fields
-    known = (DTYPES | PART_DTYPES).get(dtype)
-    if valid and known is not None:
-        valid = offsets[1] - offsets[0] == math.prod(shape) * known.itemsize
+    element = (DTYPES | PART_DTYPES).get(dtype)
+    if valid and element is not None:
+        valid = offsets[1] - offsets[0] == math.prod(shape) * element.itemsize
     if not valid:
         raise ValueError(f"the entry for {shown(name)} lacks a dtype, shape and data_offsets that fit one another")
     return StoredTensor(path, name, dtype, shape, data_start + offsets[0], offsets[1] - offsets[0])
@@ -161,8 +161,8 @@ def describe_safetensors(directory: Path) -> DescribedModel:
     if embedding is not None and embedding.dtype in DTYPES:
         dtype = computed_dtype(embedding)
     else:
-        said = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
-        dtype = _DTYPE_NAMES.get(said, torch.bfloat16)
+        name = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+        dtype = _DTYPE_NAMES.get(name, torch.bfloat16)
     if quantisation is None:
         return DescribedModel(config, dtype)
     forms = quantisation.forms(config, dtype)
