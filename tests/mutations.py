@@ -31,6 +31,8 @@ _TARGET = "offload_runtime/runners/target.py"
 _KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
 _GGUF_ROWS = "offload_runtime/weights/encodings/gguf_rows.py"
+_QUANTISED = "offload_runtime/weights/quantised.py"
+_BY_FORMULA = "tests/test_weights_quantised.py::test_weights_are_what_the_formula_says"
 _OF_THE_PACKAGE = "tests/test_weights_gguf_rows.py::test_weights_are_those_of_the_gguf_package[dtype0]"
 
 # What `verify` finds out about an exact runtime.
@@ -231,8 +233,8 @@ MUTATIONS = (
     Mutation(
         "encoding: every part of a matrix is decoded over the first",
         "offload_runtime/weights/encoding.py",
-        "decode_rows(part.kind, stored, out[first - start : last - start])",
-        "decode_rows(part.kind, stored, out[: last - first])",
+        "last - part.start, out[first - start : last - start])",
+        "last - part.start, out[: last - first])",
         (_OF_THE_PACKAGE,),
     ),
     Mutation(
@@ -248,6 +250,47 @@ MUTATIONS = (
         "for at in (form.d, form.m) if at is not None]",
         "for at in (form.d,)]",
         ("tests/test_weights_gguf_rows.py::test_scales_that_are_not_finite_are_refused[nan]",),
+    ),
+    Mutation(
+        "encoding: decoded weights are not rounded to the dtype of their scales first",
+        f"{_KERNELS}/scaled_rows.py",
+        "w.to(form.scale).to(out.dtype)",
+        "w.to(out.dtype)",
+        (
+            "tests/kernels/test_scaled_rows.py::test_reference_is_the_definition[scale0]",
+            "tests/test_weights_quantised.py::test_matrices_that_the_library_packed_are_what_it_decodes[FP8 of blocks]",
+        ),
+        ("tests/kernels/test_scaled_rows.py::test_reference_is_the_definition[scale2]",),
+    ),
+    Mutation(
+        "encoding: the kernel takes the first of a slice's rows for the first of a matrix",
+        f"{_KERNELS}/scaled_rows.py",
+        "start + read // row_chunks, read % row_chunks",
+        "read // row_chunks, read % row_chunks",
+        ("tests/kernels/test_scaled_rows.py::test_kernel_has_the_bits_of_the_reference[dtype0-scale0]",),
+    ),
+    Mutation(
+        "encoding: zeros of GPTQ are what is stored",
+        _QUANTISED,
+        'zero=int(version == "gptq")',
+        "zero=0",
+        (f"{_BY_FORMULA}[GPTQ]",),
+        (f"{_BY_FORMULA}[GPTQ v2]",),
+    ),
+    Mutation(
+        "encoding: columns are of groups in their own order",
+        _QUANTISED,
+        "index in own and _is_ordered",
+        "index in () and _is_ordered",
+        (f"{_BY_FORMULA}[GPTQ, ordered]", f"{_BY_FORMULA}[packed 4 bits, ordered]"),
+        (f"{_BY_FORMULA}[GPTQ]",),
+    ),
+    Mutation(
+        "encoding: rows of AWQ stay in the order of its words",
+        _QUANTISED,
+        "out[..., _AWQ_ORDER] = ",
+        "out[:] = ",
+        (f"{_BY_FORMULA}[AWQ]",),
     ),
     *(
         Mutation(f"verify: {what}", _TARGET, _POSITIONS, changed, (_TOP_P, _T1, _FOREIGN), (_GREEDY, _SAMPLES))

@@ -85,7 +85,7 @@ def test_a_checkpoint_with_weights_is_described_as_it_is_opened(tmp_path: Path) 
     ("changes", "error", "message"),
     [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, UnsupportedArchitectureError, "LlamaForCausal"),
-        ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, r"quantised \('awq'\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, CheckpointError, r"quantised \('hqq'\)"),
         ({"hidden_size": None}, CheckpointError, "no usable hidden_size"),
         ({"max_position_embeddings": "long"}, CheckpointError, "max_position_embeddings 'long', where an integer"),
         ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "factor"),

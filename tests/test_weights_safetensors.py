@@ -93,8 +93,8 @@ def test_unsupported_model_is_refused_before_its_weights_are_looked_at(single):
 
 
 def test_quantised_and_invalid_configs(single):
-    edit_config(single, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(CheckpointError, match=r"gptq.*GGUF"):
+    edit_config(single, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"hqq.*gptq.*GGUF"):
         open_checkpoint(single)
     edit_config(single, quantization_config=None, hidden_size="wide")
     with pytest.raises(CheckpointError, match="hidden_size 'wide', where an integer"):

@@ -52,7 +52,6 @@ def _architecture(fields: Fields) -> str:
 
     Raises:
         UnsupportedArchitectureError: The decoder does not implement it; names those that it does.
-        CheckpointError: The weights are quantised.
     """
     model_type = fields.text("model_type", "")
     name = ARCHITECTURES.get(model_type)
@@ -62,12 +61,6 @@ def _architecture(fields: Fields) -> str:
         what = ", ".join(shown(item)[1:-1] for item in found[:3] if item) or f"model_type {shown(model_type)}"
         supported = ", ".join(ARCHITECTURES.values())
         raise UnsupportedArchitectureError(f"{what} is not supported: use a model of one of {supported}")
-    method = fields.values.get("quantization_config")
-    if method:
-        method = shown(method.get("quant_method") if isinstance(method, dict) else method)
-        raise CheckpointError(
-            f"{fields.where} is quantised ({method}), which is not supported: use the 16-bit checkpoint or a GGUF file"
-        )
     return name
 
 

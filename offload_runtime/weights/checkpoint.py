@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
@@ -37,12 +38,12 @@ _LEFTOVERS = (
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
-    that can be kept as they are, in the words of `encodings.gguf_rows`; `uncoded` are matrices that are known not to
-    fit the 12-bit code of bf16."""
+    that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`;
+    `uncoded` are matrices that are known not to fit the 12-bit code of bf16."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
-    kinds: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    kinds: Mapping[str, str | ScaledFormat] = field(default_factory=dict, kw_only=True)
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def config(self) -> ModelConfig:

@@ -2,8 +2,9 @@
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
 everything that moves it, and read by the decoder through a `Weight` for every tensor. By itself a tensor is stored as
-it is computed with. Matrices of rows that are stored otherwise, each by itself, and decoded before a product are
-subclasses of `EncodedRows`, a file of `weights.encodings` each; a layout names them.
+it is computed with. A matrix that is stored otherwise and decoded before a product is a `StackedWeight` of parts; where
+rows are stored each by itself its encoding is a subclass of `EncodedRows`. Each is a file of `weights.encodings`, and a
+layout names them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,87 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """Rows `[start, end)` of a matrix, stored in one way. `stored` is uint8, as its way has it."""
+
+    start: int
+    end: int
+    stored: torch.Tensor
+
+    def decode(self, start: int, end: int, out: torch.Tensor) -> None:
+        """Decode the part's own rows `[start, end)` into `out` [end - start, K], contiguous, of the dtype that the
+        model computes in."""
+        raise NotImplementedError
+
+    def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode the part's own rows [N] into `out` [N, K]; of those only that an embedding may be stored as."""
+        raise NotImplementedError
+
+    def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
+        """As of a weight, of the part's own rows `[start, end)`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StackedWeight(Weight):
+    """A matrix [M, K] whose parts are decoded one below the other, into `scratch` where there is one (uint8, on the
+    device of what is stored), so that what was decoded is gone with the next matrix.
+
+    A matrix that is larger than the scratch is multiplied in slices of its rows, whose products are those of the whole
+    by the rule of `linear`; on a CPU they may not be.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[StoredPart, ...]
+    scratch: torch.Tensor | None
+
+    @property
+    def dense(self) -> torch.Tensor:
+        return self._decoded(0, self.shape[0])
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        (part,) = self.parts
+        out = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.stored.device)
+        part.take(index, out)
+        return out
+
+    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+        height, row_bytes = self.shape[0], self.shape[1] * self.dtype.itemsize
+        step = height if self.scratch is None else self.scratch.nbytes // row_bytes
+        if step >= height:
+            return super().linear(x, residual=residual, gated=gated)
+        assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
+        out = x.new_empty(len(x), height)
+        for start in range(0, height, step):
+            end = min(start + step, height)
+            out[:, start:end] = linear(x, self._decoded(start, end))
+        return out
+
+    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
+        part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
+        return part.fill(row_start - part.start, row_end - part.start, fill, device)
+
+    def _decoded(self, start: int, end: int) -> torch.Tensor:
+        """Rows `[start, end)`: [end - start, K]."""
+        shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * self.dtype.itemsize
+        if self.scratch is None:
+            out = torch.empty(shape, dtype=self.dtype, device=self.stored.device)
+        else:
+            out = self.scratch[:nbytes].view(self.dtype).view(shape)
+        for part in self.parts:
+            first, last = max(start, part.start), min(end, part.end)
+            if first < last:
+                part.decode(first - part.start, last - part.start, out[first - start : last - start])
+        return out
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes as far as what may lie behind so many."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
 class Encoding:
     """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
 
@@ -107,74 +189,26 @@ class Encoding:
         return Weight(stored.view(self.dtype).view(shape), bias)
 
 
-# --- matrices whose rows are decoded into a scratch
+# --- matrices whose rows are stored each by itself
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """Rows `[start, end)` of a matrix: uint8 [end - start, row_bytes]."""
+class _Rows(StoredPart):
+    """Rows of one kind: `stored` is [end - start, row_bytes]."""
 
-    start: int
-    end: int
     kind: str
-    stored: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DecodedWeight(Weight):
-    """A matrix [M, K] whose parts are decoded one below the other, into `scratch` where there is one (uint8, on the
-    device of what is stored), so that what was decoded is gone with the next matrix.
-
-    A matrix that is larger than the scratch is multiplied in slices of its rows, whose products are those of the whole
-    by the rule of `linear`; on a CPU they may not be.
-    """
-
-    shape: tuple[int, ...]
+    columns: int
     encoding: EncodedRows
-    parts: tuple[StoredPart, ...]
-    scratch: torch.Tensor | None
 
-    @property
-    def dense(self) -> torch.Tensor:
-        return self._decoded(0, self.shape[0])
+    def decode(self, start: int, end: int, out: torch.Tensor) -> None:
+        self.encoding.decode_rows(self.kind, self.stored[start:end], out)
 
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        (part,) = self.parts
-        out = torch.empty(len(index), self.shape[1], dtype=self.encoding.dtype, device=self.stored.device)
-        self.encoding.decode_rows(part.kind, part.stored.index_select(0, index), out)
-        return out
+    def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        self.encoding.decode_rows(self.kind, self.stored.index_select(0, index), out)
 
-    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
-        height, row_bytes = self.shape[0], self.shape[1] * self.encoding.dtype.itemsize
-        step = height if self.scratch is None else self.scratch.nbytes // row_bytes
-        if step >= height:
-            return super().linear(x, residual=residual, gated=gated)
-        assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
-        out = x.new_empty(len(x), height)
-        for start in range(0, height, step):
-            end = min(start + step, height)
-            out[:, start:end] = linear(x, self._decoded(start, end))
-        return out
-
-    def _decoded(self, start: int, end: int) -> torch.Tensor:
-        """Rows `[start, end)`: [end - start, K]."""
-        dtype = self.encoding.dtype
-        shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * dtype.itemsize
-        if self.scratch is None:
-            out = torch.empty(shape, dtype=dtype, device=self.stored.device)
-        else:
-            out = self.scratch[:nbytes].view(dtype).view(shape)
-        for part in self.parts:
-            first, last = max(start, part.start), min(end, part.end)
-            if first < last:
-                stored = part.stored[first - part.start : last - part.start]
-                self.encoding.decode_rows(part.kind, stored, out[first - start : last - start])
-        return out
-
-    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
-        part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
-        rows = part.stored[row_start - part.start : row_end - part.start]
-        self.encoding.fill_rows(part.kind, rows, fill, self.shape[1], device)
+    def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
+        rows = self.stored[start:end]
+        self.encoding.fill_rows(self.kind, rows, fill, self.columns, device)
         return rows.nbytes
 
 
@@ -226,16 +260,15 @@ class EncodedRows(Encoding, ABC):
 
     def weight(
         self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
-    ) -> DecodedWeight:
+    ) -> StackedWeight:
         found, start = list[StoredPart](), 0
         for (rows, kind), part in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
             width = self.row_bytes(kind, shape[1])
-            found.append(StoredPart(start, start + rows, kind, part[: rows * width].view(rows, width)))
+            found.append(_Rows(start, start + rows, part[: rows * width].view(rows, width), kind, shape[1], self))
             start += rows
         assert start == shape[0]
-        return DecodedWeight(stored, bias, shape=shape, encoding=self, parts=tuple(found), scratch=scratch)
+        return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
 
     def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
         """Of each part, as far as the next one's beginning."""
-        sizes = [rows * self.row_bytes(kind, shape[1]) for rows, kind in self.parts]
-        return [-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes]
+        return [aligned(rows * self.row_bytes(kind, shape[1])) for rows, kind in self.parts]

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import ModelConfig, format_bytes
-from offload_runtime.weights.encoding import ALIGNMENT_BYTES, DTYPE_KINDS, Encoding, Weight
+from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
 from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
+from offload_runtime.weights.encodings.scaled_rows import ScaledStack
+
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
 _HEAD_SLICE_BYTES = 64 << 20
@@ -61,7 +64,7 @@ class PackedLayout:
         offset_bytes = 0
         for name, shape in shapes.items():
             specs.append(TensorSpec(name, shape, offset_bytes, (encodings or {}).get(name, Encoding(dtype))))
-            offset_bytes += -(-specs[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
     @property
@@ -126,7 +129,7 @@ class ModelLayout:
 
     @classmethod
     def as_stored(
-        cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str], *, coded: bool = False,
+        cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat], *, coded: bool = False,
         uncoded: Collection[str] = (),
     ) -> ModelLayout:  # fmt: skip
         """Matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`.
@@ -134,7 +137,8 @@ class ModelLayout:
         Args:
             config: The model's shape.
             dtype: What it computes in.
-            kinds: How checkpoint tensors are stored (`encodings.gguf_rows.KINDS`), by transformers' name.
+            kinds: How checkpoint tensors are stored (one of `encodings.gguf_rows.KINDS`, or a format of
+                `encodings.scaled_rows`), by transformers' name.
             coded: Whether matrices that would be kept in bf16 are kept in 12 bits.
             uncoded: But for these, by transformers' name.
         """
@@ -149,7 +153,7 @@ class ModelLayout:
         def encoding(parts: list[tuple[str, Destination]]) -> Encoding:
             columns = parts[0][1].shape[1]
             stored = [(to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])) for name, to in parts]
-            found = GgufRows.smallest(stored, columns, dtype)
+            found = _stacked(stored, columns, dtype)
             if not coded or found.num_decodings:
                 return found
             return CodedRows.of([(to.shape[0], name not in uncoded) for name, to in parts], columns)
@@ -227,6 +231,14 @@ class Destination:
     row_start: int
     row_end: int
     shape: tuple[int, ...]
+
+
+def _stacked(parts: list[tuple[int, str | ScaledFormat]], columns: int, dtype: torch.dtype) -> Encoding:
+    """Of matrices of one checkpoint."""
+    if any(isinstance(kind, ScaledFormat) for _, kind in parts):
+        forms = [(rows, kind if isinstance(kind, ScaledFormat) else None) for rows, kind in parts]
+        return ScaledStack(dtype, tuple(forms))
+    return GgufRows.smallest([(rows, str(kind)) for rows, kind in parts], columns, dtype)
 
 
 # A checkpoint tensor of a block: packed name, checkpoint name (of a layer below `model.layers.N.`), shape. Those of one

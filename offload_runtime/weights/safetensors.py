@@ -8,6 +8,7 @@ number of threads), and lets a truncated file be refused with the number of byte
 from __future__ import annotations
 
 import json
+import logging
 import math
 from functools import cache, partial
 from pathlib import Path
@@ -17,8 +18,17 @@ import torch
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource, StoredTensor, match_tensors, open_header
+from offload_runtime.weights.checkpoint import (
+    CheckpointSource,
+    DescribedModel,
+    StoredTensor,
+    match_tensors,
+    open_header,
+)
+from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import MOST, Fields, shortened, shown
+from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
+from offload_runtime.weights.quantised import QuantisedTensor, gather, quantisation_of
 from offload_runtime.weights.tokenizer import load_tokenizer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -28,6 +38,7 @@ _STAGING_BYTES = 16 << 20
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
+_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def computed_dtype(stored: StoredTensor) -> torch.dtype:
@@ -40,8 +51,9 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     dtype, shape = fields.text("dtype"), tuple(fields.items("shape", int, at_least=0, at_most=MOST))
     offsets = fields.items("data_offsets", int, at_least=0, at_most=1 << 62)
     valid = len(offsets) == 2 and offsets[0] <= offsets[1] and len(shape) <= _MOST_DIMENSIONS and "shape" in fields
-    if valid and dtype in DTYPES:
-        valid = offsets[1] - offsets[0] == math.prod(shape) * DTYPES[dtype].itemsize
+    element = (DTYPES | PART_DTYPES).get(dtype)
+    if valid and element is not None:
+        valid = offsets[1] - offsets[0] == math.prod(shape) * element.itemsize
     if not valid:
         raise ValueError(f"the entry for {shown(name)} lacks a dtype, shape and data_offsets that fit one another")
     return StoredTensor(path, name, dtype, shape, data_start + offsets[0], offsets[1] - offsets[0])
@@ -132,20 +144,33 @@ def _shard_paths(directory: Path) -> list[Path]:
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in DTYPES and not isinstance(tensor, QuantisedTensor):
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(DTYPES)} are read: "
             "use an unquantised checkpoint or a GGUF file"
         )
 
 
-def stored_dtype(directory: Path) -> torch.dtype | None:
-    """What the weights of a directory are computed in without loss; None where none are there."""
-    for path in sorted(directory.glob("*.safetensors")):
-        stored = read_header(path).get(_EMBEDDING)
-        if stored is not None and stored.dtype in DTYPES:
-            return computed_dtype(stored)
-    return None
+def describe_safetensors(directory: Path) -> DescribedModel:
+    """What `config.json` says, and the headers of the files that are there; errors as of `open_safetensors`, but for
+    missing weights."""
+    settings = read_json(directory / "config.json")
+    config, quantisation = model_config_from_json(settings, str(directory)), quantisation_of(settings, str(directory))
+    stored = {name: each for path in directory.glob("*.safetensors") for name, each in read_header(path).items()}
+    embedding = stored.get(_EMBEDDING)
+    if embedding is not None and embedding.dtype in DTYPES:
+        dtype = computed_dtype(embedding)
+    else:
+        name = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+        dtype = _DTYPE_NAMES.get(name, torch.bfloat16)
+    if quantisation is None:
+        return DescribedModel(config, dtype)
+    forms = quantisation.forms(config, dtype)
+    for name, tensor in gather(stored, config, quantisation).items():
+        forms.pop(name, None)
+        if isinstance(tensor, QuantisedTensor):
+            forms[name] = tensor.form
+    return DescribedModel(config, dtype, kinds=forms)
 
 
 def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
@@ -159,10 +184,20 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
     settings = read_json(directory / "config.json")
-    config = model_config_from_json(settings, str(directory))
+    config, quantisation = model_config_from_json(settings, str(directory)), quantisation_of(settings, str(directory))
     stored = {name: tensor for path in _shard_paths(directory) for name, tensor in read_header(path).items()}
+    if quantisation is not None:
+        stored = gather(stored, config, quantisation)
+        if quantisation.activations:
+            message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
+            logging.getLogger(__name__).warning(message, reference)
     tensors = match_tensors(directory, stored, config, _check_dtype)
-    fills = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
+    quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
+    if quantisation is not None and not quantised:
+        raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
+    fills: dict[str, Fill] = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
+    fills |= {name: tensor.fill for name, tensor in quantised.items()}
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
-    return CheckpointSource(config, dtype, reference, settings, fills, tokenizer, generation)
+    kinds = {name: tensor.form for name, tensor in quantised.items()}
+    return CheckpointSource(config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds)

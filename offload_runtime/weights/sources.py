@@ -7,21 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.gguf import describe_gguf, gguf_parts, open_gguf
 from offload_runtime.weights.hub import CHECKPOINT_FILES, download_gguf, download_model
-from offload_runtime.weights.safetensors import open_safetensors, read_json, stored_dtype
+from offload_runtime.weights.safetensors import describe_safetensors, open_safetensors
 
 _SUFFIXES = (".gguf", ".safetensors")
 # org/name, org/name:Q4_K_M
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 _COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
-_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def open_checkpoint(reference: str | Path) -> CheckpointSource:
@@ -52,12 +48,7 @@ def describe_model(reference: str | Path) -> DescribedModel:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
     with _located(reference, ("config.json",)) as path:
-        if not path.is_dir():
-            return describe_gguf(path)
-        raw = read_json(path / "config.json")
-        name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
-        native_dtype = stored_dtype(path) or _DTYPE_NAMES.get(name, torch.bfloat16)
-        return DescribedModel(model_config_from_json(raw, str(path)), native_dtype)
+        return describe_safetensors(path) if path.is_dir() else describe_gguf(path)
 
 
 @contextmanager

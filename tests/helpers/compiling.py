@@ -45,6 +45,7 @@ from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, 
 from offload_runtime_kernels.pace_link import pace_link
 from offload_runtime_kernels.rms_norm import rms_norm_triton
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
 from offload_runtime_kernels.select_chunks import select_chunks_triton
 from offload_runtime_kernels.swiglu import swiglu_triton
 from offload_runtime_kernels.window_steps import (
@@ -174,11 +175,30 @@ def decode_coded(columns: int) -> None:
     decode_rows_triton(torch.empty(4096, row.nbytes, dtype=torch.uint8), row, torch.empty(4096, columns, dtype=BF16))
 
 
+def decode_numbers(form: ScaledFormat, rows: int, columns: int, dtype: torch.dtype) -> None:
+    down, across = form.scales(rows, columns)
+    numbers, zeros = ints(rows, form.row_bytes(columns), dtype=torch.uint8), ints(down, across, dtype=torch.uint8)
+    stored = ScaledRows(numbers, torch.empty(down, across, dtype=form.scale), zeros, ints(columns))
+    decode_scaled_triton(stored, form, 0, torch.empty(rows, columns, dtype=dtype))
+
+
+# FP8 with a scale of all, of rows and of blocks; integers of 8 bits; of 4 bits with zeros, and in an order.
+SCALED = (
+    ScaledFormat("FP8", 4096, 4096, BF16), ScaledFormat("FP8", 1, 4096, FP16), ScaledFormat("FP8", 128, 128, FP32),
+    ScaledFormat("int8", 1, 4096, BF16), ScaledFormat("int8", 1, 4096, BF16, zeros=True),
+    ScaledFormat("uint8", 1, 128, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 128, BF16, 8),
+    ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 32, FP16, 1, zeros=True, ordered=True),
+)  # fmt: skip
+
+
 def encoding_calls() -> Iterator[tuple[str, Call]]:
     for name, form in FORMATS.items():
         yield f"decode {name}", partial(decode, form, FP32 if name == "Q4_1" else BF16)
     for columns in (4096, 11008, 576):
         yield f"decode 12-bit {columns}", partial(decode_coded, columns)
+    for form in SCALED:
+        name = f"decode {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros} {form.ordered}"
+        yield name, partial(decode_numbers, form, 4096, 4096, FP32 if form.scale == FP32 else BF16)
 
 
 def attend(

@@ -1,0 +1,444 @@
+"""Quantised checkpoints of transformers: which matrices `quantization_config` means, what is stored of each, and how
+that is brought to the one layout of `encodings.scaled_rows`, without loss.
+
+    w = (q - z) * s, rounded to the dtype of the scales, then to that of the run
+
+is what the formats' own libraries make of a stored matrix:
+
+- compressed-tensors' `dequantize` converts to the scales' dtype, subtracts and multiplies there
+  (`quantization/lifecycle/forward_helpers.py`); transformers then converts to the model's dtype.
+- GPTQ: `scales[g_idx] * (qweight - (qzeros + 1)[g_idx])` in the scales' dtype, then that of the input (AutoGPTQ's
+  `QuantLinear`, GPTQModel's `TorchLinear`). Files of `checkpoint_format` gptq_v2 have no 1 to add.
+- AWQ: `(qweight - qzeros) * scales` in fp16 (AutoAWQ's `dequantize_gemm`).
+- FP8 of DeepSeek and Qwen: in fp32, then the model's dtype (DeepSeek-V3's `weight_dequant`, transformers'
+  `Fp8Dequantize`). Their scales are kept in fp32, whatever they are stored in.
+
+Only weights are quantised here. Schemes that quantise activations too are run on their decoded weights, as transformers
+does with `dequantize=True`: that is nearer to the model they were made of, and their logits are others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from offload_runtime_kernels.scaled_rows import BITS, ScaledFormat, ScaledRows, decode_scaled
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import CheckpointError
+from offload_runtime.weights.checkpoint import StoredTensor, damaged
+from offload_runtime.weights.encodings.scaled_rows import scaled_bytes, scaled_rows
+from offload_runtime.weights.fields import Fields, shown
+from offload_runtime.weights.layout import checkpoint_tensors
+
+# How elements are called in files, of which matrices may consist or their parts.
+DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8, "I32": torch.int32,
+}  # fmt: skip
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+_EMBEDDING = "model.embed_tokens"
+_SCALES = ("F16", "BF16", "F32")
+# Which of eight neighbouring rows each number in a word of AWQ is of, from the lowest bits on, and where a row's is.
+_AWQ_ORDER, _AWQ_PLACE = (0, 2, 4, 6, 1, 3, 5, 7), (0, 4, 1, 5, 2, 6, 3, 7)
+_SQUARES = 64  # rows of squares that are transposed together, in the cache
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a group of modules is stored.
+
+    Attributes:
+        layout: What a module's tensors are called and how they lie: one of `_LAYOUTS`.
+        number: One of the kernel's `BITS`.
+        block: Rows and columns that share one scale; 0 for all.
+        zero: What is subtracted, beside the stored zeros with `zeros`.
+        ordered: Whether columns are told to be of groups in the order of activations; what is stored counts more.
+        scale: What the scales are kept in; None for what they are stored in.
+        scale_names: What they may be called.
+    """
+
+    layout: str
+    number: str
+    block: tuple[int, int]
+    zero: int = 0
+    zeros: bool = False
+    ordered: bool = False
+    scale: torch.dtype | None = None
+    scale_names: tuple[str, ...] = ("weight_scale",)
+
+    def form(self, shape: tuple[int, ...], scale: torch.dtype, ordered: bool) -> ScaledFormat:
+        """Of a matrix [M, K] whose scales are stored in a dtype."""
+        rows, columns = (size or whole for size, whole in zip(self.block, shape, strict=True))
+        return ScaledFormat(self.number, rows, columns, self.scale or scale, self.zero, self.zeros, ordered)
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What a `quantization_config` says: schemes by what they are for (modules' names, `re:` and an expression for
+    their beginning, or the class), which modules have none, and whether activations should be quantised too."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignored: tuple[str, ...]
+    activations: bool
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of the most exact words for a module; None if there are none."""
+        fitting = [(words, scheme) for targets, scheme in self.groups for words in targets if _means(words, module)]
+        order = sorted(fitting, key=lambda pair: (pair[0] != module, not pair[0].startswith("re:")))
+        return order[0][1] if order else None
+
+    def forms(self, config: ModelConfig, scale: torch.dtype) -> dict[str, ScaledFormat]:
+        """How matrices are stored as far as can be said without looking at them, by transformers' name."""
+        found = dict[str, ScaledFormat]()
+        for name, to in checkpoint_tensors(config).items():
+            module = name.removesuffix(".weight")
+            scheme = self.scheme(module) if len(to.shape) == 2 and module != _EMBEDDING else None
+            if scheme is not None and not any(_means(words, module) for words in self.ignored):
+                found[name] = scheme.form(to.shape, scale, scheme.ordered)
+        return found
+
+
+def _means(words: str, module: str) -> bool:
+    if words.startswith("re:"):
+        return re.match(words[3:], module) is not None
+    return words in (module, "Embedding" if module == _EMBEDDING else "Linear")
+
+
+# --- the configuration
+
+
+def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | None:
+    """Read the `quantization_config` of a `config.json`; None where there is none.
+
+    Raises:
+        CheckpointError: A method, format or number of bits that is not read, or a value that is no such thing.
+    """
+    stated = settings.get("quantization_config")
+    if not stated:
+        return None
+    fields = Fields(f"{where}'s quantization_config", stated if isinstance(stated, dict) else {})
+    method = fields.values.get("quant_method", stated)
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{where} is quantised ({shown(method)}), which is not read: use a checkpoint of 16 bits or of one of "
+            f"{', '.join(METHODS)}, or a GGUF file"
+        )
+    if method == "compressed-tensors":
+        found = _compressed_tensors(fields)
+    else:
+        scheme = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}[method](fields)
+        names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in fields.items(key, str)]
+        parts = tuple(f"re:.*{re.escape(name)}" for name in names)
+        activations = method == "fp8"
+        found = Quantisation(((("Linear",), scheme),), (*parts, "lm_head"), activations)
+    for words in (*found.ignored, *(words for targets, _ in found.groups for words in targets)):
+        try:
+            re.compile(words.removeprefix("re:") if words.startswith("re:") else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            what = f"{fields.where} has {shown(words)}, which is no expression ({shown(error)}): fix it"
+            raise CheckpointError(what) from error
+    return found
+
+
+def _one_of(fields: Fields, name: str, values: tuple[Any, ...], default: Any = None) -> Any:
+    """A value of a field, which must be one of these."""
+    value = fields.values.get(name)
+    value = default if value is None else value
+    if type(value) is not type(values[0]) or value not in values:
+        raise CheckpointError(
+            f"{fields.where} has {name} {shown(value)}, and only {', '.join(map(str, values))} can be read: "
+            "use another checkpoint, or a GGUF file"
+        )
+    return value
+
+
+def _group_size(fields: Fields) -> int:
+    """Columns of a group; 0 for all."""
+    return max(0, fields.integer("group_size", 128, at_least=-1))
+
+
+def _fp8(fields: Fields) -> Scheme:
+    sizes = fields.items("weight_block_size", int, at_least=1, at_most=1 << 16) or [0, 0]
+    if len(sizes) != 2:
+        fields.refuse("weight_block_size", sizes, "two numbers")
+    _one_of(fields, "fmt", ("e4m3",), "e4m3")
+    names = ("weight_scale_inv", "weight_scale")
+    return Scheme("plain", "FP8", (sizes[0], sizes[1]), scale=torch.float32, scale_names=names)
+
+
+def _gptq(fields: Fields) -> Scheme:
+    bits = _one_of(fields, "bits", (4, 8))
+    version = _one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), fields.values.get("format") or "gptq")
+    _one_of(fields, "is_marlin_format", (False,), False)
+    if fields.mapping("dynamic"):
+        raise CheckpointError(f"{fields.where} has modules of different bits (dynamic), which are not read")
+    size, ordered = _group_size(fields), fields.flag("desc_act")
+    return Scheme(
+        "gptq", f"uint{bits}", (1, size), zero=int(version == "gptq"), zeros=True, ordered=ordered and size > 0,
+        scale_names=("scales",),
+    )  # fmt: skip
+
+
+def _awq(fields: Fields) -> Scheme:
+    _one_of(fields, "bits", (4,), 4)
+    fields = Fields(fields.where, {**fields.values, "version": str(fields.values.get("version") or "gemm").lower()})
+    _one_of(fields, "version", ("gemm",))
+    return Scheme("awq", "uint4", (1, _group_size(fields)), zeros=True, scale_names=("scales",))
+
+
+def _compressed_tensors(fields: Fields) -> Quantisation:
+    if fields.mapping("sparsity_config").get("format", "dense") != "dense" or fields.mapping("transform_config"):
+        raise CheckpointError(f"{fields.where} has sparse or transformed weights, which are not read: use another")
+    groups, activations = list[tuple[tuple[str, ...], Scheme]](), "kv_cache_scheme" in fields
+    stated = Fields(f"{fields.where}'s config_groups", fields.mapping("config_groups"))
+    for name in stated.values:
+        group = Fields(f"{fields.where}'s group {shown(name)}", stated.mapping(name))
+        activations |= "input_activations" in group or "output_activations" in group
+        if "weights" in group:
+            kind = group.values.get("format") or fields.values.get("format")
+            scheme = _compressed_scheme(Fields(group.where, {**group.mapping("weights"), "format": kind}))
+            groups.append((tuple(group.items("targets", str)), scheme))
+    return Quantisation(tuple(groups), tuple(fields.items("ignore", str)), activations)
+
+
+def _compressed_scheme(weights: Fields) -> Scheme:
+    """Of the arguments for weights, and the format."""
+    form = _one_of(weights, "format", ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"))
+    packed = form == "pack-quantized"
+    kind = _one_of(weights, "type", ("int",) if packed else ("int", "float"), "int")
+    bits = _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
+    symmetric = _one_of(weights, "symmetric", (True,) if kind == "float" else (True, False), True)
+    size = weights.integer("group_size", 0, at_least=-1)
+    guessed = "group" if size > 0 else "channel" if size < 0 else "tensor"
+    zeros = not symmetric
+    strategy = _one_of(
+        weights, "strategy", ("channel", "group") + (() if packed and zeros else ("tensor", "block")), guessed
+    )
+    block = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}.get(strategy) or _block_structure(weights)
+    if strategy == "group" and size <= 0:
+        weights.refuse("group_size", size, "a size")
+    ordered = weights.values.get("actorder") in ("group", "dynamic", True) and strategy == "group"
+    if packed:
+        half = 1 << (bits - 1)
+        return Scheme("packed", f"uint{bits}", block, 0 if zeros else half, zeros, ordered)
+    return Scheme("plain", "FP8" if kind == "float" else "int8", block, zeros=zeros, ordered=ordered)
+
+
+def _block_structure(weights: Fields) -> tuple[int, int]:
+    stated = weights.values.get("block_structure")
+    if isinstance(stated, str):
+        stated = [int(size) if size.isdecimal() and len(size) < 9 else size for size in stated.split("x")]
+    fields = Fields(weights.where, {"block_structure": stated})
+    sizes = fields.items("block_structure", int, at_least=1, at_most=1 << 16)
+    if len(sizes) != 2:
+        weights.refuse("block_structure", stated, "two numbers")
+    return sizes[0], sizes[1]
+
+
+# --- the tensors
+
+
+@dataclass(frozen=True)
+class QuantisedTensor(StoredTensor):
+    """A matrix [M, K] of which several tensors are stored; its `dtype` is what its numbers are called."""
+
+    form: ScaledFormat
+    layout: str
+    parts: Mapping[str, StoredTensor]
+
+    def fill(self, out: torch.Tensor) -> None:
+        """Read it into uint8 [scaled_bytes], or decoded into `out` [M, K] of a float dtype.
+
+        Raises:
+            CheckpointError: A file ends too early, or scales are not finite.
+        """
+        raw = out.dtype == torch.uint8
+        stored = out if raw else torch.empty(scaled_bytes(self.form, *self.shape), dtype=torch.uint8)
+        to = scaled_rows(stored, self.form, *self.shape)
+        _LAYOUTS[self.layout](self.parts, to, BITS[self.form.number])
+        if not bool(to.scales.isfinite().all()):
+            raise damaged(self.path, f"scales of {self.name} are infinite or no numbers")
+        if self.form.ordered:
+            to.groups.copy_(read_tensor(self.parts["groups"]))
+        if not raw:
+            decode_scaled(to, self.form, 0, out)
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """All of a tensor, as it is stored."""
+    out = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    stored.read_into(out.view(-1).view(torch.uint8).numpy().data)
+    return out
+
+
+def _read_numbers(stored: StoredTensor, to: torch.Tensor) -> None:
+    stored.read_into(to.view(-1).numpy().data)
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers without a sign of int32 [R, words], the lowest bits first: uint8 [R, N]."""
+    stored = words.contiguous().view(torch.uint8)
+    return stored if bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).view(len(stored), -1)
+
+
+def _pack_zeros(zeros: torch.Tensor, to: torch.Tensor, bits: int) -> None:
+    """Of uint8 [rows, groups]."""
+    if bits == 8:
+        to.copy_(zeros)
+        return
+    to.copy_(zeros[:, 0::2])
+    to[:, : zeros.shape[1] // 2] |= zeros[:, 1::2] << 4
+
+
+def _plain(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+    _read_numbers(parts["numbers"], to.numbers)
+    to.scales.copy_(read_tensor(parts["scales"]).view(to.scales.shape))
+    if to.zeros.numel():
+        to.zeros.copy_(read_tensor(parts["zeros"]).view(torch.uint8).view(to.zeros.shape))
+
+
+def _packed(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+    _read_numbers(parts["numbers"], to.numbers)
+    to.scales.copy_(read_tensor(parts["scales"]).view(to.scales.shape))
+    if to.zeros.numel():
+        zeros = _unpacked(read_tensor(parts["zeros"]).t(), bits)
+        _pack_zeros(zeros[:, : len(to.zeros)].t(), to.zeros, bits)
+
+
+def _gptq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+    """Words run down the columns: those of a row, one after the other, are its numbers."""
+    to.numbers.view(torch.int32).copy_(read_tensor(parts["numbers"]).t())
+    to.scales.copy_(read_tensor(parts["scales"]).t())
+    _pack_zeros(_unpacked(read_tensor(parts["zeros"]), bits).t(), to.zeros, bits)
+
+
+def _awq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+    """Words run along the rows of the transposed matrix, each of eight numbers in an order of their own: squares of
+    eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in these."""
+    stored = read_tensor(parts["numbers"])
+    words = torch.empty(len(stored) // 8, stored.shape[1], 8, dtype=torch.int32)
+    for square, out in zip(stored.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
+        for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+            upper, lower = square.view(len(square), -1, 2, half, square.shape[2]).unbind(2)
+            exchanged = (upper >> 4 * half).bitwise_xor_(lower).bitwise_and_(mask)
+            lower ^= exchanged
+            upper ^= exchanged.bitwise_left_shift_(4 * half)
+        out[..., _AWQ_ORDER] = square.transpose(1, 2)
+    to.numbers.view(torch.int32).copy_(words.view(len(words), -1).t())
+    to.scales.copy_(read_tensor(parts["scales"]).t())
+    zeros = _unpacked(read_tensor(parts["zeros"]), bits)
+    _pack_zeros(zeros.view(len(zeros), -1, 8)[..., _AWQ_PLACE].view(zeros.shape).t(), to.zeros, bits)
+
+
+_LAYOUTS: dict[str, Callable[[Mapping[str, StoredTensor], ScaledRows, int], None]] = {
+    "plain": _plain, "packed": _packed, "gptq": _gptq_words, "awq": _awq_words,
+}  # fmt: skip
+_NUMBERS = {"plain": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+_ZEROS = {"plain": "weight_zero_point", "packed": "weight_zero_point", "gptq": "qzeros", "awq": "qzeros"}
+_GROUPS = {"plain": "weight_g_idx", "packed": "weight_g_idx", "gptq": "g_idx"}
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def _shapes(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, list[tuple[int, ...]]]:
+    """Which shapes each part may have."""
+    (rows, columns), bits = shape, BITS[scheme.number]
+    down, across = scheme.form(shape, torch.float32, False).scales(rows, columns)
+    if scheme.layout == "gptq":
+        numbers, zeros = (_words(columns, bits), rows), (across, _words(rows, bits))
+        return {"numbers": [numbers], "scales": [(across, rows)], "zeros": [zeros]}
+    if scheme.layout == "awq":
+        return {"numbers": [(columns, rows // 8)], "scales": [(across, rows)], "zeros": [(across, rows // 8)]}
+    scales: list[tuple[int, ...]] = [(down, across)]
+    scales += [(down,)] if across == 1 else []
+    scales += [()] if down * across == 1 else []
+    if scheme.layout == "packed":
+        packed = (rows, _words(columns, bits))
+        return {"numbers": [packed], "scales": scales, "zeros": [(_words(rows, bits), across)]}
+    return {"numbers": [shape], "scales": scales, "zeros": scales}
+
+
+def _is_ordered(stored: StoredTensor, form: ScaledFormat, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the groups that columns say they are of are others than in their own order."""
+    if (stored.dtype, stored.shape) != ("I32", shape[1:]):
+        raise damaged(stored.path, f"{stored.name} is {stored.dtype} {list(stored.shape)}, expected I32 {[shape[1]]}")
+    groups, count = read_tensor(stored), form.scales(*shape)[1]
+    if bool((groups < 0).any()) and name == "weight_g_idx":
+        return False  # what compressed-tensors means by -1
+    if bool(((groups < 0) | (groups >= count)).any()):
+        raise damaged(stored.path, f"{stored.name} names groups that {count} scales do not have")
+    return not torch.equal(groups, torch.arange(shape[1], dtype=torch.int32) // form.columns)
+
+
+def _quantised(module: str, shape: tuple[int, ...], scheme: Scheme, own: Mapping[str, StoredTensor]) -> QuantisedTensor:
+    """A matrix out of its module's tensors, by what is behind its name; checks all that can be without reading them."""
+    numbers = own[_NUMBERS[scheme.layout]]
+    unit = 32 // BITS[scheme.number] if scheme.layout != "plain" else 1
+    if any(size % unit for size in (shape[1:] if scheme.layout == "packed" else shape)):
+        raise CheckpointError(
+            f"{numbers.path}: {module} has shape {list(shape)}, and only multiples of {unit} can be packed: use another"
+        )
+    names = {"numbers": (_NUMBERS[scheme.layout],), "scales": scheme.scale_names, "zeros": (_ZEROS[scheme.layout],)}
+    dtypes = {"numbers": ("I32",), "scales": _SCALES, "zeros": ("I32",)}
+    if scheme.layout == "plain":
+        dtypes |= {"numbers": ("F8_E4M3",) if scheme.number == "FP8" else ("I8",), "zeros": ("I8",)}
+    parts = dict[str, StoredTensor]()
+    for part, shapes in _shapes(scheme, shape).items():
+        if part == "zeros" and not scheme.zeros:
+            continue
+        found = next((own[name] for name in names[part] if name in own), None)
+        if found is None:
+            raise CheckpointError(
+                f"{numbers.path.parent} lacks {module}.{names[part][0]}: it is incomplete, download it again"
+            )
+        if found.dtype not in dtypes[part] or found.shape not in shapes:
+            raise CheckpointError(
+                f"{found.path}: {found.name} is {found.dtype} {list(found.shape)}, expected "
+                f"{' or '.join(dtypes[part])} {list(shapes[0])}: the weights belong to another configuration, "
+                "download them again"
+            )
+        parts[part] = found
+    form, index = scheme.form(shape, DTYPES[parts["scales"].dtype], False), _GROUPS.get(scheme.layout, "")
+    if index in own and _is_ordered(own[index], form, index, shape):
+        parts["groups"], form = own[index], form._replace(ordered=True)
+    return QuantisedTensor(
+        numbers.path, f"{module}.weight", form.number, shape, numbers.offset_bytes, numbers.nbytes, form,
+        scheme.layout, parts,
+    )  # fmt: skip
+
+
+def gather(
+    stored: Mapping[str, StoredTensor], config: ModelConfig, quantisation: Quantisation
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, in which one stands for all that is stored of a quantised matrix; what else a
+    module has of its own than a bias says how its activations were quantised, and is left out.
+
+    Raises:
+        CheckpointError: Parts are missing, or of another shape or dtype; the embedding is quantised.
+    """
+    modules = defaultdict[str, dict[str, StoredTensor]](dict)
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        modules[module][part] = tensor
+    found = dict(stored)
+    for name, to in checkpoint_tensors(config).items():
+        module = name.removesuffix(".weight")
+        scheme, own = quantisation.scheme(module), modules[module]
+        if len(to.shape) != 2 or scheme is None or (numbers := own.get(_NUMBERS[scheme.layout])) is None:
+            continue
+        if scheme.layout == "plain" and numbers.dtype not in ("F8_E4M3", "I8"):
+            continue
+        if module == _EMBEDDING:
+            raise CheckpointError(f"{numbers.path}: the embedding is quantised, which is not read: use another")
+        for part, tensor in own.items():
+            if part != "bias":
+                del found[tensor.name]
+        found[name] = _quantised(module, to.shape, scheme, own)
+    return {name: tensor for name, tensor in found.items() if not name.endswith((".k_scale", ".v_scale"))}

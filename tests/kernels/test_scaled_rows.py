@@ -1,0 +1,149 @@
+"""`decode_scaled`: numbers against their definitions, and the kernel against the reference, bit for bit."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from offload_runtime_kernels.scaled_rows import (
+    BITS,
+    ScaledFormat,
+    ScaledRows,
+    decode_scaled_reference,
+    decode_scaled_triton,
+)  # fmt: skip
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE
+from tests.kernels.test_gguf_blocks import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # of what fp16 has no room for
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Scales that are zero, subnormal, ordinary and the largest: bits of fp16, and of bf16 and fp32's upper half.
+SCALES = {
+    FP16: (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x1A2B, 0x3C00, 0xC4D1, 0x7BFF),
+    BF16: (0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x3C2B, 0x3F80, 0xC0D1, 0x7F7F),
+    FP32: (0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x3C2B, 0x3F80, 0xC0D1, 0x7F7F),
+}
+# Rows and columns of a matrix, and of what shares a scale: all, a row, groups, an odd number of groups, blocks that the
+# last ones do not fill, chunks of one and two columns.
+SHAPES = (
+    ((24, 64), (24, 64)), ((24, 96), (1, 96)), ((24, 128), (1, 32)), ((24, 96), (1, 32)), ((40, 72), (32, 32)),
+    ((24, 9), (1, 3)), ((16, 10), (1, 10)),
+)  # fmt: skip
+
+
+def e4m3(byte: int) -> float:
+    """By the definition: a sign, four bits of exponent with bias 7, three of mantissa."""
+    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+
+
+NUMBERS = {
+    "FP8": e4m3,
+    "int8": lambda byte: float(byte - 256 if byte > 127 else byte),
+    "uint8": float,
+    "uint4": float,
+}
+
+
+def made(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
+    """Every byte, and every scale."""
+    down, across = form.scales(rows, columns)
+    generator = torch.Generator().manual_seed(rows * columns)
+    chosen = torch.randint(len(SCALES[form.scale]), (down, across), generator=generator)
+    bits = torch.tensor(SCALES[form.scale], dtype=torch.int64)[chosen]
+    if form.scale == FP32:
+        scales = ((bits << 16) + torch.randint(1 << 16, bits.shape, generator=generator)).to(torch.int32).view(FP32)
+    else:
+        scales = bits.to(torch.int16).view(form.scale)
+    numbers = torch.arange(rows * form.row_bytes(columns)).mul(167).to(torch.uint8).view(rows, -1)
+    zeros = torch.randint(256, (down, form.row_bytes(across)), generator=generator, dtype=torch.uint8)
+    groups = torch.randint(across, (columns,), generator=generator, dtype=torch.int32)
+    return ScaledRows(numbers, scales, zeros if form.zeros else zeros[:0, :0], groups if form.ordered else groups[:0])
+
+
+def by_definition(stored: ScaledRows, form: ScaledFormat, rows: int, columns: int) -> torch.Tensor:
+    """An element at a time, in the dtype of the scales; products of those of 16 bits are exact in fp32."""
+
+    def number(tensor: torch.Tensor, row: int, at: int) -> float:
+        if BITS[form.number] == 4:
+            return float(int(tensor[row, at // 2]) >> 4 * (at % 2) & 15)
+        return NUMBERS[form.number](int(tensor[row, at]))
+
+    out = torch.empty(rows, columns, dtype=torch.float64)
+    for row, column in product(range(rows), range(columns)):
+        group = int(stored.groups[column]) if form.ordered else column // form.columns
+        zero = form.zero + (number(stored.zeros, row // form.rows, group) if form.zeros else 0.0)
+        scale = float(stored.scales[row // form.rows, group])
+        out[row, column] = (number(stored.numbers, row, column) - zero) * scale
+    return out.float().to(form.scale)
+
+
+def formats(scale: torch.dtype, shape: tuple[int, int], block: tuple[int, int]) -> list[ScaledFormat]:
+    found = [ScaledFormat("FP8", *block, scale), ScaledFormat("int8", *block, scale)]
+    found += [ScaledFormat("int8", *block, scale, zeros=True), ScaledFormat("uint8", *block, scale, 128)]
+    if shape[1] % 2 == 0:
+        found += [ScaledFormat("uint4", *block, scale, 8), ScaledFormat("uint4", *block, scale, 1, zeros=True)]
+        found += [ScaledFormat("uint4", *block, scale, zeros=True, ordered=True)]
+    return found
+
+
+@pytest.mark.parametrize("scale", [FP16, BF16, FP32])
+def test_reference_is_the_definition(scale: torch.dtype) -> None:
+    for shape, block in SHAPES:
+        for form in formats(scale, shape, block):
+            stored = made(form, *shape)
+            expected = by_definition(stored, form, *shape)
+            for dtype in (FP32, BF16, FP16):
+                out = torch.full(shape, 7.0, dtype=dtype)
+                decode_scaled_reference(stored, form, 0, out)
+                assert_same_bits(out, expected.to(dtype))
+
+
+# The interpreter cuts off what bf16 has no room for, where a GPU rounds.
+@pytest.mark.parametrize("scale", [FP16, FP32, pytest.param(BF16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
+def test_kernel_has_the_bits_of_the_reference(scale: torch.dtype, dtype: torch.dtype) -> None:
+    """Of whole matrices and of rows out of their middle; what lies behind the result stays as it is."""
+    for shape, block in SHAPES:
+        for form, (first, last) in product(formats(scale, shape, block), ((0, shape[0]), (5, 12))):
+            stored = made(form, *shape)
+            expected = torch.empty(last - first, shape[1], dtype=dtype)
+            decode_scaled_reference(stored, form, first, expected)
+            out = torch.full((last - first + 3, shape[1]), 7.0, dtype=dtype, device=KERNEL_DEVICE)
+            moved = ScaledRows(*(tensor.to(KERNEL_DEVICE) for tensor in stored))
+            decode_scaled_triton(moved, form, first, out[: last - first])
+            assert_same_bits(out[: last - first].cpu(), expected)
+            assert bool((out[last - first :] == 7.0).all())
+
+
+def test_kernel_reads_scales_in_bf16() -> None:
+    """Of powers of two, whose products need no rounding."""
+    for form in formats(BF16, (24, 128), (1, 32)):
+        stored = made(form, 24, 128)
+        scales = torch.ldexp(torch.ones(stored.scales.shape), torch.arange(96).view(24, 4) - 48).to(BF16)
+        stored, expected = stored._replace(scales=scales), torch.empty(24, 128)
+        decode_scaled_reference(stored, form, 0, expected)
+        out = torch.full((24, 128), 7.0, device=KERNEL_DEVICE)
+        decode_scaled_triton(ScaledRows(*(tensor.to(KERNEL_DEVICE) for tensor in stored)), form, 0, out)
+        assert_same_bits(out.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", BITS)
+def test_matrices_of_real_models(number: str) -> None:
+    """gate and up of Llama-3-70B, and rows of a matrix of more weights than 32 bits count."""
+    form = ScaledFormat(number, 1, 128, FP16, 8, zeros=number == "uint4")
+    for rows, columns, start in ((57344, 8192, 0), ((1 << 31) // 4096 + 16, 4096, 1 << 18)):
+        once = made(form, 64, columns)
+        stored = ScaledRows(*(each.to(KERNEL_DEVICE).repeat(rows // 64 + 1, 1)[:rows] for each in once[:3]), once[3])
+        out = torch.empty(rows - start, columns, dtype=BF16, device=KERNEL_DEVICE)
+        decode_scaled_triton(stored, form, start, out)
+        expected = torch.empty(64, columns, dtype=BF16)
+        decode_scaled_reference(once, form, 0, expected)
+        whole = out[: (rows - start) // 64 * 64].view(-1, 64, columns).view(torch.int16)
+        assert all(torch.equal(part, expected.to(KERNEL_DEVICE).view(torch.int16)) for part in whole)

@@ -1,0 +1,356 @@
+"""Quantised safetensors checkpoints are kept as they are stored, and give the bits of their decoded copies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import CheckpointError
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import load_plain, rows_of
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
+from tests.test_config_file import HUGE
+from tests.test_weights_gguf_rows import logits, tokens_of
+
+LAYERS = 3
+
+
+def bits_of(said: dict[str, Any]) -> torch.Tensor:
+    """A tensor of the file of matrices that compressed-tensors packed."""
+    stored = torch.frombuffer(bytearray.fromhex(said["bytes"]), dtype=torch.uint8)
+    return stored.view(getattr(torch, said["dtype"])).view(said["shape"])
+
+
+BY_LIBRARY = json.loads((Path(__file__).parent / "data" / "compressed_tensors.json").read_text())["matrices"]
+
+
+class Checkpoint:
+    """One of a format, and its decoded copy, which nothing of ours has decoded."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.path = directory / "quantised"
+        self.decoded = write_quantised(self.path, FORMATS[name])
+        self.copy_path = write_decoded(directory / "decoded", self.path, self.decoded)
+
+    @property
+    def source(self) -> CheckpointSource:
+        return open_checkpoint(self.path)
+
+    @property
+    def copy(self) -> CheckpointSource:
+        return open_checkpoint(self.copy_path)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(tmp_path_factory.mktemp("quantised"), request.param)
+
+
+def test_weights_are_what_the_formula_says(checkpoint: Checkpoint) -> None:
+    """As they are stored, and decoded as they are read, in every dtype of a run."""
+    source = checkpoint.source
+    for dtype in (FP32, BF16, FP16):
+        for weights in (load_weights(source, source.layout(dtype)), load_plain(source, dtype)):
+            for name, to in checkpoint_tensors(source.config()).items():
+                assert torch.equal(rows_of(to, weights.views(to.layer)), checkpoint.decoded[name].to(dtype)), name
+
+
+@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1,))])
+def test_logits_are_those_of_the_decoded_copy(
+    checkpoint: Checkpoint, slots: int, resident: tuple[int, ...] | None
+) -> None:
+    found = logits(checkpoint.source, slots=slots, resident=resident)
+    assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None))
+    assert len(found.unique()) > 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.few(40)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1,))])
+def test_logits_on_a_gpu_are_those_of_the_decoded_copy(
+    checkpoint: Checkpoint, slots: int, resident: tuple[int, ...] | None, dtype: torch.dtype
+) -> None:
+    found = logits(checkpoint.source, slots=slots, resident=resident, device="cuda", dtype=dtype)
+    assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None, device="cuda", dtype=dtype))
+
+
+def test_a_description_is_what_is_opened(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """With the weights, and as far as a configuration alone can say."""
+    source, described = checkpoint.source, describe_model(checkpoint.path)
+    assert (described.config(), described.native_dtype, described.kinds) == (
+        source.config(), source.native_dtype, source.kinds,
+    )  # fmt: skip
+    layout = source.layout(BF16)
+    assert sum(layout.layer_bytes) < 0.75 * sum(checkpoint.copy.layout(BF16).layer_bytes)
+    (tmp_path / "config.json").write_bytes((checkpoint.path / "config.json").read_bytes())
+    alone = describe_model(tmp_path)
+    assert alone.kinds.keys() == source.kinds.keys()
+    if not any(form.scale == FP32 for form in source.kinds.values()):  # which no configuration says
+        assert alone.kinds == source.kinds
+
+
+@pytest.mark.parametrize("name", BY_LIBRARY)
+def test_matrices_that_the_library_packed_are_what_it_decodes(name: str, tmp_path: Path) -> None:
+    """One matrix, as every module of a small model."""
+    said = BY_LIBRARY[name]
+    matrix = Format(
+        said["quantization_config"],
+        lambda w: ({part: bits_of(each) for part, each in said["tensors"].items()}, bits_of(said["decoded"]).float()),
+        bits_of(said["decoded"]).dtype,
+    )
+    decoded = write_quantised(
+        tmp_path, matrix, num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_key_value_heads=4
+    )
+    source = open_checkpoint(tmp_path)
+    for dtype in (FP32, BF16, FP16):
+        weights = load_weights(source, source.layout(dtype))
+        for name, to in checkpoint_tensors(source.config()).items():
+            assert torch.equal(rows_of(to, weights.views(to.layer)), decoded[name].to(dtype))
+    assert len(source.kinds) == 7
+
+
+@pytest.mark.parametrize("scale", [FP32, BF16])
+def test_blocks_of_fp8_are_what_transformers_decodes(scale: torch.dtype, tmp_path: Path) -> None:
+    """To the dtype of the scales, which is what it chooses; of whole blocks, which are all that it takes."""
+    form = Format(
+        {"quant_method": "fp8", "weight_block_size": [32, 64]},
+        lambda w: fp8(w, 32, 64, scale, "weight_scale_inv", in_fp32=True), BF16,
+    )  # fmt: skip
+    write_quantised(tmp_path, form, num_hidden_layers=1)
+    stored, source = load_file(tmp_path / "model.safetensors"), open_checkpoint(tmp_path)
+    weights = load_weights(source, source.layout(scale))
+    for name in source.kinds:
+        parts = {"weight": stored[name], "weight_scale_inv": stored[f"{name}_scale_inv"]}
+        to = checkpoint_tensors(source.config())[name]
+        expected = Fp8Dequantize(None).convert(parts)["weight"]
+        assert torch.equal(rows_of(to, weights.views(to.layer)), expected)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(tmp_path_factory.mktemp("packed"), "packed 4 bits, mixed")
+
+
+def test_what_is_stored_how_is_said(packed: Checkpoint) -> None:
+    kinds = packed.source.layout(BF16).bytes_by_kind
+    assert set(kinds) == {"INT4", "BF16"}
+    weights = sum(packed.decoded[name].numel() for name in packed.source.kinds)
+    assert weights * 0.5 < kinds["INT4"] < weights * 0.6
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"draft": "none"},
+    "streamed": {"draft": "none", "resident_layers": 0},
+    "its draft is stored": {"gamma": 3, "tree_nodes": 24, "resident_layers": 1, "kv": "host"},
+    "its draft is decoded": {"gamma": 5, "tree_nodes": 0, "resident_layers": 1},
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["FP8 of blocks", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ"])
+def test_tokens_are_those_of_the_decoded_copy(name: str, tmp_path: Path) -> None:
+    """Streamed, resident and staged; with drafts that are stored or decoded, and of a decoded target too."""
+    made = Checkpoint(tmp_path, name)
+    drafts = {"its draft is stored": str(made.path), "its draft is decoded": str(made.copy_path)}
+    with Runtime.load(str(made.copy_path), device="cpu", draft="none") as runtime:
+        expected = tokens_of(runtime)
+    for way, options in WAYS.items():
+        with Runtime.load(
+            str(made.path), device="cpu", dtype="fp32", **{"draft": drafts.get(way), **options}
+        ) as runtime:
+            assert tokens_of(runtime) == expected, way
+    with Runtime.load(str(made.copy_path), device="cpu", draft=str(made.path), gamma=3) as runtime:
+        assert tokens_of(runtime) == expected
+    registrar = LimitedRegistrar(sum(made.source.layout(FP32).layer_bytes) * 4 // 5)
+    with load_locked_by(registrar, made.source, resident_layers=0, dtype="fp32") as runtime:
+        assert runtime.parts.target.placement.staged_layers
+        assert tokens_of(runtime) == expected
+
+
+def test_quantised_activations_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, asks in (("FP8 of a tensor", True), ("FP8 of channels", False)):
+        write_quantised(tmp_path / name, FORMATS[name], num_hidden_layers=1)
+        caplog.clear()
+        open_checkpoint(tmp_path / name)
+        assert ("asks for quantised activations" in caplog.text) == asks
+        assert "does not use" not in caplog.text
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    """The groups of a configuration with other arguments for weights of 4 bits."""
+    return {"config_groups": {"all": {"targets": ["Linear"], "weights": {**PACKED_WEIGHTS, **weights}}}}
+
+
+PACKED = FORMATS["packed 4 bits"].config
+PACKED_WEIGHTS = PACKED["config_groups"]["group_0"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("mxfp4", "quantised \\('mxfp4'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, or a GGUF file"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised \\('bitsandbytes'\\)"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3, and only 4, 8 can be read"),
+        ({"quant_method": "gptq"}, "bits None, and only 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "different bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size -2"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "version 'gemv', and only gemm"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized', and only pack-quantized"),
+        ({**PACKED, "format": None}, "format None"),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse or transformed"),
+        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "sparse or transformed"),
+        ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 .*, where an object"),
+        ({**PACKED, "ignore": ["re:("]}, "no expression"),
+        ({**PACKED, "ignore": ["re:" + "(" * 9999]}, "no expression"),
+        ({"quant_method": "gptq", "bits": 4.0}, r"bits 4\.0"),
+        (PACKED | group(num_bits=2), "num_bits 2"),
+        (PACKED | group(type="float"), "type 'float'"),
+        (PACKED | group(strategy="token"), "strategy 'token'"),
+        (PACKED | group(group_size=None), "group_size 0"),
+        (PACKED | group(strategy="tensor", group_size=None, symmetric=False), "strategy 'tensor'"),
+        (PACKED | group(strategy="block", block_structure="128xwide"), "block_structure"),
+        (PACKED | group(strategy="block", block_structure="9" * 5000), "block_structure"),
+        ({**PACKED, "format": "float-quantized"} | group(type="float", num_bits=4), "num_bits 4, and only 8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    packed: Checkpoint, config: dict[str, Any] | str, message: str, tmp_path: Path
+) -> None:
+    """Before any weights are looked at."""
+    settings = json.loads((packed.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+    for door in (describe_model, open_checkpoint):
+        with pytest.raises(CheckpointError, match=message):
+            door(tmp_path)
+
+
+_K_PROJ = "model.layers.1.self_attn.k_proj"
+
+
+def without(part: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda stored: stored.pop(f"{_K_PROJ}.{part}")
+
+
+def changed(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda stored: stored.update({f"{_K_PROJ}.{part}": change(stored[f"{_K_PROJ}.{part}"]).contiguous()})
+
+
+def quantise_embedding(stored: dict[str, torch.Tensor]) -> None:
+    embedding = stored["model.embed_tokens.weight"]
+    stored["model.embed_tokens.weight"] = embedding.to(torch.float8_e4m3fn)
+    stored["model.embed_tokens.weight_scale"] = torch.ones(len(embedding), 1)
+
+
+def decode(stored: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in stored if name.endswith(".qweight")]:
+        words = stored.pop(name)
+        stored[name.replace("qweight", "weight")] = torch.zeros(words.shape[1], len(words) * 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("GPTQ", without("scales"), rf"lacks {_K_PROJ}\.scales"),
+        ("GPTQ", without("qzeros"), r"lacks .*k_proj\.qzeros"),
+        ("GPTQ", without("qweight"), r"lacks 1 of .* tensors \(.*k_proj\.weight\)"),
+        ("GPTQ", decode, "none of its matrices is"),
+        ("GPTQ", changed("scales", lambda scales: scales[:-1]), r"scales is F16 \[2, 96\], expected .* \[3, 96\]"),
+        ("GPTQ", changed("scales", lambda scales: scales.to(torch.int32)), "scales is I32"),
+        ("GPTQ", changed("g_idx", lambda groups: groups + 1), "g_idx names groups that 3 scales do not have"),
+        ("GPTQ", changed("g_idx", lambda groups: groups.long()), "g_idx is I64"),
+        ("AWQ", changed("qweight", lambda words: words.t()), r"qweight is I32 \[12, 192\]"),
+        ("packed 4 bits with zeros", without("weight_zero_point"), r"lacks .*weight_zero_point"),
+        ("packed 4 bits", changed("weight_packed", lambda words: words[:, :-1]), "weight_packed is I32"),
+        ("FP8 of blocks", changed("weight_scale_inv", lambda scales: scales.to(torch.uint8)), "weight_scale_inv is U8"),
+        ("FP8 of channels", changed("weight_scale", lambda scales: scales[:1]), "weight_scale is F16"),
+        ("FP8 of channels", changed("weight", lambda weight: weight.view(torch.int8)), "weight is I8"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_when_opened(
+    name: str, change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    write_quantised(tmp_path, FORMATS[name], num_hidden_layers=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_a_quantised_embedding_and_odd_sizes_are_refused(tmp_path: Path) -> None:
+    form = FORMATS["FP8 of channels"]
+    config = json.loads(json.dumps(form.config))
+    config["config_groups"]["group_0"]["targets"].append("Embedding")
+    write_quantised(tmp_path, form._replace(config=config), num_hidden_layers=1)
+    stored = load_file(tmp_path / "model.safetensors")
+    quantise_embedding(stored)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="the embedding is quantised"):
+        open_checkpoint(tmp_path)
+    config = {**PACKED, **group(strategy="channel", group_size=None)}
+    odd = FORMATS["packed 4 bits"]._replace(config=config, pack=lambda w: packed_int(w, w.shape[1], 4))
+    write_quantised(tmp_path, odd, num_hidden_layers=1, intermediate_size=324)
+    with pytest.raises(
+        CheckpointError, match=r"down_proj has shape \[192, 324\], and only multiples of 8 can be packed"
+    ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("FP8 of blocks", float("nan")), ("AWQ", float("inf"))])
+def test_scales_that_are_not_finite_are_refused(name: str, scale: float, tmp_path: Path) -> None:
+    write_quantised(tmp_path, FORMATS[name], num_hidden_layers=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{_K_PROJ}.{'scales' if name == 'AWQ' else 'weight_scale_inv'}"][0, -1] = scale
+    save_file(stored, tmp_path / "model.safetensors")
+    source = open_checkpoint(tmp_path)
+    for load in (lambda: load_weights(source, source.layout(BF16)), lambda: load_plain(source, BF16)):
+        with pytest.raises(CheckpointError, match=r"scales of .*k_proj\.weight are infinite or no numbers"):
+            load()
+
+
+@pytest.mark.parametrize(
+    "name", ["FP8 of blocks", "FP8 of compressed blocks", "packed 4 bits with zeros", "GPTQ", "AWQ"]
+)
+def test_any_value_anywhere_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Nothing but our own errors comes of a configuration that says nonsense."""
+    write_quantised(tmp_path, FORMATS[name], num_hidden_layers=1)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    refused = 0
+    for path in (
+        [(key,) for key in FORMATS[name].config]
+        + [("config_groups", "group_0", key) for key in ("targets", "weights", "format", "input_activations")]
+        + [("config_groups", "group_0", "weights", key) for key in (*PACKED_WEIGHTS, "block_structure", "actorder")]
+    ):
+        if path[0] not in FORMATS[name].config:
+            continue
+        for value in HUGE:
+            changed_settings = json.loads(json.dumps(settings))
+            place = changed_settings["quantization_config"]
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            (tmp_path / "config.json").write_text(json.dumps(changed_settings))
+            for door in (describe_model, open_checkpoint):
+                try:
+                    door(tmp_path)
+                except CheckpointError as error:
+                    assert len(str(error)) < 1000
+                    refused += 1
+    assert refused > 50
