@@ -167,13 +167,13 @@ def test_tokens_are_those_of_the_decoded_copy(name: str, tmp_path: Path) -> None
         expected = tokens_of(runtime)
     for way, options in WAYS.items():
         with Runtime.load(
-            str(made.path), device="cpu", dtype="fp32", **{"draft": drafts.get(way), **options}
+            str(made.path), device="cpu", dtype="fp32", weights="stored", **{"draft": drafts.get(way), **options}
         ) as runtime:
             assert tokens_of(runtime) == expected, way
-    with Runtime.load(str(made.copy_path), device="cpu", draft=str(made.path), gamma=3) as runtime:
+    with Runtime.load(str(made.copy_path), device="cpu", weights="stored", draft=str(made.path), gamma=3) as runtime:
         assert tokens_of(runtime) == expected
     registrar = LimitedRegistrar(sum(made.source.layout(FP32).layer_bytes) * 4 // 5)
-    with load_locked_by(registrar, made.source, resident_layers=0, dtype="fp32") as runtime:
+    with load_locked_by(registrar, made.source, resident_layers=0, dtype="fp32", weights="stored") as runtime:
         assert runtime.parts.target.placement.staged_layers
         assert tokens_of(runtime) == expected
 
