@@ -66,7 +66,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
         "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
-        "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0",
+        "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0", "weights": "stored", "encode": "auto",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     result = generate(runtime, *arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
@@ -77,8 +77,8 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     assert runtime.loads == [
         RuntimeConfig(
             "some/model", "some/draft", "cuda", "bf16", 24_000_000_000, 60_000_000_000, 30_000_000_000, 2, 64, "host",
-            SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2), max_gamma=90, gamma=90,
-            tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
+            "stored", SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2), max_gamma=90, gamma=90,
+            encode="auto", tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
         )
     ]  # fmt: skip
 

@@ -136,6 +136,7 @@ def logits(
 WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("slots", "resident"), WHERE)
 def test_logits_are_those_of_plain_weights(
     source: CheckpointSource, slots: int, resident: tuple[int, ...] | None
@@ -184,6 +185,7 @@ def expected(source: CheckpointSource) -> list[list[int]]:
         return tokens_of(runtime)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_plain_weights(source: CheckpointSource, expected: list[list[int]], way: str) -> None:
     """A draft is not coded."""
@@ -205,6 +207,7 @@ def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, wa
         assert tokens_of(runtime) == tokens_of(runtime) == expected
 
 
+@pytest.mark.slow
 def test_tokens_of_staged_layers_are_those_of_plain_weights(
     source: CheckpointSource, expected: list[list[int]]
 ) -> None:
@@ -217,6 +220,7 @@ def test_tokens_of_staged_layers_are_those_of_plain_weights(
     assert not registrar.locked
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_cannot_be_coded_as_it_is(source: CheckpointSource) -> None:
     """It is planned once more."""
     other, plans = without_room(source, UNCODED), list[RunPlan]()
@@ -276,6 +280,7 @@ def test_auto_codes_what_is_faster_then() -> None:
     assert isinstance(refusal, Refusal) and "--encode auto" in [each.change for each in refusal.suggestions]
 
 
+@pytest.mark.slow
 def test_auto_has_nothing_to_code_in_other_dtypes(source: CheckpointSource) -> None:
     for options in ({"dtype": "fp16"}, {"device": "cpu"}):
         request = RuntimeConfig(source, "none", encode="auto", **options)

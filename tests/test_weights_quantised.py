@@ -51,7 +51,13 @@ class Checkpoint:
         return open_checkpoint(self.copy_path)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+# By default one of each kind of number and of each way to pack it.
+_OFTEN = ("FP8 of blocks", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ")
+
+
+@pytest.fixture(
+    scope="module", params=[name if name in _OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("quantised"), request.param)
 
@@ -157,7 +163,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FP8 of blocks", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ"])
 def test_tokens_are_those_of_the_decoded_copy(name: str, tmp_path: Path) -> None:
     """Streamed, resident and staged; with drafts that are stored or decoded, and of a decoded target too."""
@@ -325,6 +331,7 @@ def test_scales_that_are_not_finite_are_refused(name: str, scale: float, tmp_pat
             load()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["FP8 of blocks", "FP8 of compressed blocks", "packed 4 bits with zeros", "GPTQ", "AWQ"]
 )

@@ -23,7 +23,6 @@ from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 from offload_runtime.weights.encodings.scaled_rows import ScaledStack
 
-
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
 _HEAD_SLICE_BYTES = 64 << 20
 

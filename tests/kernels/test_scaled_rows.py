@@ -92,6 +92,7 @@ def formats(scale: torch.dtype, shape: tuple[int, int], block: tuple[int, int]) 
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scale", [FP16, BF16, FP32])
 def test_reference_is_the_definition(scale: torch.dtype) -> None:
     for shape, block in SHAPES:
@@ -105,6 +106,7 @@ def test_reference_is_the_definition(scale: torch.dtype) -> None:
 
 
 # The interpreter cuts off what bf16 has no room for, where a GPU rounds.
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scale", [FP16, FP32, pytest.param(BF16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
 def test_kernel_has_the_bits_of_the_reference(scale: torch.dtype, dtype: torch.dtype) -> None:
