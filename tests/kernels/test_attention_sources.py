@@ -128,7 +128,7 @@ def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend)
     assert torch.equal(out[1], plain[1]) and not torch.equal(out[0], plain[0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 2), (1, 4)])
 def test_a_tree_gives_each_path_what_a_chain_gives(attend: Attend, num_kv_heads: int, group: int) -> None:

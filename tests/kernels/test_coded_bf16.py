@@ -110,6 +110,7 @@ def test_matrices_are_what_they_are_called() -> None:
     assert 1e-4 < mean["Gaussian"] < 2e-4 < mean["heavy-tailed"] < 8e-4 and mean["exceptions"] > 1.5e-3
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=10), st.integers(1, 6), st.integers(0, 240))
 def test_whatever_ten_exceptions_are(others: list[int], columns: int, base: int) -> None:
