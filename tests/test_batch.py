@@ -102,6 +102,7 @@ def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, An
             runtime.generate_batch(["a", "b"], params=long)
 
 
+@pytest.mark.slow
 def test_answers_end_on_their_own(target: Path, draft: Path) -> None:
     """Some end early; the others go on, and the runtime serves single prompts afterwards."""
     finished: list[tuple[int, int]] = []

@@ -125,6 +125,7 @@ def test_a_pass_says_the_same_whatever_ran_before(device: dict[str, Any]) -> Non
 WAYS = [SamplingParams(), SamplingParams(temperature=1.0, seed=2**40), SamplingParams(temperature=0.8, top_k=30)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "filtered"])
 def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], params: SamplingParams) -> None:
     """Rows that fill up windows are between those of tokens, and each token has its position's noise."""

@@ -117,6 +117,7 @@ def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft
     assert "3 of 5 layers are streamed: drop --resident-layers" in asked
 
 
+@pytest.mark.slow
 def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Path) -> None:
     said = placement(target, "auto", "full", draft=short_draft, kv="host")
     assert said.endswith("(not TriForce: the draft was made for 512 tokens and the context has 700)")

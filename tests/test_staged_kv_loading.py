@@ -180,7 +180,7 @@ def test_with_a_ring_what_is_refused_while_growing_is_staged(
     assert not registrar.locked
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", range(NUM_LAYERS))
 def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
     target: Path, whole: RunPlan, expected: tuple[int, ...], count: int

@@ -123,6 +123,7 @@ def test_blocks_behind_a_sliding_window_may_be_passed_or_not(version: Version) -
     assert torch.equal(version.all_at_once(AttentionCase(case.q, ring(poisoned, range(2, 4), 2)), rows, 40), expected)
 
 
+@pytest.mark.slow
 @versions
 def test_nothing_is_read_of_blocks_behind_the_queries(version: Version) -> None:
     case, rows = _case(3, batch=1), chain_rows((300,), (3,), max_length=1024)
