@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from offload_runtime_kernels.linear import linear
@@ -189,6 +190,56 @@ class Encoding:
         return Weight(stored.view(self.dtype).view(shape), bias)
 
 
+@dataclass(frozen=True)
+class StackedEncoding(Encoding, ABC):
+    """Parts that are decoded before a product, from above: so many rows, and how they are stored. `dtype` is what they
+    are decoded to."""
+
+    parts: tuple[tuple[int, Any], ...]
+
+    @abstractmethod
+    def part_bytes(self, rows: int, how: Any, columns: int) -> int:
+        """Bytes of a part."""
+
+    @abstractmethod
+    def part_kind(self, how: Any) -> str:
+        """The name of how a part is stored."""
+
+    @abstractmethod
+    def part(self, start: int, rows: int, stored: torch.Tensor, how: Any, columns: int) -> StoredPart:
+        """A part from row `start` of the matrix on, seen through uint8 [part_bytes]."""
+
+    @property
+    def num_decodings(self) -> int:
+        return len(self.parts)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        return sum(self._aligned_bytes(shape))
+
+    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
+        found = Counter[str]()
+        for (_, how), nbytes in zip(self.parts, self._aligned_bytes(shape), strict=True):
+            found[self.part_kind(how)] += nbytes
+        return found
+
+    def decoded_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+    def weight(
+        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
+    ) -> StackedWeight:
+        found, start, columns = list[StoredPart](), 0, shape[1]
+        for (rows, how), room in zip(self.parts, stored.split(self._aligned_bytes(shape)), strict=True):
+            found.append(self.part(start, rows, room[: self.part_bytes(rows, how, columns)], how, columns))
+            start += rows
+        assert start == shape[0]
+        return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
+
+    def _aligned_bytes(self, shape: tuple[int, ...]) -> list[int]:
+        """Of each part, as far as the next one's beginning."""
+        return [aligned(self.part_bytes(rows, how, shape[1])) for rows, how in self.parts]
+
+
 # --- matrices whose rows are stored each by itself
 
 
@@ -213,7 +264,7 @@ class _Rows(StoredPart):
 
 
 @dataclass(frozen=True)
-class EncodedRows(Encoding, ABC):
+class EncodedRows(StackedEncoding):
     """Rows that are decoded before a product, from above: so many, stored as a kind, which is the dtype of a plain part
     or one of the subclass's. `dtype` is what they are decoded to."""
 
@@ -242,33 +293,11 @@ class EncodedRows(Encoding, ABC):
             found.append((before + rows, kind))
         return tuple(found)
 
-    @property
-    def num_decodings(self) -> int:
-        return len(self.parts)
+    def part_bytes(self, rows: int, how: str, columns: int) -> int:
+        return rows * self.row_bytes(how, columns)
 
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        return sum(self._part_bytes(shape))
+    def part_kind(self, how: str) -> str:
+        return how
 
-    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
-        found = Counter[str]()
-        for (_, kind), nbytes in zip(self.parts, self._part_bytes(shape), strict=True):
-            found[kind] += nbytes
-        return found
-
-    def decoded_bytes(self, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * self.dtype.itemsize
-
-    def weight(
-        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
-    ) -> StackedWeight:
-        found, start = list[StoredPart](), 0
-        for (rows, kind), part in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
-            width = self.row_bytes(kind, shape[1])
-            found.append(_Rows(start, start + rows, part[: rows * width].view(rows, width), kind, shape[1], self))
-            start += rows
-        assert start == shape[0]
-        return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
-
-    def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
-        """Of each part, as far as the next one's beginning."""
-        return [aligned(rows * self.row_bytes(kind, shape[1])) for rows, kind in self.parts]
+    def part(self, start: int, rows: int, stored: torch.Tensor, how: str, columns: int) -> StoredPart:
+        return _Rows(start, start + rows, stored.view(rows, -1), how, columns, self)

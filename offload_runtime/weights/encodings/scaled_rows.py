@@ -8,13 +8,12 @@ without loss when they are read: rows of K numbers, the even column in the lower
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled
 
-from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Fill, StackedWeight, StoredPart, aligned
+from offload_runtime.weights.encoding import DTYPE_KINDS, Fill, StackedEncoding, StoredPart, aligned
 
 _NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4"}
 
@@ -75,41 +74,16 @@ class _ScaledPart(StoredPart):
 
 
 @dataclass(frozen=True)
-class ScaledStack(Encoding):
+class ScaledStack(StackedEncoding):
     """Matrices of the checkpoint, from above: so many rows, stored as a format, or plainly in `dtype` with None."""
 
     parts: tuple[tuple[int, ScaledFormat | None], ...]
 
-    @property
-    def num_decodings(self) -> int:
-        return len(self.parts)
+    def part_bytes(self, rows: int, how: ScaledFormat | None, columns: int) -> int:
+        return rows * columns * self.dtype.itemsize if how is None else scaled_bytes(how, rows, columns)
 
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        return sum(self._part_bytes(shape))
+    def part_kind(self, how: ScaledFormat | None) -> str:
+        return DTYPE_KINDS[self.dtype] if how is None else _NAMES[how.number]
 
-    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
-        found = Counter[str]()
-        for (_, form), nbytes in zip(self.parts, self._part_bytes(shape), strict=True):
-            found[DTYPE_KINDS[self.dtype] if form is None else _NAMES[form.number]] += nbytes
-        return found
-
-    def decoded_bytes(self, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * self.dtype.itemsize
-
-    def weight(
-        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
-    ) -> StackedWeight:
-        found, start, columns = list[StoredPart](), 0, shape[1]
-        for (rows, form), part in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
-            used = part if form is not None else part[: rows * columns * self.dtype.itemsize]
-            found.append(_ScaledPart(start, start + rows, used, columns, form, self.dtype))
-            start += rows
-        assert start == shape[0]
-        return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
-
-    def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
-        """Of each part, as far as the next one's beginning."""
-        return [
-            aligned(rows * shape[1] * self.dtype.itemsize) if form is None else scaled_bytes(form, rows, shape[1])
-            for rows, form in self.parts
-        ]
+    def part(self, start: int, rows: int, stored: torch.Tensor, how: ScaledFormat | None, columns: int) -> StoredPart:
+        return _ScaledPart(start, start + rows, stored, columns, how, self.dtype)
