@@ -36,6 +36,9 @@ def _identity_jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: tu
 if not triton_available:
     triton, tl, gdc_launch_dependents, gdc_wait = None, _Language(), None, None
 
+# What a field of a constexpr is wrapped in where it is passed on: Triton before 3.7 takes a bare tuple apart, and the
+# interpreter does not know constants in constants.
+constant: Any = tl.constexpr if triton_available and not triton.knobs.runtime.interpret else lambda value: value
 jit: Any = triton.jit if triton_available else _identity_jit
 
 

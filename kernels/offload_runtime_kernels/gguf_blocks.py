@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+from offload_runtime_kernels._jit import constant, jit, require_triton, tl, triton
 
 _PROGRAM_WEIGHTS = 4096
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
@@ -160,9 +160,9 @@ def _bits_at(block_ptr, x, BITS: tl.constexpr):
 
 @jit
 def _integers_at(block_ptr, x, INTEGERS: tl.constexpr):
-    found = _bits_at(block_ptr, x, INTEGERS.low)
+    found = _bits_at(block_ptr, x, constant(INTEGERS.low))
     if INTEGERS.high is not None:
-        found |= _bits_at(block_ptr, x, INTEGERS.high) << INTEGERS.low.bits
+        found |= _bits_at(block_ptr, x, constant(INTEGERS.high)) << INTEGERS.low.bits
     return (found ^ INTEGERS.flip).to(tl.int32) - INTEGERS.offset
 
 
@@ -174,7 +174,7 @@ def _half_at(block_ptr, at):
 @jit
 def decoded(block_ptr, group, lane, FORM: tl.constexpr):
     """fp32 [G, group] weights of G groups of blocks: `block_ptr` and `group` [G, 1], `lane` [1, group], unsigned."""
-    q = _integers_at(block_ptr, group * FORM.group + lane, FORM.q)
+    q = _integers_at(block_ptr, group * FORM.group + lane, constant(FORM.q))
     if FORM.coded:
         shift = (q % 8 * 8).to(tl.int64)
         negative = (tl.full([], _NEGATIVE_CODES, tl.int64) >> shift) & 255
@@ -182,12 +182,12 @@ def decoded(block_ptr, group, lane, FORM: tl.constexpr):
         q = tl.where(q < 8, -negative, positive).to(tl.int32)
     d = _half_at(block_ptr, FORM.d)
     if FORM.scale is not None:
-        d *= _integers_at(block_ptr, group, FORM.scale).to(tl.float32)
+        d *= _integers_at(block_ptr, group, constant(FORM.scale)).to(tl.float32)
     w = d * q.to(tl.float32)
     if FORM.m is not None:
         m = _half_at(block_ptr, FORM.m)
         if FORM.minimum is not None:
-            m *= -_integers_at(block_ptr, group, FORM.minimum).to(tl.float32)
+            m *= -_integers_at(block_ptr, group, constant(FORM.minimum)).to(tl.float32)
         w += m
     return w
 
