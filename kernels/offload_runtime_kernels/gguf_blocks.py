@@ -186,9 +186,10 @@ def decoded(block_ptr, group, lane, FORM: tl.constexpr):
     w = d * q.to(tl.float32)
     if FORM.m is not None:
         m = _half_at(block_ptr, FORM.m)
-        if FORM.minimum is not None:
-            m *= -_integers_at(block_ptr, group, constant(FORM.minimum)).to(tl.float32)
-        w += m
+        if FORM.minimum is None:
+            w += m
+        else:
+            w -= m * _integers_at(block_ptr, group, constant(FORM.minimum)).to(tl.float32)
     return w
 
 
