@@ -15,6 +15,7 @@ CATCH_UP_TOKENS = 32
 # The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
 # its cache, and the rest is written a second time.
 REWRITTEN_TOKENS = 2
+_COMPARED_TOKENS = 4096  # of two texts at once
 
 
 class DraftKVState:
@@ -65,7 +66,7 @@ class DraftKVState:
         Returns:
             These.
         """
-        kept = _common_prefix(self._cached[sequence], tokens[:-1])
+        kept = min(_common_prefix(self._cached[sequence], tokens), len(tokens) - 1)
         target = max(kept, len(tokens) - 1 - most)
         if self.streaming is not None and (start := self.start_for(len(tokens))):
             target = max(target, start + self.streaming.sink_tokens)  # sinks are fed when they move, and never again
@@ -149,8 +150,10 @@ class DraftKVState:
 
 
 def _common_prefix(left: list[int], right: Sequence[int]) -> int:
-    """Number of leading tokens that two sequences share; of long ones, which mostly share all, without many copies."""
+    """Number of leading tokens that two sequences share; of long ones, which mostly share all but the newest."""
     length = min(len(left), len(right))
-    if (left if len(left) == length else left[:length]) == list(right[:length]):
-        return length
-    return next(index for index in range(length) if left[index] != right[index])
+    for first in range(0, length, _COMPARED_TOKENS):
+        last = min(first + _COMPARED_TOKENS, length)
+        if left[first:last] != list(right[first:last]):
+            return next(index for index in range(first, last) if left[index] != right[index])
+    return length
