@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         "encoding: the kernel adds no minima",
         f"{_KERNELS}/gguf_blocks.py",
-        "        w += m\n    return w",
-        "        w += 0 * m\n    return w",
+        "            w += m\n        else:",
+        "            w += 0 * m\n        else:",
         ("tests/kernels/test_gguf_blocks.py::test_kernel_has_the_bits_of_the_reference[dtype0-Q4_1]",),
     ),
     Mutation(
