@@ -228,8 +228,30 @@ def test_a_sequence_that_jumps_is_computed_anew(draft: Draft) -> None:
     for length, head in ((900, 0), (950, 0), (1190, 0), (700, 0), (700, 2), (703, 2), (200, 2), (800, 2)):
         shown = [*random_tokens(head, seed=head), *tokens[head:length]]
         if length != 703:
+            model.start([NOISY])
             reference.forget()
         assert propose(model, shown, 6) == reference.propose(shown, 6, NOISY)
+
+
+class Watched(list[int]):
+    """A text that counts which of its tokens are asked for one by one."""
+
+    asked = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.asked += isinstance(index, int)
+        return super().__getitem__(index)
+
+
+def test_a_text_that_grows_is_compared_once(draft: Draft) -> None:
+    model, tokens = draft.model(NOISY), random_tokens(900, seed=6)
+    propose(model, tokens[:890], 4)
+    watched = Watched(tokens)
+    propose(model, watched, 4)
+    assert watched.asked <= 8  # what was proposed, and nothing of what it stood behind
+    model.start([NOISY])
+    propose(model, watched, 4)
+    assert watched.asked >= 890
 
 
 def test_few_new_tokens_may_be_all_that_is_kept() -> None:

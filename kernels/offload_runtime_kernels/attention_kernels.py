@@ -234,7 +234,7 @@ def prefill_kernel(
 def merge_kernel(
     split_best_ptr, split_total_ptr, split_acc_ptr, best_ptr, total_ptr, acc_ptr, out_ptr,
     num_splits, num_rows, num_queries, first_query, end_query, carried, finish,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -249,7 +249,7 @@ def merge_kernel(
     total = tl.load(total_ptr + state, mask=seen, other=0.0)
     # Lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
     acc = tl.load(acc_ptr + at, mask=inside & (best[:, None] + tl.zeros_like(channel) > float("-inf")), other=0.0)
-    for split in range(num_splits):
+    for split in tl.range(0, num_splits, num_stages=STAGES):
         index = (split * num_rows + row) * NUM_HEADS + head + one
         split_best = tl.load(split_best_ptr + index)
         split_total = tl.load(split_total_ptr + index)

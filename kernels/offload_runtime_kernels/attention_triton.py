@@ -22,6 +22,8 @@ _LEAST_PREFILL_PROGRAMS = 32
 WORKSPACE_BYTES = 64 << 20
 # Splits of one launch at least, before queries are done in parts as well: enough programs to fill a GPU.
 LEAST_SPLITS = 16
+# Results of splits that a merge has on their way.
+_MERGE_STAGES = 12
 _NO_LIMIT = (1 << 31) - 1
 _LOG2_E = 1.4426950408889634
 
@@ -52,7 +54,8 @@ def _merge(
     merge_kernel[(num_rows, num_heads)](
         partial.best, partial.total, partial.acc, state.best, state.total, state.acc, out,
         num_splits, num_rows, num_queries, queries.start, queries.stop, int(carried), int(finish),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim), num_warps=1,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim), STAGES=_MERGE_STAGES,
+        num_warps=1,
     )  # fmt: skip
 
 

@@ -116,6 +116,7 @@ class DraftModel:
         """From now on sequence i chooses its tokens as `slots[i]` says."""
         self._sampling.assign(slots)
         self.window.use(len(slots))
+        self.texts.start()
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""

@@ -15,7 +15,6 @@ CATCH_UP_TOKENS = 32
 # The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
 # its cache, and the rest is written a second time.
 REWRITTEN_TOKENS = 2
-_COMPARED_TOKENS = 4096  # of two texts at once
 
 
 class DraftKVState:
@@ -44,6 +43,11 @@ class DraftKVState:
         self.last_token = runner.decoder.config.vocab_size - 1
         # The leading tokens whose keys the cache holds, or held before it let go of them.
         self._cached: list[list[int]] = [[] for _ in range(batch)]
+        self._agreed = [0] * batch  # of every sequence, how many of these have been found to be the text's
+
+    def start(self) -> None:
+        """From now on the texts are others; until the next start each of them only grows."""
+        self._agreed = [0] * len(self._cached)
 
     def start_for(self, length: int) -> int:
         """What a streaming cache has let go of once a text has `length` tokens."""
@@ -57,7 +61,7 @@ class DraftKVState:
     def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""
         target = max(0, len(tokens) - REWRITTEN_TOKENS)
-        self._bring(sequence, tokens, min(_common_prefix(self._cached[sequence], tokens), target), target)
+        self._bring(sequence, tokens, min(self._num_shared(sequence, tokens), target), target)
 
     @torch.inference_mode()
     def catch_up_but(self, sequence: int, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -66,7 +70,7 @@ class DraftKVState:
         Returns:
             These.
         """
-        kept = min(_common_prefix(self._cached[sequence], tokens), len(tokens) - 1)
+        kept = min(self._num_shared(sequence, tokens), len(tokens) - 1)
         target = max(kept, len(tokens) - 1 - most)
         if self.streaming is not None and (start := self.start_for(len(tokens))):
             target = max(target, start + self.streaming.sink_tokens)  # sinks are fed when they move, and never again
@@ -81,7 +85,16 @@ class DraftKVState:
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""
-        return self._cached[sequence] == list(tokens)
+        return self._num_shared(sequence, tokens) == len(tokens) == len(self._cached[sequence])
+
+    def _num_shared(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Leading tokens of a text whose keys the cache holds. What was compared before is not looked at again: a text
+        of 120K tokens would take longer than a step."""
+        cached = self._cached[sequence]
+        length = min(len(cached), len(tokens))
+        places = range(min(self._agreed[sequence], length), length)
+        self._agreed[sequence] = next((place for place in places if cached[place] != tokens[place]), length)
+        return self._agreed[sequence]
 
     def _bring(self, sequence: int, tokens: Sequence[int], kept: int, target: int) -> None:
         """Bring the cache to the first `target` of `tokens`, of which it keeps the first `kept`."""
@@ -106,7 +119,7 @@ class DraftKVState:
             self._cached[sequence] = cached
             self._feed(sequence, tokens[kept:target])
         cached += tokens[kept:target]
-        self._cached[sequence] = cached
+        self._cached[sequence], self._agreed[sequence] = cached, target
 
     def learned(self, sequence: int, newest: Sequence[int]) -> None:
         """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
@@ -147,13 +160,3 @@ class DraftKVState:
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
         """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""
         return [min(token, self.last_token) for token in tokens]
-
-
-def _common_prefix(left: list[int], right: Sequence[int]) -> int:
-    """Number of leading tokens that two sequences share; of long ones, which mostly share all but the newest."""
-    length = min(len(left), len(right))
-    for first in range(0, length, _COMPARED_TOKENS):
-        last = min(first + _COMPARED_TOKENS, length)
-        if left[first:last] != list(right[first:last]):
-            return next(index for index in range(first, last) if left[index] != right[index])
-    return length

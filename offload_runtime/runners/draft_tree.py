@@ -160,6 +160,7 @@ class DraftTree:
     def start(self, slots: Sequence[SamplingParams]) -> None:
         """From now on sequence i is scored as `slots[i]` says."""
         self._sampling.assign(slots)
+        self.texts.start()
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""

@@ -110,7 +110,8 @@ class Proposer:
         return ()
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
-        """Called before a generation: slot i begins anew, and its tokens will be chosen as `slots[i]` says."""
+        """Called before a generation: slot i begins anew, and its tokens will be chosen as `slots[i]` says. From then
+        on its sequence only grows."""
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """A slot's sequence begins with `tokens`: do now what would hold up the first proposals."""
