@@ -67,7 +67,8 @@ def long_context() -> Iterator[str]:
     yield f"**{row['times_plain']:.1f} x plain decoding** with the same bytes resident"
     yield f"{worst:.1f} x at the worst place and {best:.1f} x at the best"
     yield f"{percent(row['share_of_bound'], 0)} of what pass time and acceptance allow"
-    yield f"The {row['compared_tokens']} tokens that were decoded plainly as well, {settings['plain_tokens']} behind each"
+    yield f"The {row['compared_tokens']} tokens that were decoded plainly as well"
+    yield f"{settings['plain_tokens']} behind each place, are the same"
 
 
 def drawn_places(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
