@@ -1,0 +1,42 @@
+"""How llama.cpp's quantiser stores each tensor of a Llama or Qwen in its usual mixes of formats."""
+
+from __future__ import annotations
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.weights import checkpoint_tensors
+
+MIXES = ("Q8_0", "Q4_K_M")
+# Query heads for each of keys from which on values are so few that they are kept in five bits: 70B's.
+_SHARED_VALUES = 8
+
+
+def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
+    """By transformers' name, how every matrix is stored.
+
+    Q4_K_M has the head, or a tied embedding, in six bits, and so values and down projections of half of the layers: of
+    the first and last eighth and every third one between (`use_more_bits` of llama.cpp's `llama-quant.cpp`); values of
+    a 70B that are not have five.
+    """
+    assert mix in MIXES
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    found = dict[str, str]()
+    for name, to in checkpoint_tensors(config).items():
+        if len(to.shape) != 2:
+            continue
+        kind = mix.removesuffix("_M")
+        if mix == "Q4_K_M":
+            if name == head:
+                kind = "Q6_K"
+            elif name.endswith(("v_proj.weight", "down_proj.weight")):
+                assert to.layer is not None
+                if _more_bits(to.layer, config.num_layers):
+                    kind = "Q6_K"
+                elif "v_proj" in name and config.num_heads == _SHARED_VALUES * config.num_kv_heads:
+                    kind = "Q5_K"
+        found[name] = kind
+    return found
+
+
+def _more_bits(layer: int, num_layers: int) -> bool:
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
