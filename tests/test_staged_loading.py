@@ -129,7 +129,7 @@ def test_refusals_at_any_moment_give_the_same_tokens(
         staged = staged_of(runtime)
         assert (not staged) == (calls[0] >= NUM_LAYERS)
         arenas = runtime.parts.target.weights.layers
-        assert [index for index, arena in enumerate(arenas) if not arena.pinned] == list(staged)
+        assert [index for index, arena in arenas.items() if not arena.pinned] == list(staged)
         assert runtime.plan.pinned_bytes == registrar.locked_bytes
     assert not registrar.locked
 
@@ -144,7 +144,7 @@ def test_a_layer_is_given_up_for_the_ring(target: Path, layer_bytes: int, expect
         assert list(tokens_of(runtime)) == expected
         assert registrar.locked_bytes <= (9 - shrink) * layer_bytes
         arenas = runtime.parts.target.weights.layers
-        assert [index for index, arena in enumerate(arenas) if not arena.pinned] == list(staged_of(runtime))
+        assert [index for index, arena in arenas.items() if not arena.pinned] == list(staged_of(runtime))
     assert not registrar.locked
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig
 from offload_runtime.copy import CopyQueues, make_copy_engine
-from offload_runtime.engine.load_model import connect_model
-from offload_runtime.engine.staged_layers import StagedMemory
+from offload_runtime.engine.load_model import load_model
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import PAGE_BYTES, DeviceBudget
 from offload_runtime.model import Window
@@ -134,11 +133,9 @@ def test_a_plan_of_unlike_layers_is_loaded(source: CheckpointSource) -> None:
     plan = place_layers(replace(plan, limits=replace(plan.limits, device_bytes=None)))
     assert (plan.placement.resident_layers, plan.placement.num_slots) == ((1, 3), 2)
     budget, engine, undo = DeviceBudget(CPU, None), make_copy_engine(CPU), ExitStack()
-    weights = load_weights(source, layout)
-    model = connect_model(
-        weights, plan.target, budget, CopyQueues(engine), name="target", memory=StagedMemory(plan.target.placement),
-        undo=undo,
-    )  # fmt: skip
+    model = load_model(
+        source, plan.target, budget, CopyQueues(engine), name="target", registrar=None, on_progress=None, undo=undo
+    )
     sizes, reserved = layout.layer_bytes, dict(budget.reservations)
     assert (reserved["target: ring"], reserved["target: resident layers"]) == (2 * max(sizes), sizes[1] + sizes[3])
     assert model.runner.streamer.bytes_per_pass == sizes[0] + sizes[2]
@@ -146,7 +143,6 @@ def test_a_plan_of_unlike_layers_is_loaded(source: CheckpointSource) -> None:
     found = torch.cat([model.runner.prefill(0, tokens[:20]), model.runner.verify([Window(tuple(tokens[20:]))], [0])])
     torch.testing.assert_close(found, logits(source, None, 0, None), rtol=1e-5, atol=1e-5)
     undo.close()
-    weights.close()
 
 
 SHAPE = ModelConfig(

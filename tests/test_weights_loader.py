@@ -12,13 +12,8 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.memory import PAGE_BYTES
-from offload_runtime.weights import (
-    ModelLayout,
-    checkpoint_tensors,
-    layer_layout,
-    open_checkpoint,
-)
+from offload_runtime.memory import PAGE_BYTES, HostArena
+from offload_runtime.weights import ModelLayout, checkpoint_tensors, layer_layout, loader, open_checkpoint
 from tests.helpers.models import load_plain
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.test_weights_gguf import write
@@ -91,11 +86,73 @@ def test_large_tensors_are_converted_in_pieces(tmp_path):
 def test_blocks_are_locked_once_and_only_when_complete(directory):
     registrar = ReadingRegistrar()
     weights = load_plain(open_checkpoint(directory), torch.bfloat16, pin=[0, 2], registrar=registrar)
-    assert [arena.pinned for arena in weights.layers] == [True, False, True] and not weights.shared.pinned
+    assert [weights.arenas[layer].pinned for layer in (0, 1, 2, None)] == [True, False, True, False]
     complete = [bytes(weights.layers[index].buffer.numpy()) for index in (0, 2)]
     assert registrar.contents in (complete, complete[::-1])
     weights.close()
     assert not registrar.locked
+
+
+class Passing(HostArena):
+    """Counts those that are there at a time, in which blocks pass to the device."""
+
+    alive = most = made = 0
+
+    def __init__(self, nbytes: int, *, name: str) -> None:
+        super().__init__(nbytes, name=name)
+        self.counts = "on their way" in name
+        Passing.alive += self.counts
+        Passing.made += self.counts
+        Passing.most = max(Passing.most, Passing.alive)
+
+    def close(self) -> None:
+        Passing.alive -= self.counts
+        self.counts = False
+        super().close()
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> type[Passing]:
+    monkeypatch.setattr(loader, "HostArena", Passing)
+    Passing.alive = Passing.most = Passing.made = 0
+    return Passing
+
+
+ORDERS = {
+    "of the files": lambda name: 0,
+    "by kind": lambda name: name.split(".")[-2],
+    "layers behind each other, backwards": lambda name: [-ord(letter) for letter in name],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("onto", [(None, 0, 1, 2), (None, 1), (2,)], ids=["all", "some", "one"])
+def test_blocks_that_do_not_stay_pass_through_two_arenas(directory, passing, onto, order):
+    source, registrar = open_checkpoint(directory), LimitedRegistrar(1 << 60)
+    source = replace(source, fills={name: source.fills[name] for name in sorted(source.fills, key=ORDERS[order])})
+    layout, plain = ModelLayout.plain(source.config(), torch.bfloat16), load_plain(source, torch.bfloat16)
+    held = {layer: torch.zeros(layout.block(layer).total_bytes, dtype=torch.uint8) for layer in onto}
+    weights = loader.load_weights(source, layout, onto=held, pin={0, 2} - {*onto}, registrar=registrar)
+    assert passing.alive == 0 and 1 <= passing.most <= 2 and passing.made <= 3
+    assert weights.arenas.keys() == {None, 0, 1, 2} - {*onto}
+    for layer in (None, 0, 1, 2):
+        block = held[layer] if layer in onto else weights.block(layer)
+        for name, weight in layout.block(layer).views(block).items():
+            assert torch.equal(weight.dense, plain.views(layer)[name].dense), (layer, name)
+    assert all(arena.pinned == (layer in {0, 2}) for layer, arena in weights.layers.items())
+    weights.close()
+    assert not registrar.locked
+
+
+def test_what_passes_is_given_back_when_reading_fails(directory, passing):
+    source = open_checkpoint(directory)
+    layout = ModelLayout.plain(source.config(), torch.bfloat16)
+    held = {layer: torch.zeros(layout.block(layer).total_bytes, dtype=torch.uint8) for layer in (None, 0, 1, 2)}
+    largest = max(directory.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="100 bytes are missing"):
+        loader.load_weights(source, layout, onto=held)
+    assert passing.made and passing.alive == 0
 
 
 @pytest.mark.parametrize("allowed", range(4))
@@ -104,7 +161,7 @@ def test_layers_that_may_not_be_locked_stay_pageable_and_are_not_asked_for_again
     arena_bytes = -(-layer_layout(config, torch.bfloat16).total_bytes // PAGE_BYTES) * PAGE_BYTES
     registrar = LimitedRegistrar(allowed * arena_bytes)
     weights = load_plain(open_checkpoint(directory), torch.bfloat16, pin=range(3), registrar=registrar)
-    assert sum(arena.pinned for arena in weights.layers) == allowed
+    assert sum(arena.pinned for arena in weights.layers.values()) == allowed
     assert registrar.locked_bytes == allowed * arena_bytes
     assert registrar.num_calls == min(allowed + 1, 3)
     plain = load_plain(open_checkpoint(directory), torch.bfloat16)
@@ -151,16 +208,19 @@ from offload_runtime.weights import load_weights, open_checkpoint
 def status(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-source = open_checkpoint(sys.argv[1])
+source, stay = open_checkpoint(sys.argv[1]), int(sys.argv[2])
+layout = source.layout(torch.bfloat16)
+onto = {layer: torch.empty(nbytes, dtype=torch.uint8, device="meta") for layer, nbytes in enumerate(layout.layer_bytes)}
 before = status("VmRSS")
-weights = load_weights(source, source.layout(torch.bfloat16))
+weights = load_weights(source, layout, onto={layer: onto[layer] for layer in range(stay)})
 print(before, status("VmHWM"), weights.layout.total_bytes)
 """
 
 
-def measured(model: Path) -> tuple[int, int]:
-    """By how many bytes a process grows that loads a model in bf16, and how many its weights are."""
-    command, root = [sys.executable, "-c", MEASURE, str(model)], Path(__file__).parents[1]
+def measured(model: Path, stay: int = 0) -> tuple[int, int]:
+    """By how many bytes a process grows that loads a model in bf16 of which the first `stay` layers do not stay in host
+    memory, and how many its weights are."""
+    command, root = [sys.executable, "-c", MEASURE, str(model), str(stay)], Path(__file__).parents[1]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     before, peak, total_bytes = map(int, result.stdout.split())
     return peak - before, total_bytes
@@ -181,6 +241,10 @@ def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
     grown, total_bytes = measured(tmp_path)
     assert total_bytes > 200e6
     assert 0.9 * total_bytes < grown <= 1.1 * total_bytes + shard_bytes
+    layout = open_checkpoint(tmp_path).layout(torch.bfloat16)
+    kept = layout.shared.total_bytes + layout.layer_bytes[7]
+    grown, _ = measured(tmp_path, stay=7)
+    assert 0.9 * kept < grown <= 1.1 * (kept + loader.passing_bytes(layout.layer_bytes)) + shard_bytes
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ EXTENDED = {"llama-2-7b": "llama-2-7b-128k", "llama-2-13b": "llama-2-13b-128k"}
 
 @dataclass(frozen=True)
 class Row:
-    """A target, by the folder of its configuration, and what drafts for it; each stored as in a mix of GGUF files, or in
-    16 bits."""
+    """A target, by the folder of its configuration, and what drafts for it; each stored as in a mix of GGUF files, or
+    in 16 bits."""
 
     name: str
     target: str
@@ -80,7 +80,7 @@ QUANTISED_ROWS = (
     Row("Llama-3.1-70B", "llama-3.1-70b", "llama-3.2-1b", "Q4_K_M", "Q8_0"),
 )
 SHORT_PROFILE, SHORT_CONTEXT = "rtx4090", 2048
-# What models of 70B need while they are read is more than most desktops have: the table says how much that is.
+# What models of 70B need is more than most desktops have: the table says how much that is.
 _SHORT_RAM_BYTES = 256 * GIB
 QUANTISED_HEADER = (
     "| model | stored as | RAM | plain: layers that stay | s / pass | tokens/s | draft, in Q8_0 | layers that stay | "
@@ -108,7 +108,7 @@ was run. `python tools/plan_table.py --out docs/plans.md` writes it.
 ## Predicted: one RTX 4090, and two
 
 A context of {SHORT_CONTEXT} tokens in 16 bits, on [the profile of an RTX 4090](../profiles/{SHORT_PROFILE}.toml), but
-with as much RAM as reading the model takes. It is assumed that {_WHOLE} of a draft's first choices are what the target
+with as much RAM as the model takes. It is assumed that {_WHOLE} of a draft's first choices are what the target
 says. How many of yours are depends on models, text and temperature: `plan` has a table by acceptance, and
 [the results](results.md) say what was measured. A second card is **not built yet**: the rows of two are a
 bound, for every layer split over two cards and two links that never wait for each other.
@@ -117,10 +117,10 @@ bound, for every layer split over two cards and two links that never wait for ea
 QUANTISED = """
 ## Predicted: quantised, on one RTX 4090 with 64 GB
 
-The same context and draft's luck, weights kept and streamed as llama.cpp's quantiser stores them, and decoded before every
-product, unless decoding them once when loading is predicted to be faster; RAM is the profile's. What is published for
-llama.cpp, whose processor computes the layers that the card has no room for, is 2 to 6 tokens/s for a 70B in four bits on a card of
-24 GB.
+The same context and draft's luck, weights kept and streamed as llama.cpp's quantiser stores them, and decoded before
+every product, unless decoding them once when loading is predicted to be faster; RAM is the profile's. What is published
+for llama.cpp, whose processor computes the layers that the card has no room for, is 2 to 6 tokens/s for a 70B in four
+bits on a card of 24 GB.
 
 """
 DETAILS = f"""
@@ -133,7 +133,8 @@ predicted to be faster. The last column takes {_VERIFIER} of the retrieval verif
 {_STREAMING} of one that sees only its beginning and its end ({_FAR} in contexts beyond 8192 tokens).
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/plan`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
-Host memory is what a model of 16 bits takes while it is read, so 70B needs more than 137 GB whatever is resident.
+Host memory holds what is streamed and, while a model is read, two blocks more: what stays on the card goes there as it
+is read.
 """
 
 

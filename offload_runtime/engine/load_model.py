@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +102,7 @@ class LoadedModel:
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
         rings = [arena for arena, _ in self.staged.rings]
-        return sum(arena.pinned_bytes for arena in (*self.weights.layers, *rings))
+        return sum(arena.pinned_bytes for arena in (*self.weights.layers.values(), *rings))
 
 
 def require_kernels(device: torch.device) -> None:
@@ -169,51 +169,54 @@ def load_model(
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
+    held = device_blocks(plan, budget, name=name)
     weights = load_weights(
-        source, plan.layout, pin=pin, registrar=registrar, on_progress=report, coding_device=budget.device
+        source, plan.layout, onto=held, pin=pin, registrar=registrar, on_progress=report, coding_device=budget.device
     )
     undo.callback(weights.close)
     if plan.layout.has_coded and budget.device.type == "cuda":
         torch.cuda.empty_cache()  # of what coding took
     memory = lock_layers(weights, plan, registrar, undo)
-    return connect_model(weights, plan, budget, queues, name=name, memory=memory, undo=undo)
+    return connect_model(weights, held, plan, budget, queues, name=name, memory=memory, undo=undo)
+
+
+def device_blocks(plan: ModelPlan, budget: DeviceBudget, *, name: str) -> dict[int | None, torch.Tensor]:
+    """Memory for the weights that stay on the device, by layer, that of None for embedding and head: uint8 each. Layers
+    are cut from one allocation: the allocator rounds each up."""
+    layout, kept = plan.layout, plan.placement.resident_layers
+    sizes = [layout.layer_bytes[index] for index in kept]
+    layers = budget.allocate(f"{name}: resident layers", sum(sizes)).split(sizes) if kept else ()
+    shared = budget.allocate(f"{name}: embedding and head", layout.shared.total_bytes)
+    return {**dict(zip(kept, layers, strict=True)), None: shared}
 
 
 def connect_model(
-    weights: HostWeights, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    memory: StagedMemory, undo: ExitStack,
+    weights: HostWeights, held: Mapping[int | None, torch.Tensor], plan: ModelPlan, budget: DeviceBudget,
+    queues: CopyQueues, *, name: str, memory: StagedMemory, undo: ExitStack,
 ) -> LoadedModel:  # fmt: skip
-    """Give loaded weights their places and build the runner. Host memory of resident layers is given back on CUDA.
+    """Connect loaded weights, those on the host and those that `device_blocks` holds, and build the runner.
 
     What is streamed must be page-locked, or staged by `memory`. What `undo` does ends what has threads, the copies
     before the memory that they copy.
     """
     placement, device, layout = memory.placement, budget.device, weights.layout
-    layers_host = [weights.block(index) for index in range(len(weights.layers))]
+    nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
+    layers_host = [weights.block(index) if index in arenas else nothing for index in range(len(layout.layers))]
     slots = _ring(budget, f"{name}: ring", placement.num_slots, max(layout.layer_bytes))
     scratch_bytes = layout.scratch_bytes(device.type)
     scratch = budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None
-    (shared,) = _on_device([weights.block(None)], budget, f"{name}: embedding and head")
-    kept = placement.resident_layers
-    buffers = _on_device([layers_host[index] for index in kept], budget, f"{name}: resident layers")
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        weights.shared.close()
-        for index in kept:
-            weights.layers[index].close()
-            layers_host[index] = torch.empty(0, dtype=torch.uint8)  # even an empty view would hold the pages
     kv_slots = _ring(budget, f"{name}: KV ring", KV_RING_SLOTS if plan.kv_layers_on_host else 0, plan.kv_piece_bytes)
     cache = make_cache(plan, budget, f"{name}: KV cache", queues.d2h, memory)
     undo.callback(cache.close)
     link_peak_gbps = _measure_link(layers_host, slots + kv_slots, queues.h2d, memory)
-    decoder = Decoder(plan.config, layout.shared.views(shared, scratch))
+    decoder = Decoder(plan.config, layout.shared.views(held[None], scratch))
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, device, fixed_length=fixed_length)
     engine = memory.to_device(queues.h2d)
     undo.callback(engine.close)
     streamer = LayerStreamer(
-        layers_host, dict(zip(kept, buffers, strict=True)), slots,
+        layers_host, {index: held[index] for index in placement.resident_layers}, slots,
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch), engine=engine,
         kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
     )  # fmt: skip
@@ -243,21 +246,6 @@ def _measure_link(
         if slot.is_cuda:
             arena.pin()
         return measure_link_gbps(engine, slot, arena.buffer[: slot.nbytes])
-
-
-def _on_device(blocks: list[torch.Tensor], budget: DeviceBudget, name: str) -> list[torch.Tensor]:
-    """Packed blocks on the compute device, cut from one allocation: the allocator rounds each up. On the CPU they are
-    already there and only entered in the ledger."""
-    if not blocks:
-        return []
-    sizes = [block.nbytes for block in blocks]
-    if budget.device.type == "cpu":
-        budget.reserve(name, sum(sizes))
-        return blocks
-    buffers = list(budget.allocate(name, sum(sizes)).split(sizes))
-    for buffer, block in zip(buffers, blocks, strict=True):
-        buffer.copy_(block)
-    return buffers
 
 
 @torch.inference_mode()

@@ -87,7 +87,7 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | No
     if registrar is None:
         return StagedMemory(placement)
     if _refused(weights, placement):
-        locked_bytes = sum(arena.pinned_bytes for arena in weights.layers)
+        locked_bytes = sum(arena.pinned_bytes for arena in weights.layers.values())
         # Where not even a layer was locked a ring may be: it is smaller.
         placement = place_staged(plan, max(locked_bytes, with_staging_rings(plan, 0).ring_bytes), "the system")
     elif not placement.staged_layers and not placement.staged_kv_layers:

@@ -97,7 +97,7 @@ class HostArena:
 
     def __init__(self, nbytes: int, *, name: str) -> None:
         self.name = name
-        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self.nbytes = self.rounded(nbytes)
         # Private ones: shared pages are small where `shmem_enabled` is `never`, as it usually is.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         try:
@@ -116,6 +116,11 @@ class HostArena:
         self._unlock = contextlib.ExitStack()  # of blocks side by side, each by who locked it
         # Locked pages that are unmapped stay registered: the next arena at their address could not be locked.
         weakref.finalize(self, self._unlock.close)
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """What an arena for so many bytes takes."""
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     def lock(self, registrar: Registrar, block_bytes: int | None = None) -> int:
         """Page-lock what is not locked yet, block by block, until the system refuses; what was locked before stays so,

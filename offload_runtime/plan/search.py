@@ -29,7 +29,6 @@ from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import NO_RING, MemoryPart, ModelPlan, Placement, RunPlan, all_resident, make_plan
 from offload_runtime.plan.request import (
-    PROCESS_BYTES,
     TREE_ROOMS,
     MachineFigures,
     MemoryLimits,
@@ -117,19 +116,20 @@ def check_host_memory(plan: RunPlan) -> None:
     limits, target = plan.limits, plan.target
     if not plan.short_of_host_bytes:
         return
-    loading = plan.loading_bytes + PROCESS_BYTES == plan.host_bytes
-    parts = (MemoryPart("weights while they are read", plan.loading_bytes), plan.host[-1]) if loading else plan.host
+    loaded = plan.host_bytes > plan.loading_bytes
+    parts = plan.host if loaded else plan.loading
     # On a CPU all layers are in host memory.
-    moves = not loading and plan.placement.streamed_layers and plan.request.device != "cpu"
+    moves = plan.placement.streamed_layers and plan.request.device != "cpu"
     ways = ["raise --vram, which keeps more layers there"] if moves else []
-    if target.on_host and not loading:
+    if target.on_host and loaded:
         ways.append(f"lower --context (now {target.context_tokens})")
     if plan.draft is not None:
         ways.append("take a smaller draft")
     ways += ["choose a 16-bit --dtype or a smaller model", f"or {limits.ram_way}"]
     raise BudgetError(
         f"{limits.ram_name} of {format_bytes(limits.ram_bytes)} is too small by "
-        f"{format_bytes_up(plan.short_of_host_bytes)} ({_listed(parts)}): {', '.join(ways)}"
+        f"{format_bytes_up(plan.short_of_host_bytes)} ({_listed(parts)}"
+        f"{'' if loaded else ', while weights are read'}): {', '.join(ways)}"
     )
 
 

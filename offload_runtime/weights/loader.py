@@ -1,16 +1,18 @@
-"""From a checkpoint to packed host arenas, without ever holding the model twice.
+"""From a checkpoint to packed blocks, without ever holding the model twice.
 
-Each tensor is read straight into the rows of the arena where it will stay; a layer to be streamed is page-locked as
-soon as its last tensor has arrived, while other threads go on reading.
+Each tensor is read straight into the rows of a host arena. A block that is streamed stays in its own, page-locked as
+soon as its last tensor has arrived, while other threads go on reading; one that belongs on the device goes there and
+leaves its arena to the next.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +22,13 @@ from offload_runtime.memory import HostArena, Registrar
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import NotCodable, Weight
 from offload_runtime.weights.fields import shortened
-from offload_runtime.weights.layout import Destination, ModelLayout, checkpoint_tensors
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 
 # Page faults of fresh arenas and the copy out of the page cache keep one core busy: from a warm cache four threads
 # read 1.7 to 1.9 GB/s on a two-core machine where one reads 1.3.
-_READ_THREADS = 4
+READ_THREADS = 4
+# Blocks on their way to the device: one is read while the other is copied.
+_PASSING = 2
 
 _CPU = torch.device("cpu")
 
@@ -39,21 +43,24 @@ class MatricesNotCodable(Exception):
         self.names = names
 
 
+def passing_bytes(blocks: Iterable[int]) -> int:
+    """Host memory that blocks of these sizes pass through at the most."""
+    return sum(sorted((HostArena.rounded(nbytes) for nbytes in blocks), reverse=True)[:_PASSING])
+
+
 @dataclass
 class HostWeights:
-    """All weights of a model in host memory; the owner of the arenas.
+    """What of a model's weights stays in host memory; the owner of the arenas.
 
     Attributes:
         layout: How the blocks are packed; its bytes are without the rounding of the arenas to pages.
-        layers: One arena per decoder layer.
-        shared: Embedding, final norm and lm_head.
-        load_seconds: Wall-clock time of reading, converting and page-locking.
+        arenas: By decoder layer; that of None has embedding, final norm and lm_head.
+        load_seconds: Wall-clock time of reading, converting, copying and page-locking.
     """
 
     config: ModelConfig
     layout: ModelLayout
-    layers: list[HostArena]
-    shared: HostArena
+    arenas: dict[int | None, HostArena]
     load_seconds: float = 0.0
 
     @property
@@ -61,10 +68,14 @@ class HostWeights:
         """Packed bytes per second of loading, in GB/s."""
         return self.layout.total_bytes / GB / self.load_seconds if self.load_seconds > 0 else 0.0
 
+    @property
+    def layers(self) -> dict[int, HostArena]:
+        """Arenas of decoder layers."""
+        return {layer: arena for layer, arena in self.arenas.items() if layer is not None}
+
     def block(self, layer: int | None) -> torch.Tensor:
         """The packed bytes of a layer, or with None of the shared block: uint8, host."""
-        arena = self.shared if layer is None else self.layers[layer]
-        return arena.buffer[: self.layout.block(layer).total_bytes]
+        return self.arenas[layer].buffer[: self.layout.block(layer).total_bytes]
 
     def views(self, layer: int | None) -> dict[str, Weight]:
         """Packed name to weight in host memory for a layer, or with None for the shared block."""
@@ -72,26 +83,76 @@ class HostWeights:
 
     def close(self) -> None:
         """Unlock and give back all arenas. Nothing may be copying from them any more."""
-        for arena in (self.shared, *self.layers):
+        for arena in self.arenas.values():
             arena.close()
+
+
+class _Passage:
+    """Arenas that blocks pass through on their way to the device.
+
+    Args:
+        onto: As of `load_weights`.
+    """
+
+    def __init__(self, onto: Mapping[int | None, torch.Tensor]) -> None:
+        self._onto = onto
+        self._taken: dict[int | None, HostArena] = {}
+        self._free = list[HostArena]()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one has to be handed on before the next is taken."""
+        return len(self._taken) == _PASSING
+
+    def take(self, layer: int | None) -> torch.Tensor:
+        """Memory to read a block into: uint8 of its bytes, host."""
+        nbytes = self._onto[layer].nbytes
+        arena = next((arena for arena in self._free if arena.nbytes >= nbytes), None)
+        if arena is None:
+            self._give_back()
+            arena = HostArena(nbytes, name="weights on their way to the device")
+        else:
+            self._free.remove(arena)
+        self._taken[layer] = arena
+        return arena.buffer[:nbytes]
+
+    def hand_on(self, layer: int | None) -> None:
+        """Copy a block that is complete to where it belongs."""
+        target, arena = self._onto[layer], self._taken.pop(layer)
+        target.copy_(arena.buffer[: target.nbytes])
+        self._free.append(arena)
+
+    def _give_back(self) -> None:
+        for arena in self._free:
+            arena.close()
+        self._free.clear()
+
+    def close(self) -> None:
+        """Give all memory back; nothing more is read into it."""
+        self._free += self._taken.values()
+        self._taken.clear()
+        self._give_back()
 
 
 def load_weights(
     source: CheckpointSource,
     layout: ModelLayout,
     *,
+    onto: Mapping[int | None, torch.Tensor] | None = None,
     pin: Collection[int] = (),
     registrar: Registrar | None = None,
     on_progress: Progress | None = None,
     coding_device: torch.device = _CPU,
 ) -> HostWeights:
-    """Read a checkpoint into packed host arenas.
+    """Read a checkpoint into packed blocks.
 
     Args:
         source: An opened checkpoint.
         layout: How its blocks are packed, and the dtype that the model computes in; stored values are converted.
+        onto: Where blocks belong that do not stay in host memory, by layer, that of None the shared one: uint8 of
+            their bytes, on any device. Copies to them are enqueued on its current stream.
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
-        registrar: Locks them block by block, until the system refuses; what it has not locked then stays pageable.
+        registrar: Locks them piece by piece, until the system refuses; what it has not locked then stays pageable.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
         coding_device: Where matrices are coded that are not kept as they are in the file.
 
@@ -100,12 +161,17 @@ def load_weights(
         CheckpointError: A file ended early.
         BudgetError: Not enough memory. Nothing stays allocated.
     """
-    started = time.perf_counter()
-    shared = HostArena(layout.shared.total_bytes, name="embedding and lm_head")
-    layers = [HostArena(nbytes, name=f"layer {index}") for index, nbytes in enumerate(layout.layer_bytes)]
-    weights = HostWeights(source.config(), layout, layers, shared)
+    started, onto, layers = time.perf_counter(), onto or {}, range(len(layout.layers))
+    arenas = {
+        layer: HostArena(
+            layout.block(layer).total_bytes, name="embedding and lm_head" if layer is None else f"layer {layer}"
+        )
+        for layer in (None, *layers)
+        if layer not in onto
+    }
+    weights = HostWeights(source.config(), layout, arenas)
     try:
-        _fill(weights, source, set(pin), registrar, on_progress, coding_device)
+        _fill(weights, source, onto, set(pin), registrar, on_progress, coding_device)
     except BaseException:
         weights.close()
         raise
@@ -116,37 +182,51 @@ def load_weights(
 
 
 def _fill(
-    weights: HostWeights, source: CheckpointSource, to_lock: set[int], registrar: Registrar | None,
-    on_progress: Progress | None, coding_device: torch.device,
+    weights: HostWeights, source: CheckpointSource, onto: Mapping[int | None, torch.Tensor], to_lock: set[int],
+    registrar: Registrar | None, on_progress: Progress | None, coding_device: torch.device,
 ) -> None:  # fmt: skip
-    """Read every tensor into its rows, and lock layers that are complete."""
+    """Read every tensor into its rows, lock layers that are complete, and hand on what does not stay."""
     destinations = checkpoint_tensors(weights.config)
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
-    left = Counter(destination.layer for destination in destinations.values())
-    blocks = {layer: weights.views(layer) for layer in left}
-    done_bytes = 0
-    with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1), thread_name_prefix="load") as pool:
-        jobs: dict[Future[int], tuple[str, Destination]] = {}
-        not_codable = set[str]()
-        try:
-            for name, fill in source.fills.items():
-                to = destinations[name]
-                fill_rows = blocks[to.layer][to.packed].fill
-                jobs[pool.submit(fill_rows, to.row_start, to.row_end, fill, coding_device)] = name, to
-            for job in as_completed(jobs):
-                name, to = jobs[job]
+    names = defaultdict[int | None, list[str]](list)  # in the order of the files, but block by block
+    for name in source.fills:
+        names[destinations[name].layer].append(name)
+    left = {layer: len(found) for layer, found in names.items()}
+    jobs: dict[Future[int], str] = {}
+    not_codable, done_bytes = set[str](), 0
+    with ThreadPoolExecutor(min(READ_THREADS, os.cpu_count() or 1), "load") as pool, closing(_Passage(onto)) as passage:
+
+        def collect() -> None:
+            nonlocal done_bytes
+            for job in wait(jobs, return_when=FIRST_COMPLETED).done:
+                name = jobs.pop(job)
+                layer = destinations[name].layer
+                left[layer] -= 1
                 try:
                     done_bytes += job.result()
                 except NotCodable:
                     not_codable.add(name)
-                    continue
-                left[to.layer] -= 1
-                if left[to.layer] == 0 and to.layer in to_lock:
+                if not left[layer] and layer in onto:
+                    passage.hand_on(layer)
+                elif not left[layer] and layer in to_lock:
                     assert registrar is not None
-                    if weights.layers[to.layer].lock(registrar):
+                    if weights.arenas[layer].lock(registrar):
                         to_lock.clear()  # it has refused once: asking again only costs the system
                 if on_progress is not None:
                     on_progress(done_bytes, weights.layout.total_bytes)
+
+        try:
+            for layer, found in names.items():
+                while layer in onto and passage.is_full:
+                    collect()
+                block = passage.take(layer) if layer in onto else weights.block(layer)
+                views = weights.layout.block(layer).views(block)
+                for name in found:
+                    to = destinations[name]
+                    fill_rows = views[to.packed].fill
+                    jobs[pool.submit(fill_rows, to.row_start, to.row_end, source.fills[name], coding_device)] = name
+            while jobs:
+                collect()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
