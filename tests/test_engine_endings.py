@@ -20,6 +20,7 @@ from offload_runtime.model import Decoder
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftProposer
 from offload_runtime.trace import CopyLog
+from offload_runtime.weights import Weight
 from tests.helpers.engine import PROMPT, load, one_thread, without_host_memory  # noqa: F401 (an autouse fixture)
 
 COUNT = 32
@@ -73,7 +74,9 @@ class InterruptedDecoder(Decoder):
     """The maths of a model, with a hook of every layer, called when all but its attention is still to be done."""
 
     def __init__(self, model: LoadedModel, hook: Callable[..., None]) -> None:
-        super().__init__(model.config, model.weights.layout.shared.views(model.weights.block(None)))
+        own = model.runner.decoder
+        shared = {"embedding": own.embedding, "lm_head": own.lm_head, "final_norm": Weight(own.final_norm)}
+        super().__init__(model.config, shared)
         self._hook = hook
 
     def attend(self, *args: Any) -> torch.Tensor:

@@ -203,6 +203,7 @@ def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> No
     for countdown in (1, 2, 3, 5, 1, 4):
         tokens = [*tokens[:-6], *random_tokens(9, seed=len(tokens))]
         interrupted.countdown = countdown
+        proposer.start(PARAMS[:1])
         with pytest.raises(KeyboardInterrupt):
             propose(proposer, tokens, 6)
         shorter = tokens[:-2]

@@ -197,9 +197,9 @@ def test_the_document_shows_every_chart_and_no_other() -> None:
 def documented_commands() -> list[list[str]]:
     """The words of every command of the document, as a shell would hand them on."""
     document = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    models, steps = (re.findall(rf"^    {name}='(.+)'$", document, re.MULTILINE)[0] for name in ("MODELS", "STEPS"))
-    commands = re.findall(r"^    python tools/sweep\.py (.+)$", document, re.MULTILINE)
-    return [shlex.split(command.replace("$MODELS", models).replace("$STEPS", steps)) for command in commands]
+    for name, value in re.findall(r"^    ([A-Z]+)='(.+)'$", document, re.MULTILINE):
+        document = document.replace(f"${name}", value)
+    return [shlex.split(words) for words in re.findall(r"^    python tools/sweep\.py (.+)$", document, re.MULTILINE)]
 
 
 def test_the_documented_commands_are_those_of_the_results() -> None:

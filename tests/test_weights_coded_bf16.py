@@ -271,12 +271,11 @@ def test_auto_codes_what_is_faster_then() -> None:
     # Streamed whole, and where it does not fit host memory otherwise.
     streamed = {encode: planned("7B", encode, resident_layers=0) for encode in ("auto", "none")}
     assert 1.31 < streamed["none"].streamed_bytes / streamed["auto"].streamed_bytes < 1.33
+    little: dict[str, Any] = {"resident_layers": 0, "ram_bytes": 15 * GB}
     with pytest.raises(BudgetError):
-        planned("7B", "none", ram_bytes=15 * GB)
-    assert planned("7B", "auto", ram_bytes=15 * GB).target.layout.has_coded
-    refusal = plan_or_refuse(
-        RuntimeConfig(described("7B"), "none", context=2048, ram_bytes=15 * GB, kv="gpu"), common_figures()
-    )
+        planned("7B", "none", **little)
+    assert planned("7B", "auto", **little).target.layout.has_coded
+    refusal = plan_or_refuse(RuntimeConfig(described("7B"), "none", context=2048, kv="gpu", **little), common_figures())
     assert isinstance(refusal, Refusal) and "--encode auto" in [each.change for each in refusal.suggestions]
 
 
@@ -288,7 +287,8 @@ def test_auto_has_nothing_to_code_in_other_dtypes(source: CheckpointSource) -> N
         with pytest.raises(OptionError, match=r"--encode always .* in a run in fp\d\d: .* --dtype bf16"):
             plan_run(replace(request, encode="always"), common_figures())
     with pytest.raises(BudgetError, match="too small"):
-        plan_run(RuntimeConfig(described("13B"), "none", encode="auto", ram_bytes=10 * GB), common_figures())
+        little: dict[str, Any] = {"resident_layers": 0, "ram_bytes": 10 * GB}
+        plan_run(RuntimeConfig(described("13B"), "none", encode="auto", **little), common_figures())
     with pytest.raises(OptionError, match="encode must be none, auto or always, not 'yes'"):
         RuntimeConfig(source, encode="yes")
 
