@@ -95,6 +95,8 @@ def test_guesses_are_plain_decoding_after_any_history(
     tokens: list[int] = []
     guesses: list[int] = []
     for accepted, new, count in rounds:
+        if accepted < 0:
+            proposer.start([params])
         tokens = new if accepted < 0 else [*tokens, *guesses[:accepted], *new]
         guesses = propose(proposer, tokens, count)
         assert guesses == plain_decoding(draft, tokens, count, params)
