@@ -288,7 +288,8 @@ SHELL = {
 
 
 SHELL_RUNS = [
-    *((command, how) for command in ("--version", "plan") for how in SHELL),
+    *(("plan", how) for how in SHELL),
+    *(("--version", how) for how in ("full", "all closed", "no reader")),
     *(("generate", how) for how in ("full", "no stderr", "full stderr", "no reader")),
     *(("verify", how) for how in ("full", "no stderr")),
 ]
