@@ -193,9 +193,14 @@ class ModelLayout:
 
     def scratch_bytes(self, device_type: str) -> int:
         """Bytes of the largest matrix that is decoded before a product; a GPU decodes the head in slices."""
-        layers_bytes = max(spec.decoded_bytes for layer in self.layers for spec in layer.tensors)
         head_bytes = self._head.decoded_bytes
-        return max(layers_bytes, min(head_bytes, _HEAD_SLICE_BYTES) if device_type == "cuda" else head_bytes)
+        slice_bytes = min(head_bytes, _HEAD_SLICE_BYTES) if device_type == "cuda" else head_bytes
+        return max(self._layers_scratch_bytes, slice_bytes)
+
+    @cached_property
+    def _layers_scratch_bytes(self) -> int:
+        """Of the layers' largest: plans ask for it thousands of times."""
+        return max(spec.decoded_bytes for layer in self.layers for spec in layer.tensors)
 
     @cached_property
     def num_decodings(self) -> int:
