@@ -97,7 +97,9 @@ def test_guesses_are_plain_decoding_after_any_history(
     for accepted, new, count in rounds:
         if accepted < 0:
             proposer.start([params])
-        tokens = new if accepted < 0 else [*tokens, *guesses[:accepted], *new]
+            tokens = new
+        else:
+            tokens = [*tokens, *guesses[:accepted], *new]
         guesses = propose(proposer, tokens, count)
         assert guesses == plain_decoding(draft, tokens, count, params)
         # The last guess was never fed: exactly the others wait in the cache.

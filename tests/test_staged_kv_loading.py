@@ -72,7 +72,8 @@ def least(plan: RunPlan) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "resident"),
-    [(0.0, 3), (0.3, 3), (0.9, 3), (1.0, 3), (0.6, 0), (0.6, NUM_LAYERS)],
+    [(share, 3) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]
+    + [(share, resident) for resident in (0, NUM_LAYERS) for share in (0.0, 0.6, 1.0)],
 )
 def test_a_limit_is_kept_and_the_tokens_are_the_same(
     target: Path, whole: RunPlan, expected: tuple[int, ...], share: float, resident: int,

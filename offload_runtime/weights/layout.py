@@ -194,8 +194,9 @@ class ModelLayout:
     def scratch_bytes(self, device_type: str) -> int:
         """Bytes of the largest matrix that is decoded before a product; a GPU decodes the head in slices."""
         head_bytes = self._head.decoded_bytes
-        slice_bytes = min(head_bytes, _HEAD_SLICE_BYTES) if device_type == "cuda" else head_bytes
-        return max(self._layers_scratch_bytes, slice_bytes)
+        if device_type == "cuda":
+            head_bytes = min(head_bytes, _HEAD_SLICE_BYTES)
+        return max(self._layers_scratch_bytes, head_bytes)
 
     @cached_property
     def _layers_scratch_bytes(self) -> int:
