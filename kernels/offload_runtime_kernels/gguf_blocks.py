@@ -7,7 +7,11 @@ integers of 4 to 8 bits, one for each group of weights; q is an integer of 2 to 
 Only the sum rounds: fp32 holds every product exactly (at most 11 + 7 + 5 significant bits), so that a fused
 multiply-add has the same bits.
 
-A table says where the integers of each format lie, and both the reference and the kernel go by it.
+A row is kept in planes (`pack_rows`): the same field of all of its blocks, then the next field, so that words can be
+loaded where blocks of a file lie at even addresses. In the planes of q, of each 32 bytes ("a unit") every fourth pair
+belongs to one of four lanes, whose eight bytes lie side by side: what a lane of a warp decodes is then what it has to
+hand to the matrix units, and no weight moves between lanes. A table says where the integers of each format lie, and
+both the reference and the kernels go by it.
 """
 
 from typing import NamedTuple
@@ -16,18 +20,26 @@ import torch
 
 from offload_runtime_kernels._jit import constant, jit, require_triton, tl, triton
 
-_PROGRAM_WEIGHTS = 4096
+TILE = 256  # weights of a row that are decoded together
+_UNIT_BYTES = 32
+_ROW_ALIGNMENT_BYTES = 16
+_DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
 _CODE_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
 # Its magnitudes, eight in a word.
 _NEGATIVE_CODES = tl.constexpr(sum(-code << 8 * i for i, code in enumerate(_CODE_BOOK[:8])))
 _POSITIVE_CODES = tl.constexpr(sum(code << 8 * i for i, code in enumerate(_CODE_BOOK[8:])))
+# The bits of 2^23: as the upper bits of an fp32 they leave room for an integer of 23 bits. Kernels get them as an
+# argument: a compiler that knew them would take one operation apart into two, and shifts with masks into three; Q4_K
+# took 7.6 operations a weight in place of 5.7.
+INTEGER_BITS = 0x4B000000
 
 
 class Bits(NamedTuple):
     """Where integers x = 0, 1, ... of a block lie: the `bits` bits from `first + bits * (x // span % shifts)` on of
-    byte `at + x // (span * sharing) * stride + x % span`."""
+    byte `at + x // (span * sharing) * stride + x % span` of a field."""
 
+    field: int
     at: int
     bits: int
     span: int
@@ -46,184 +58,553 @@ class Integers(NamedTuple):
     flip: int = 0
 
 
+class Half(NamedTuple):
+    """Where the fp16 number of a block lies."""
+
+    field: int
+    at: int
+
+
 class BlockFormat(NamedTuple):
-    """How a block of so many `weights` lies in `nbytes`: `group` weights have one scale; `d` and `m` are the places of
-    fp16 numbers, `m` of what is added or, with `minimum`, of what scales that."""
+    """How a block of so many `weights` lies in `nbytes`: `group` weights have one scale; `m` is what is added or, with
+    `minimum`, what scales that.
+
+    `fields` are pieces of a block of the file, (start, bytes), in the order of a row's planes. The first has q, or its
+    lower bits; the second the upper ones where there are some. `packed` scales and minima are those of Q4_K.
+    """
 
     weights: int
     nbytes: int
     group: int
+    fields: tuple[tuple[int, int], ...]
     q: Integers
-    d: int
-    m: int | None = None
+    d: Half
+    m: Half | None = None
     scale: Integers | None = None
     minimum: Integers | None = None
+    packed: bool = False
     coded: bool = False
 
+    @property
+    def has_upper_units(self) -> bool:
+        """Whether the second plane has units too."""
+        return self.q.high is not None and self.q.high.span > 1
 
-def _bits(at: int, bits: int, span: int, sharing: int = 0, shifts: int = 0, stride: int = 0, first: int = 0) -> Bits:
+    def file_bytes(self, columns: int) -> int:
+        """Bytes of a row in a file."""
+        return columns // self.weights * self.nbytes
+
+    def num_blocks(self, columns: int) -> int:
+        """Of a row in planes: as many as whole units take."""
+        together = max(1, _UNIT_BYTES // self.fields[0][1])
+        return -(-columns // (self.weights * together)) * together
+
+    def row_bytes(self, columns: int) -> int:
+        """Of a row in planes."""
+        return -(-self.num_blocks(columns) * self.nbytes // _ROW_ALIGNMENT_BYTES) * _ROW_ALIGNMENT_BYTES
+
+    # For kernels, which take no tuples of tuples: bytes of the fields, of the one that d lies in, words of the scales'.
+
+    @property
+    def bytes_0(self) -> int:
+        return self.fields[0][1]
+
+    @property
+    def bytes_1(self) -> int:
+        return self.fields[1][1]
+
+    @property
+    def bytes_2(self) -> int:
+        return self.fields[2][1] if len(self.fields) > 2 else 0
+
+    @property
+    def bytes_3(self) -> int:
+        return self.fields[3][1] if len(self.fields) > 3 else 0
+
+    @property
+    def d_bytes(self) -> int:
+        return self.fields[self.d.field][1]
+
+    @property
+    def scale_words(self) -> int:
+        assert self.scale is not None
+        return self.fields[self.scale.low.field][1] // 4
+
+
+def _bits(
+    field: int, at: int, bits: int, span: int, sharing: int = 0, shifts: int = 0, stride: int = 0, first: int = 0
+) -> Bits:
     """By default every byte is full of integers that are `span` apart."""
     sharing = sharing or 8 // bits
-    return Bits(at, bits, span, sharing, shifts or sharing, stride or span, first)
+    return Bits(field, at, bits, span, sharing, shifts or sharing, stride or span, first)
 
 
-# Six bits each of eight scales and eight minima, of Q4_K and Q5_K.
-_K_SCALE = Integers(_bits(4, 4, 4, sharing=1, stride=8), _bits(4, 2, 4, sharing=2, first=4))
-_K_MINIMUM = Integers(_bits(8, 4, 4, sharing=1, shifts=2), _bits(8, 2, 4, sharing=2, first=4))
-_BYTES = 8  # of integers of eight bits, how many are in a row does not matter
+def _packed(field: int) -> dict[str, Integers]:
+    """Six bits each of eight scales and eight minima, in bytes 4 to 15 of a field."""
+    return {
+        "scale": Integers(_bits(field, 4, 4, 4, sharing=1, stride=8), _bits(field, 4, 2, 4, sharing=2, first=4)),
+        "minimum": Integers(_bits(field, 8, 4, 4, sharing=1, shifts=2), _bits(field, 8, 2, 4, sharing=2, first=4)),
+    }
+
+
+_BYTES = 32  # of integers of eight bits, how many are in a row does not matter
 
 FORMATS = {
-    "Q4_0": BlockFormat(32, 18, 32, Integers(_bits(2, 4, 16), offset=8), d=0),
-    "Q4_1": BlockFormat(32, 20, 32, Integers(_bits(4, 4, 16)), d=0, m=2),
-    "Q5_0": BlockFormat(32, 22, 32, Integers(_bits(6, 4, 16), _bits(2, 1, 1), offset=16), d=0),
-    "Q5_1": BlockFormat(32, 24, 32, Integers(_bits(8, 4, 16), _bits(4, 1, 1)), d=0, m=2),
-    "Q8_0": BlockFormat(32, 34, 32, Integers(_bits(2, 8, _BYTES), offset=128, flip=128), d=0),
+    "Q4_0": BlockFormat(32, 18, 32, ((2, 16), (0, 2)), Integers(_bits(0, 0, 4, 16), offset=8), d=Half(1, 0)),
+    "Q4_1": BlockFormat(32, 20, 32, ((4, 16), (0, 4)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0), m=Half(1, 2)),
+    "Q5_0": BlockFormat(
+        32, 22, 32, ((6, 16), (2, 4), (0, 2)), Integers(_bits(0, 0, 4, 16), _bits(1, 0, 1, 1), offset=16), d=Half(2, 0)
+    ),
+    "Q5_1": BlockFormat(
+        32, 24, 32, ((8, 16), (4, 4), (0, 4)), Integers(_bits(0, 0, 4, 16), _bits(1, 0, 1, 1)), d=Half(2, 0),
+        m=Half(2, 2),
+    ),
+    "Q8_0": BlockFormat(
+        32, 34, 32, ((2, 32), (0, 2)), Integers(_bits(0, 0, 8, _BYTES), offset=128, flip=128), d=Half(1, 0)
+    ),
     "Q2_K": BlockFormat(
-        256, 84, 16, Integers(_bits(16, 2, 32)), d=80, m=82,
-        scale=Integers(_bits(0, 4, 1, sharing=1)), minimum=Integers(_bits(0, 4, 1, sharing=1, first=4)),
+        256, 84, 16, ((16, 64), (0, 16), (80, 4)), Integers(_bits(0, 0, 2, 32)), d=Half(2, 0), m=Half(2, 2),
+        scale=Integers(_bits(1, 0, 4, 1, sharing=1)), minimum=Integers(_bits(1, 0, 4, 1, sharing=1, first=4)),
     ),
     "Q3_K": BlockFormat(
-        256, 110, 16, Integers(_bits(32, 2, 32), _bits(0, 1, 32), offset=4), d=108,
-        scale=Integers(_bits(96, 4, 8), _bits(104, 2, 4), offset=32),
+        256, 110, 16, ((32, 64), (0, 32), (96, 12), (108, 2)),
+        Integers(_bits(0, 0, 2, 32), _bits(1, 0, 1, 32), offset=4), d=Half(3, 0),
+        scale=Integers(_bits(2, 0, 4, 8), _bits(2, 8, 2, 4), offset=32),
     ),
-    "Q4_K": BlockFormat(256, 144, 32, Integers(_bits(16, 4, 32)), d=0, m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
+    "Q4_K": BlockFormat(
+        256, 144, 32, ((16, 128), (0, 16)), Integers(_bits(0, 0, 4, 32)), d=Half(1, 0), m=Half(1, 2), **_packed(1),
+        packed=True,
+    ),
     "Q5_K": BlockFormat(
-        256, 176, 32, Integers(_bits(48, 4, 32), _bits(16, 1, 32)), d=0, m=2, scale=_K_SCALE, minimum=_K_MINIMUM
+        256, 176, 32, ((48, 128), (16, 32), (0, 16)), Integers(_bits(0, 0, 4, 32), _bits(1, 0, 1, 32)), d=Half(2, 0),
+        m=Half(2, 2), **_packed(2), packed=True,
     ),
     "Q6_K": BlockFormat(
-        256, 210, 16, Integers(_bits(0, 4, 64), _bits(128, 2, 32), offset=32), d=208,
-        scale=Integers(_bits(192, 8, _BYTES), offset=128, flip=128),
+        256, 210, 16, ((0, 128), (128, 64), (192, 16), (208, 2)),
+        Integers(_bits(0, 0, 4, 64), _bits(1, 0, 2, 32), offset=32), d=Half(3, 0),
+        scale=Integers(_bits(2, 0, 8, _BYTES), offset=128, flip=128),
     ),
-    "IQ4_NL": BlockFormat(32, 18, 32, Integers(_bits(2, 4, 16)), d=0, coded=True),
+    "IQ4_NL": BlockFormat(32, 18, 32, ((2, 16), (0, 2)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0), coded=True),
     "IQ4_XS": BlockFormat(
-        256, 136, 32, Integers(_bits(8, 4, 16)), d=0, scale=Integers(_bits(4, 4, 1), _bits(2, 2, 1), offset=32),
-        coded=True,
+        256, 136, 32, ((8, 128), (0, 8)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0),
+        scale=Integers(_bits(1, 4, 4, 1), _bits(1, 2, 2, 1), offset=32), coded=True,
     ),
 }  # fmt: skip
 
 
-# The reference has a row for each byte of a block and a column for each block: long rows are what torch is fast with.
+# --- planes
 
 
-def _bits_reference(stored: torch.Tensor, count: int, bits: Bits) -> torch.Tensor:
+def _lane_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    """int16 pairs of bytes [R, blocks, pairs] of the order of a file as [R, ..., lane, pair], units one by one."""
+    if pairs.shape[2] * 2 >= _UNIT_BYTES:
+        return pairs.unflatten(2, (-1, 4, 4)).transpose(-1, -2)
+    return pairs.unflatten(1, (-1, 2)).unflatten(3, (2, 4)).permute(0, 1, 4, 2, 3)  # two blocks are a unit
+
+
+def pack_rows(blocks: torch.Tensor, form: BlockFormat, columns: int, out: torch.Tensor) -> None:
+    """Bring rows from the order of a file to planes.
+
+    Args:
+        blocks: uint8 [R, file_bytes], contiguous, at an even address.
+        form: How a block is stored.
+        columns: Weights of a row.
+        out: uint8 [R, row_bytes], on the same device, at an even address, rows one after the other; written.
+    """
+    count = form.num_blocks(columns)
+    pairs = blocks.view(torch.int16).view(len(blocks), -1, form.nbytes // 2)
+    if pairs.shape[1] != count:
+        pairs = torch.nn.functional.pad(pairs, (0, 0, 0, count - pairs.shape[1]))
+    room, start = out.view(torch.int16), 0
+    for number, (at, nbytes) in enumerate(form.fields):
+        field, end = pairs[:, :, at // 2 : (at + nbytes) // 2], start + count * nbytes // 2
+        if number == 0 or (number == 1 and form.has_upper_units):
+            field = _lane_pairs(field)
+        room[:, start:end].unflatten(1, field.shape[1:]).copy_(field)
+        start = end
+    room[:, start:] = 0
+
+
+def _unpacked_rows(stored: torch.Tensor, form: BlockFormat, columns: int) -> torch.Tensor:
+    """Blocks of rows in planes: uint8 [bytes, R * blocks], the fields one below the other."""
+    count, start, found = form.num_blocks(columns), 0, []
+    for number, (_, nbytes) in enumerate(form.fields):
+        plane = stored[:, start : start + count * nbytes]
+        start += count * nbytes
+        if number == 0 or (number == 1 and form.has_upper_units):
+            pairs = plane.contiguous().view(torch.int16).unflatten(1, (-1, 4, 4)).transpose(-1, -2)
+            plane = pairs.contiguous().view(torch.uint8)
+        found.append(plane.reshape(-1, nbytes).t())
+    return torch.cat(found)
+
+
+# --- the reference: long rows are what torch is fast with, so it has one for each byte of a block
+
+
+def _field_starts(form: BlockFormat) -> list[int]:
+    lengths = [nbytes for _, nbytes in form.fields]
+    return [sum(lengths[:number]) for number in range(len(lengths))]
+
+
+def _bits_reference(stored: torch.Tensor, count: int, bits: Bits, form: BlockFormat) -> torch.Tensor:
     x = torch.arange(count, device=stored.device)
     byte = bits.at + x // (bits.span * bits.sharing) * bits.stride + x % bits.span
     shift = bits.first + bits.bits * (x // bits.span % bits.shifts)
-    found = stored.index_select(0, byte).bitwise_right_shift_(shift.to(torch.uint8)[:, None])
-    return found.bitwise_and_((1 << bits.bits) - 1)
+    found = stored.index_select(0, _field_starts(form)[bits.field] + byte)
+    return found.bitwise_right_shift_(shift.to(torch.uint8)[:, None]).bitwise_and_((1 << bits.bits) - 1)
 
 
-def _integers_reference(stored: torch.Tensor, count: int, integers: Integers) -> torch.Tensor:
+def _integers_reference(stored: torch.Tensor, count: int, integers: Integers, form: BlockFormat) -> torch.Tensor:
     """The first `count` of each block: fp32 [count, blocks]."""
-    found = _bits_reference(stored, count, integers.low)
+    found = _bits_reference(stored, count, integers.low, form)
     if integers.high is not None:
-        found |= _bits_reference(stored, count, integers.high).bitwise_left_shift_(integers.low.bits)
+        found |= _bits_reference(stored, count, integers.high, form).bitwise_left_shift_(integers.low.bits)
     return found.bitwise_xor_(integers.flip).float().sub_(integers.offset)
 
 
-def _half_reference(stored: torch.Tensor, at: int) -> torch.Tensor:
+def _half_reference(stored: torch.Tensor, half: Half, form: BlockFormat) -> torch.Tensor:
+    at = _field_starts(form)[half.field] + half.at
     return stored[at : at + 2].t().contiguous().view(torch.float16).float().t()
 
 
 def _decode_reference(stored: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """fp32 [weights, blocks] of uint8 [nbytes, blocks]."""
+    """fp32 [weights, blocks] of uint8 [bytes, blocks]."""
     groups = form.weights // form.group
-    q = _integers_reference(stored, form.weights, form.q)
+    q = _integers_reference(stored, form.weights, form.q, form)
     if form.coded:
         q = torch.tensor(_CODE_BOOK, dtype=torch.float32, device=q.device)[q.long()]
-    d = _half_reference(stored, form.d)
+    d = _half_reference(stored, form.d, form)
     if form.scale is not None:
-        d = d * _integers_reference(stored, groups, form.scale)
+        d = d * _integers_reference(stored, groups, form.scale, form)
     w = q.view(len(d), -1, q.shape[1]).mul_(d[:, None])
     if form.m is not None:
-        m = _half_reference(stored, form.m)
+        m = _half_reference(stored, form.m, form)
         if form.minimum is not None:
-            m = m * -_integers_reference(stored, groups, form.minimum)
+            m = m * -_integers_reference(stored, groups, form.minimum, form)
         w += m[:, None]
     return w.view(q.shape)
 
 
 def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
     """Plain torch version of `decode_blocks`."""
-    step = _REFERENCE_WEIGHTS // form.weights
-    parts = out.view(-1, form.weights).split(step)
-    for blocks, part in zip(stored.view(-1, form.nbytes).split(step), parts, strict=True):
-        part.copy_(_decode_reference(blocks.t().contiguous(), form).to(out.dtype).t())
+    columns = out.shape[1]
+    step = max(1, _REFERENCE_WEIGHTS // columns)
+    for rows, part in zip(stored.split(step), out.split(step), strict=True):
+        w = _decode_reference(_unpacked_rows(rows, form, columns), form)
+        part.copy_(w.to(out.dtype).t().reshape(len(part), -1)[:, :columns])
+
+
+# --- kernels
+#
+# A tensor [R, 8] has two words of each of the four lanes of a row. What the lanes of a row share is [R, 1] or [R, 8].
 
 
 @jit
-def _bits_at(block_ptr, x, BITS: tl.constexpr):
+def _within(index, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """An index of a plane; behind its last tile's end the last one, whose weights meet no row of x."""
+    if not WHOLE:
+        index = tl.minimum(index, COUNT - 1)
+    return index
+
+
+@jit
+def _units_at(plane_ptr, tile, COUNT: tl.constexpr, NBYTES: tl.constexpr, WHOLE: tl.constexpr):
+    """The units of a tile: [R, 8] each."""
+    ptr = plane_ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
+    found = (tl.load(ptr + _within(tile * COUNT, NBYTES // 32, WHOLE) * 8),)
+    for unit in tl.static_range(1, COUNT):
+        found += (tl.load(ptr + _within(tile * COUNT + unit, NBYTES // 32, WHOLE) * 8),)
+    return found
+
+
+@jit
+def _for_both_words(t, ROWS: tl.constexpr):
+    """[R, 4], of lanes, as [R, 8]."""
+    return tl.reshape(tl.broadcast_to(t[:, :, None], [ROWS, 4, 2]), [ROWS, 8])
+
+
+@jit
+def _four_words_at(ptr, first, COUNT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+    """Four words of a row, which every lane loads at once: [R, 8] each."""
+    words = tl.load(ptr + _within(first + tl.arange(0, 16)[None, :] % 4, COUNT, WHOLE))
+    even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return (
+        _for_both_words(a, ROWS), _for_both_words(b, ROWS), _for_both_words(c, ROWS), _for_both_words(d, ROWS),
+    )  # fmt: skip
+
+
+@jit
+def _words_at(plane_ptr, tile, EACH: tl.constexpr, NBYTES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+    """The words of a tile of a plane that has `EACH` bytes for one: [R, 1] or [R, 8] each."""
+    ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
+    words: tl.constexpr = EACH // 4
+    if EACH == 2:
+        found = (tl.load(plane_ptr.to(tl.pointer_type(tl.uint16)) + tile).to(tl.uint32),)
+    elif words % 4 == 0:
+        count: tl.constexpr = (NBYTES + 3) // 4
+        found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
+        if words == 8:
+            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, ROWS)
+    else:
+        found = (tl.load(ptr + tile * words),)
+        for word in tl.static_range(1, words):
+            found += (tl.load(ptr + tile * words + word),)
+    return found
+
+
+@jit
+def load_tile(row_ptr, tile, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8."""
+    blocks: tl.constexpr = 256 // FORM.weights
+    whole: tl.constexpr = BLOCKS % blocks == 0
+    found = (_units_at(row_ptr, tile, FORM.q.low.bits, BLOCKS * FORM.bytes_0, whole),)
+    ptr = row_ptr + BLOCKS * FORM.bytes_0
+    if FORM.has_upper_units:
+        found += (_units_at(ptr, tile, FORM.q.high.bits, BLOCKS * FORM.bytes_1, whole),)
+    else:
+        found += (_words_at(ptr, tile, blocks * FORM.bytes_1, BLOCKS * FORM.bytes_1, whole, ROWS),)
+    if FORM.bytes_2 != 0:
+        ptr += BLOCKS * FORM.bytes_1
+        found += (_words_at(ptr, tile, blocks * FORM.bytes_2, BLOCKS * FORM.bytes_2, whole, ROWS),)
+    if FORM.bytes_3 != 0:
+        ptr += BLOCKS * FORM.bytes_2
+        found += (_words_at(ptr, tile, blocks * FORM.bytes_3, BLOCKS * FORM.bytes_3, whole, ROWS),)
+    return found
+
+
+@jit
+def _number(bits, integer_bits, scaled_offset: tl.constexpr):
+    """fp32 of an integer that may lie anywhere in the lower 23 bits, less an offset that lies there too."""
+    return (bits ^ integer_bits).to(tl.float32, bitcast=True) - (8388608.0 + scaled_offset)
+
+
+@jit
+def _half_of(planes, BLOCK: tl.constexpr, HALF: tl.constexpr, NBYTES: tl.constexpr):
+    """fp32 of the fp16 number of a block of the tile."""
+    byte: tl.constexpr = BLOCK * NBYTES + HALF.at
+    word = planes[HALF.field][byte // 4] >> (8 * (byte % 4))
+    return word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _halves_of(planes, unit: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
+    """The same for the words of a unit."""
+    if FORM.weights == 256:
+        found = _half_of(planes, 0, HALF, FORM.d_bytes)
+    elif FORM.bytes_0 == 32:
+        found = _half_of(planes, unit, HALF, FORM.d_bytes)
+    else:
+        even, odd = _half_of(planes, 2 * unit, HALF, FORM.d_bytes), _half_of(planes, 2 * unit + 1, HALF, FORM.d_bytes)
+        found = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, even, odd)
+    return found
+
+
+@jit
+def _bits_of(planes, x, BITS: tl.constexpr, WORDS: tl.constexpr):
+    """Integers x of a block, which threads know when compiled, wherever words of a lane are in one thread."""
+    words = planes[BITS.field]
     byte = BITS.at + x // (BITS.span * BITS.sharing) * BITS.stride + x % BITS.span
-    shift = BITS.first + BITS.bits * (x // BITS.span % BITS.shifts)
-    return (tl.load(block_ptr + byte).to(tl.uint32) >> shift) & ((1 << BITS.bits) - 1)
+    word = words[0]
+    for number in tl.static_range(1, WORDS):
+        word = tl.where(byte // 4 == number, words[number], word)
+    shift = 8 * (byte % 4) + BITS.first + BITS.bits * (x // BITS.span % BITS.shifts)
+    return (word >> shift.to(tl.uint32)) & ((1 << BITS.bits) - 1)
 
 
 @jit
-def _integers_at(block_ptr, x, INTEGERS: tl.constexpr):
-    found = _bits_at(block_ptr, x, constant(INTEGERS.low))
+def _integers_of(planes, x, integer_bits, INTEGERS: tl.constexpr, WORDS: tl.constexpr):
+    found = _bits_of(planes, x, constant(INTEGERS.low), WORDS)
     if INTEGERS.high is not None:
-        found |= _bits_at(block_ptr, x, constant(INTEGERS.high)) << INTEGERS.low.bits
-    return (found ^ INTEGERS.flip).to(tl.int32) - INTEGERS.offset
+        found |= _bits_of(planes, x, constant(INTEGERS.high), WORDS) << INTEGERS.low.bits
+    return _number(found ^ INTEGERS.flip, integer_bits, INTEGERS.offset)
 
 
 @jit
-def _half_at(block_ptr, at):
-    return tl.load((block_ptr + at).to(tl.pointer_type(tl.float16))).to(tl.float32)
+def _unpacked(words):
+    """Of twelve bytes with eight scales and eight minima of six bits: four scales, four, four minima, four, in bytes.
+    The first word stays."""
+    first, a, b, c = words
+    scales = (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)
+    minima = ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
+    return first, a & 0x3F3F3F3F, scales, b & 0x3F3F3F3F, minima
 
 
 @jit
-def decoded(block_ptr, group, lane, FORM: tl.constexpr):
-    """fp32 [G, group] weights of G groups of blocks: `block_ptr` and `group` [G, 1], `lane` [1, group], unsigned."""
-    q = _integers_at(block_ptr, group * FORM.group + lane, constant(FORM.q))
-    if FORM.coded:
-        shift = (q % 8 * 8).to(tl.int64)
-        negative = (tl.full([], _NEGATIVE_CODES, tl.int64) >> shift) & 255
-        positive = (tl.full([], _POSITIVE_CODES, tl.int64) >> shift) & 255
-        q = tl.where(q < 8, -negative, positive).to(tl.int32)
-    d = _half_at(block_ptr, FORM.d)
-    if FORM.scale is not None:
-        d *= _integers_at(block_ptr, group, constant(FORM.scale)).to(tl.float32)
-    w = d * q.to(tl.float32)
+def _byte_times(words, d, BYTE: tl.constexpr, integer_bits):
+    """d times a byte below 64; the bits are not moved where they can be scaled back."""
+    place: tl.constexpr = 8 * (BYTE % 4)
+    if place < 24:
+        found = d * (1 / (1 << place)) * _number(words[BYTE // 4] & (255 << place), integer_bits, 0.0)
+    else:
+        found = d * _number(words[BYTE // 4] >> place, integer_bits, 0.0)
+    return found
+
+
+@jit
+def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, integer_bits, FORM: tl.constexpr):
+    """fp32: what weights of words are multiplied with, and what is added to them, or the former again."""
+    d = _halves_of(planes, unit, constant(FORM.d), FORM)
+    m = d
     if FORM.m is not None:
-        m = _half_at(block_ptr, FORM.m)
-        if FORM.minimum is None:
-            w += m
-        else:
-            w -= m * _integers_at(block_ptr, group, constant(FORM.minimum)).to(tl.float32)
+        m = _halves_of(planes, unit, constant(FORM.m), FORM)
+    if FORM.packed:
+        words = _unpacked(planes[FORM.scale.low.field])
+        d = _byte_times(words, d, 4 + 2 * unit + s, integer_bits)
+        m = -_byte_times(words, m, 12 + 2 * unit + s, integer_bits)
+    elif FORM.scale is not None:
+        d *= _integers_of(planes, x // FORM.group, integer_bits, constant(FORM.scale), FORM.scale_words)
+        if FORM.minimum is not None:
+            m *= -_integers_of(planes, x // FORM.group, integer_bits, constant(FORM.minimum), FORM.scale_words)
+    return d, m
+
+
+@jit
+def _upper_bits(planes, x, unit: tl.constexpr, FORM: tl.constexpr):
+    """Of the four weights of words, each in a byte."""
+    high: tl.constexpr = constant(FORM.q.high)
+    if high.span == 1:
+        i = tl.arange(0, 8)[None, :]
+        word = tl.where(i % 2 == 0, planes[1][2 * unit], planes[1][2 * unit + 1]) >> (i // 2 * 2 + x).to(tl.uint32)
+        pairs = (word & 3) | ((word & 0x300) << 8)
+        found = (pairs | (pairs << 7)) & 0x01010101
+    else:
+        word = planes[1][unit // (FORM.q.low.bits // high.bits)]
+        shift = high.bits * (x // high.span % high.shifts)
+        found = (word >> shift.to(tl.uint32)) & (0x03030303 if high.bits == 2 else 0x01010101)
+    return found
+
+
+@jit
+def _code(index):
+    """fp32 of the code book."""
+    shift = ((index & 7) * 8).to(tl.int64)
+    negative = (tl.full([], _NEGATIVE_CODES, tl.int64) >> shift) & 255
+    positive = (tl.full([], _POSITIVE_CODES, tl.int64) >> shift) & 255
+    return tl.where(index < 8, -negative, positive).to(tl.float32)
+
+
+@jit
+def _weights_at(word, place: tl.constexpr, mask: tl.constexpr, d, m, integer_bits, FORM: tl.constexpr):
+    """fp32 weights whose numbers are the bits from `place` on. They are not moved there, but scaled back."""
+    if FORM.coded:
+        w = _code((word >> place) & mask) * d
+    else:
+        scaled_offset: tl.constexpr = FORM.q.offset * (1 << place)
+        q = _number(word & (mask << place), integer_bits + (FORM.q.flip << place), scaled_offset)
+        w = q * (d * (1 / (1 << place)))
+    if FORM.m is not None:
+        w += m
     return w
 
 
-@jit(do_not_specialize=("num_blocks",))
-def _decode_blocks_kernel(stored_ptr, out_ptr, num_blocks, FORM: tl.constexpr, GROUPS: tl.constexpr):
-    groups: tl.constexpr = FORM.weights // FORM.group
-    number = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
-    lane = tl.arange(0, FORM.group)[None, :]
-    # What lies behind the last block reads that block and stores nothing.
-    block = tl.minimum(number // groups, num_blocks - 1)
-    group = (number % groups).to(tl.uint32)
-    w = decoded(stored_ptr + block * FORM.nbytes, group, lane.to(tl.uint32), FORM)
-    written = (number // groups < num_blocks) & (lane >= 0)
-    tl.store(out_ptr + number * FORM.group + lane, w.to(out_ptr.dtype.element_ty), mask=written)
+@jit
+def _unit_shares(planes, unit: tl.constexpr, s: tl.constexpr, integer_bits, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, 8, 2, 2] of a unit: of each of its bytes the weight that is number `s` of those that share it."""
+    bits: tl.constexpr = constant(FORM.q.low)
+    words = planes[0][unit]
+    # Number in the block of the first weight of a word.
+    byte = unit * 32 + 16 * (tl.arange(0, 8)[None, :] % 2)
+    x = (byte // bits.span * (bits.span * bits.sharing) + s * bits.span + byte % bits.span) % FORM.weights
+    place: tl.constexpr = bits.bits * s if FORM.q.high is None else 0
+    mask: tl.constexpr = (1 << bits.bits) - 1 if FORM.q.high is None else 255
+    if FORM.q.high is not None:
+        words = (words >> (bits.bits * s)) & (0x0F0F0F0F if bits.bits == 4 else 0x03030303)
+        words |= _upper_bits(planes, x, unit, FORM) << bits.bits
+    d, m = _scales_of(planes, x, unit, s, integer_bits, FORM)
+    far = words >> ((integer_bits >> 26) - 2)  # by 16, as no compiler knows: see INTEGER_BITS
+    w00 = _weights_at(words, place, mask, d, m, integer_bits, FORM)
+    w01 = _weights_at(words, place + 8, mask, d, m, integer_bits, FORM)
+    w10 = _weights_at(far, place, mask, d, m, integer_bits, FORM)
+    w11 = _weights_at(far, place + 8, mask, d, m, integer_bits, FORM)
+    return tl.join(tl.join(w00, w10), tl.join(w01, w11)).to(DTYPE)
+
+
+@jit
+def _unit_of(planes, unit: tl.constexpr, integer_bits, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, 8, 2, 2] of a unit, and more dimensions of two: which of the weights that share a byte, higher bits last."""
+    found = _unit_shares(planes, unit, 0, integer_bits, FORM, DTYPE)
+    if FORM.q.low.bits == 4:
+        found = tl.join(found, _unit_shares(planes, unit, 1, integer_bits, FORM, DTYPE))
+    elif FORM.q.low.bits == 2:
+        odd = tl.join(
+            _unit_shares(planes, unit, 1, integer_bits, FORM, DTYPE),
+            _unit_shares(planes, unit, 3, integer_bits, FORM, DTYPE),
+        )
+        found = tl.join(tl.join(found, _unit_shares(planes, unit, 2, integer_bits, FORM, DTYPE)), odd)
+    return found
+
+
+@jit
+def decode_half(planes, HALF: tl.constexpr, integer_bits, FORM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, 2, 2, 2, 2, 4, 2]: 128 weights of rows, a half of what `load_tile` has loaded, of which each lane has those
+    of its index in the dimension of four."""
+    bits: tl.constexpr = constant(FORM.q.low)
+    units: tl.constexpr = bits.bits // 2
+    first: tl.constexpr = HALF * units
+    found = _unit_of(planes, first, integer_bits, FORM, DTYPE)
+    if units == 2:
+        found = tl.join(found, _unit_of(planes, first + 1, integer_bits, FORM, DTYPE))
+    elif units == 4:
+        found = tl.join(found, _unit_of(planes, first + 1, integer_bits, FORM, DTYPE))
+        others = _unit_of(planes, first + 2, integer_bits, FORM, DTYPE)
+        found = tl.join(found, tl.join(others, _unit_of(planes, first + 3, integer_bits, FORM, DTYPE)))
+    # Rows, lane, word, upper pair, byte of it; then which of a byte's two and unit, of four, or unit's two bits.
+    found = tl.reshape(found, [ROWS, 4, 2, 2, 2, 2, 2])
+    if bits.bits == 2:
+        found = tl.permute(found, (0, 5, 6, 2, 3, 1, 4))
+    elif bits.bits == 8 or bits.span == 32:
+        found = tl.permute(found, (0, 6, 5, 2, 3, 1, 4))
+    elif bits.span == 16:
+        found = tl.permute(found, (0, 6, 2, 5, 3, 1, 4))
+    else:
+        found = tl.permute(found, (0, 5, 6, 2, 3, 1, 4))
+    return found
+
+
+@jit
+def decode_tile(planes, integer_bits, FORM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """[R, 256]: what `load_tile` has loaded."""
+    found = tl.join(
+        decode_half(planes, 0, integer_bits, FORM, ROWS, DTYPE), decode_half(planes, 1, integer_bits, FORM, ROWS, DTYPE)
+    )
+    return tl.reshape(tl.permute(found, (0, 7, 1, 2, 3, 4, 5, 6)), [ROWS, 256])
+
+
+@jit(do_not_specialize=("num_rows", "integer_bits"))
+def _decode_blocks_kernel(
+    stored_ptr, out_ptr, num_rows, integer_bits, K: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * 256 + tl.arange(0, 256)[None, :]
+    # What lies behind the last row reads that row and stores nothing.
+    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * ROW_BYTES
+    planes = load_tile(row_ptr, tl.program_id(1), FORM, BLOCKS, ROWS)
+    w = decode_tile(planes, integer_bits.to(tl.uint32), FORM, ROWS, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * K + column, w, mask=(row < num_rows) & (column < K))
 
 
 def decode_blocks_triton(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
     """Triton version of `decode_blocks`."""
     require_triton("decoding GGUF blocks")
-    programs = triton.cdiv(out.numel(), _PROGRAM_WEIGHTS)
+    rows, columns = out.shape
     with torch.cuda.device_of(stored):
-        _decode_blocks_kernel[(programs,)](
-            stored, out, out.numel() // form.weights, FORM=form, GROUPS=_PROGRAM_WEIGHTS // form.group, num_warps=4
-        )
+        _decode_blocks_kernel[(triton.cdiv(rows, _DECODED_ROWS), triton.cdiv(columns, TILE))](
+            stored, out, rows, INTEGER_BITS, K=columns, FORM=form, BLOCKS=form.num_blocks(columns),
+            ROW_BYTES=stored.shape[1], ROWS=_DECODED_ROWS, num_warps=4,
+        )  # fmt: skip
 
 
 def decode_blocks(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
-    """Decode whole blocks, enqueued on the current stream of the device.
+    """Decode rows, enqueued on the current stream of the device.
 
     Args:
-        stored: uint8, the blocks one after the other, contiguous, at an even address.
-        form: How each is stored: one of `FORMATS`.
-        out: Of any float dtype and shape, contiguous; every element is written.
+        stored: uint8 [R, row_bytes], rows in planes, contiguous, at an address that 16 divides.
+        form: How each block is stored: one of `FORMATS`.
+        out: [R, columns] of any float dtype, contiguous; every element is written.
     """
     assert stored.dtype == torch.uint8 and stored.is_contiguous() and out.is_contiguous()
-    assert stored.numel() // form.nbytes * form.weights == out.numel() and stored.numel() % form.nbytes == 0
+    assert stored.shape == (out.shape[0], form.row_bytes(out.shape[1]))
     (decode_blocks_triton if stored.is_cuda else decode_blocks_reference)(stored, form, out)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from offload_runtime_kernels.linear import linear
+from offload_runtime_kernels.swiglu import swiglu
 
 # What elements in a dtype are called in files.
 DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -85,6 +86,16 @@ class StoredPart:
         """Decode the part's own rows [N] into `out` [N, K]; of those only that an embedding may be stored as."""
         raise NotImplementedError
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows, of 16 bits an element, that a GPU multiplies with what is stored."""
+        return 0
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
+        """Write, or add, x W^T + b of the part into `out` [N, end - start], columns of a larger one, with the bits of
+        the decoded part."""
+        raise NotImplementedError
+
     def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
         """As of a weight, of the part's own rows `[start, end)`."""
         raise NotImplementedError
@@ -96,7 +107,7 @@ class StackedWeight(Weight):
     device of what is stored), so that what was decoded is gone with the next matrix.
 
     A matrix that is larger than the scratch is multiplied in slices of its rows, whose products are those of the whole
-    by the rule of `linear`; on a CPU they may not be.
+    by the rule of `linear`; on a CPU they may not be. So are those of parts that a GPU multiplies as they are stored.
     """
 
     shape: tuple[int, ...]
@@ -116,6 +127,12 @@ class StackedWeight(Weight):
 
     def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
         height, row_bytes = self.shape[0], self.shape[1] * self.dtype.itemsize
+        if x.is_cuda and x.dtype.itemsize == 2 and len(x) <= min(part.most_rows for part in self.parts):
+            out = x.new_empty(len(x), height) if residual is None else residual
+            for part in self.parts:
+                bias = None if self.bias is None else self.bias[part.start : part.end]
+                part.multiply(x, out[:, part.start : part.end], bias, add=residual is not None)
+            return swiglu(out) if gated else out
         step = height if self.scratch is None else self.scratch.nbytes // row_bytes
         if step >= height:
             return super().linear(x, residual=residual, gated=gated)
@@ -257,6 +274,13 @@ class _Rows(StoredPart):
     def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
         self.encoding.decode_rows(self.kind, self.stored.index_select(0, index), out)
 
+    @property
+    def most_rows(self) -> int:
+        return self.encoding.most_rows(self.kind)
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
+        self.encoding.multiply_rows(self.kind, self.stored, x, out, bias, add=add)
+
     def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
         rows = self.stored[start:end]
         self.encoding.fill_rows(self.kind, rows, fill, self.columns, device)
@@ -278,7 +302,19 @@ class EncodedRows(StackedEncoding):
     @staticmethod
     @abstractmethod
     def decode_rows(kind: str, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode uint8 [..., row_bytes] into `out` [..., columns], both contiguous."""
+        """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous."""
+
+    @staticmethod
+    def most_rows(kind: str) -> int:
+        """As of a part."""
+        return 0
+
+    @staticmethod
+    def multiply_rows(
+        kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> None:
+        """Multiply with uint8 [R, row_bytes], as of a part."""
+        raise NotImplementedError
 
     def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
         """Let `fill` write uint8 [..., row_bytes], in host memory; errors as of `fill`."""

@@ -32,7 +32,13 @@ from offload_runtime.weights.checkpoint import (
     open_header,
 )
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.encodings.gguf_rows import KINDS, decode_rows, has_finite_scales
+from offload_runtime.weights.encodings.gguf_rows import (
+    KINDS,
+    decode_rows,
+    has_finite_scales,
+    row_bytes,
+    store_rows,
+)
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
@@ -281,20 +287,23 @@ def _check_kind(tensor: StoredTensor) -> None:
 
 
 def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None:
-    """Decode into `out`, or into uint8 copy as it is stored, a few rows at a time; with `head_dim` the rows of each
-    head are put back in order, whose two halves llama.cpp interleaves. A vector counts as one row."""
+    """Decode into `out`, or fill uint8 rows as they are kept, a few at a time; with `head_dim` rows of each head are
+    put back in order, whose two halves llama.cpp interleaves. A vector counts as one row."""
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    columns, row_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
+    columns, file_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
     unit = head_dim or 1  # whole heads, so that a chunk can be put in order by itself
     step = max(1, _CHUNK_ELEMENTS // (columns * unit)) * unit
-    raw = out.dtype == torch.uint8
     for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
-        in_place = part if head_dim is None else torch.empty_like(part)
-        stored = in_place if raw else torch.empty(len(part), row_bytes, dtype=torch.uint8)
-        tensor.read_into(stored.view(-1).numpy().data, start * row_bytes)
-        if not has_finite_scales(tensor.dtype, stored):
+        blocks = torch.empty(len(part), file_bytes, dtype=torch.uint8)
+        tensor.read_into(blocks.view(-1).numpy().data, start * file_bytes)
+        if not has_finite_scales(tensor.dtype, blocks):
             raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
-        if not raw:
+        in_place = part if head_dim is None else torch.empty_like(part)
+        if out.dtype == torch.uint8:
+            store_rows(tensor.dtype, blocks, columns, in_place)
+        else:
+            stored = torch.empty(len(part), row_bytes(tensor.dtype, columns), dtype=torch.uint8)
+            store_rows(tensor.dtype, blocks, columns, stored)
             decode_rows(tensor.dtype, stored, in_place)
         if head_dim is not None:
             width = part.shape[1] if len(tensor.shape) > 1 else 1

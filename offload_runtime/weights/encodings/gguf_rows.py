@@ -1,4 +1,5 @@
-"""Matrices as GGUF files store them: rows of blocks, decoded into a scratch for every product.
+"""Matrices as GGUF files store them: rows of blocks, in the order that kernels like, which loses nothing. A product of
+a few rows on a GPU decodes them in registers, one of many into a scratch.
 
 A packed matrix is a stack of matrices of the file, which may be stored in different ways: Q4_K_M has values in Q6_K
 below queries and keys in Q4_K.
@@ -10,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks
+from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, pack_rows
+from offload_runtime_kernels.gguf_linear import MOST_ROWS, gguf_linear_triton
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding
 
@@ -20,35 +22,52 @@ _EXPONENT = 0x7C  # in the upper byte of an fp16
 
 
 def row_bytes(kind: str, columns: int) -> int:
-    """Bytes of a stored row, of whole blocks."""
+    """Bytes of a stored row."""
+    return columns * KIND_DTYPES[kind].itemsize if kind in KIND_DTYPES else FORMATS[kind].row_bytes(columns)
+
+
+def store_rows(kind: str, blocks: torch.Tensor, columns: int, out: torch.Tensor) -> None:
+    """Bring rows as a file has them, uint8 [R, bytes], to the order they are stored in, uint8 [R, row_bytes]."""
     if kind in KIND_DTYPES:
-        return columns * KIND_DTYPES[kind].itemsize
-    return columns // FORMATS[kind].weights * FORMATS[kind].nbytes
+        out.copy_(blocks)
+    else:
+        pack_rows(blocks, FORMATS[kind], columns, out)
 
 
 def decode_rows(kind: str, stored: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode uint8 [..., row_bytes] into `out` [..., columns], both contiguous, rounding once to its dtype."""
+    """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous, rounding once to its dtype."""
     if kind in KIND_DTYPES:
-        out.copy_(stored.view(KIND_DTYPES[kind]).view(out.shape))
+        out.copy_(stored.view(KIND_DTYPES[kind]))
     else:
         decode_blocks(stored, FORMATS[kind], out)
 
 
-def has_finite_scales(kind: str, stored: torch.Tensor) -> bool:
-    """Whether no block's own scale or minimum, of uint8 [..., row_bytes], is infinite or NaN."""
+def has_finite_scales(kind: str, blocks: torch.Tensor) -> bool:
+    """Whether no block's own scale or minimum, of rows as a file has them, is infinite or NaN."""
     if kind in KIND_DTYPES:
         return True
     form = FORMATS[kind]
-    upper_bytes = [stored.view(-1, form.nbytes)[:, at + 1] for at in (form.d, form.m) if at is not None]
+    places = [form.fields[half.field][0] + half.at for half in (form.d, form.m) if half is not None]
+    upper_bytes = [blocks.view(-1, form.nbytes)[:, at + 1] for at in places]
     return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
 
 
 @dataclass(frozen=True)
 class GgufRows(EncodedRows):
-    """Rows as in the file."""
+    """Rows of what the file has."""
 
     row_bytes = staticmethod(row_bytes)
     decode_rows = staticmethod(decode_rows)
+
+    @staticmethod
+    def most_rows(kind: str) -> int:
+        return MOST_ROWS if kind in FORMATS else 0
+
+    @staticmethod
+    def multiply_rows(
+        kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> None:
+        gguf_linear_triton(x, stored, FORMATS[kind], out, bias=bias, add=add)
 
     @classmethod
     def smallest(cls, parts: Iterable[tuple[int, str]], columns: int, dtype: torch.dtype) -> Encoding:

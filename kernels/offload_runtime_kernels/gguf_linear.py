@@ -1,0 +1,156 @@
+"""Products of a few rows with a matrix of GGUF blocks, which is decoded in registers on its way to the matrix units.
+
+    y = x W^T + b;    out = y   or   out + y
+
+with the bits of `linear` and the decoded matrix: one accumulator for one element, in ascending order of K, and the same
+rounding. A warp decodes 16 rows at a time as two times eight, of which each lane has just what the matrix units take
+from it. Nothing of a weight goes through shared memory where a program has rows enough; for matrices of few rows,
+whose programs would be too few to hide what one of them waits for, each warp decodes a stretch of the same 16 rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    overlap_options,
+    require_triton,
+    tl,
+    triton,
+)
+from offload_runtime_kernels.gguf_blocks import INTEGER_BITS, BlockFormat, decode_half, decode_tile, load_tile
+
+# Rows of x from which on a matrix is decoded into memory and multiplied there.
+MOST_ROWS = 32
+# A W of fewer rows has too few programs of rows of their own.
+_TALL = 8192
+
+
+class _Cut(NamedTuple):
+    """Rows of W for a program, stretches of K that it decodes at a time, and its warps."""
+
+    block_m: int
+    stretches: int
+    num_warps: int
+
+
+_TALL_CUT, _SHORT_CUT = _Cut(32, 1, 2), _Cut(16, 2, 2)
+
+
+@jit
+def _rows_of(
+    near, far, HALF: tl.constexpr, integer_bits, FORM: tl.constexpr, BLOCK_M: tl.constexpr, STRETCHES: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, 128], a half of a tile, or [16, STRETCHES * 256]; of 16 rows `near` has the first eight."""
+    if STRETCHES == 1:
+        rows: tl.constexpr = BLOCK_M // 2
+        w = tl.join(
+            decode_half(near, HALF, integer_bits, FORM, rows, DTYPE),
+            decode_half(far, HALF, integer_bits, FORM, rows, DTYPE),
+        )
+        w = tl.permute(tl.reshape(w, [BLOCK_M // 16, 8, 128, 2]), (0, 3, 1, 2))
+        w = tl.reshape(w, [BLOCK_M, 128])
+    else:
+        rows: tl.constexpr = STRETCHES * 8
+        w = tl.join(
+            decode_tile(near, integer_bits, FORM, rows, DTYPE), decode_tile(far, integer_bits, FORM, rows, DTYPE)
+        )
+        w = tl.permute(tl.reshape(w, [STRETCHES, 8, 256, 2]), (3, 1, 0, 2))
+        w = tl.reshape(w, [16, STRETCHES * 256])
+    return w
+
+
+@jit(do_not_specialize=("num_rows", "integer_bits"))
+def _gguf_linear_kernel(
+    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, integer_bits,
+    K: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCHES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+    integer_bits = integer_bits.to(tl.uint32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows: tl.constexpr = BLOCK_M // 2 * STRETCHES
+    # Eight rows of a stretch are neighbours.
+    i = tl.arange(0, rows)[:, None]
+    near = tl.program_id(0) * BLOCK_M + i // (8 * STRETCHES) * 16 + i % 8
+    stretch = i // 8 % STRETCHES
+    # What lies behind the last row reads that row and stores nothing.
+    near_ptr = stored_ptr + tl.minimum(near, height - 1).to(tl.int64) * ROW_BYTES
+    far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * ROW_BYTES
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    real = row < num_rows
+    tiles: tl.constexpr = (K + 255) // 256
+    steps: tl.constexpr = (tiles + STRETCHES - 1) // STRETCHES
+    halves: tl.constexpr = 2 if STRETCHES == 1 else 1
+    width: tl.constexpr = STRETCHES * 256 // halves
+    k = tl.arange(0, width)[:, None]
+    x_ptrs = x_ptr + row.to(tl.int64) * K + k
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    first = tl.minimum(stretch, tiles - 1)
+    near_planes = load_tile(near_ptr, first, FORM, BLOCKS, rows)
+    far_planes = load_tile(far_ptr, first, FORM, BLOCKS, rows)
+    for step in tl.range(0, steps, num_stages=3):
+        tile = tl.minimum((step + 1) * STRETCHES + stretch, tiles - 1)
+        next_near, next_far = (
+            load_tile(near_ptr, tile, FORM, BLOCKS, rows),
+            load_tile(far_ptr, tile, FORM, BLOCKS, rows),
+        )
+        for half in tl.static_range(halves):
+            start = (step * halves + half) * width
+            if K % (STRETCHES * 256) == 0:
+                x = tl.load(x_ptrs + start, mask=real, other=0.0)
+            else:
+                x = tl.load(x_ptrs + start, mask=real & (start + k < K), other=0.0)
+            # Always so. Where Triton sees how an operand is decoded it takes columns out of their order, so that each
+            # thread loads more at a time; it does not look behind a branch.
+            w = tl.zeros([BLOCK_M, width], dtype)
+            if integer_bits != 0:
+                w = _rows_of(near_planes, far_planes, half, integer_bits, FORM, BLOCK_M, STRETCHES, dtype)
+            sums = tl.dot(w, x, sums, input_precision="ieee")
+        near_planes, far_planes = next_near, next_far
+    if OVERLAP:
+        gdc_launch_dependents()
+    column = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    written = real & (column < height)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + column, mask=column < height, other=0.0).to(tl.float32)
+    y = sums.to(dtype).to(tl.float32)
+    out_ptrs = out_ptr + row.to(tl.int64) * stride + column
+    if HAS_RESIDUAL:
+        y += tl.load(out_ptrs, mask=written, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=written)
+
+
+def gguf_linear_triton(
+    x: torch.Tensor, stored: torch.Tensor, form: BlockFormat, out: torch.Tensor, *, bias: torch.Tensor | None = None,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """Multiply rows with a matrix, into `out` or, with `add`, added to it; enqueued on the current stream.
+
+    Args:
+        x: [N, K], contiguous, of 16 bits an element (32 in the interpreter).
+        stored: uint8 [M, row_bytes], rows in planes, contiguous, at an address that 16 divides.
+        form: How each block is stored: one of `gguf_blocks.FORMATS`.
+        out: [N, M] in the dtype of x; its rows may be part of longer ones.
+        bias: [M] or None, contiguous.
+        add: Whether the product is added to what `out` has.
+    """
+    require_triton("a product with GGUF blocks")
+    (num_rows, k), height = x.shape, len(stored)
+    assert x.is_contiguous() and stored.is_contiguous() and stored.shape[1] == form.row_bytes(k)
+    assert out.shape == (num_rows, height) and out.stride(1) == 1 and out.dtype == x.dtype
+    cut = _TALL_CUT if height >= _TALL else _SHORT_CUT
+    block_n = min(MOST_ROWS, max(8, triton.next_power_of_2(num_rows)))
+    with torch.cuda.device_of(x):
+        _gguf_linear_kernel[(triton.cdiv(height, cut.block_m), triton.cdiv(num_rows, block_n))](
+            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), INTEGER_BITS,
+            K=k, FORM=form, BLOCKS=form.num_blocks(k), ROW_BYTES=stored.shape[1], BLOCK_M=cut.block_m,
+            BLOCK_N=block_n, STRETCHES=cut.stretches, HAS_BIAS=bias is not None, HAS_RESIDUAL=add,
+            num_warps=cut.num_warps, **overlap_options(x.device),
+        )  # fmt: skip
