@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import harness
 from common import PASSED_ON, add_run_options, as_words
-from harness import check_out, emit
+from harness import Check, check_out, emit
 from ours_runtime import WEIGHT_MODES
 from systems import SYSTEMS as COMPARED
 from systems import System, link_bound, measured, run_system, table, times_ours_over
@@ -81,25 +81,6 @@ def bf16_gbps(ours: dict[str, Any], row: dict[str, Any]) -> float:
 def read_gbps(ours: dict[str, Any], row: dict[str, Any]) -> float:
     """Stored bytes of all weights that a pass reads, by its time, in GB/s."""
     return float(ours["weights"]["read_bytes_per_pass"] / row["pass_s"]["median"] / GB)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One claim of the README: what was measured, the bar, and on which side of it the figure must be."""
-
-    claim: str
-    measured: float
-    bar: float
-    at_least: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether the claim holds in this run."""
-        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
-
-    def __str__(self) -> str:
-        """One line for people."""
-        return f"{'ok' if self.holds else 'MISSED':6} {self.claim}: {self.measured:.4g} (bar {self.bar:g})"
 
 
 def as_stored(ours: dict[str, Any]) -> bool:
@@ -181,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "times_ours_over": times_ours_over(results),
         "bound": link_bound(results),
         "agreement": None,
-        "checks": [{**asdict(check), "holds": check.holds} for check in verdicts],
+        "checks": [check.as_dict() for check in verdicts],
     }
     print(table(report), *window_lines(results), *verdicts, sep="\n")
     emit(report, arguments.out)
