@@ -347,7 +347,8 @@ def timed_window(tokens: int, link_share: float, **others: Any) -> dict[str, Any
 
 def our_result(tok_per_s: float, windows: list[dict[str, Any]], kind: str = "BF16", **others: Any) -> dict[str, Any]:
     """What ours reports, with weights of 8e9 elements that are streamed."""
-    weights = {"bytes_by_kind": {kind: 1}, "streamed_elements": 8 * 10**9, "read_bytes_per_pass": 1}
+    weights = {"bytes_by_kind": {kind: 1}, "streamed_elements": 8 * 10**9, "read_bytes_per_pass": 3 * 10**9}
+    weights["copy_gbps"] = 4.0
     settings = {"encode": others.pop("encode", "none")}
     return result(
         tok_per_s, windows=windows, vram_limit_bytes=24 * 10**9, differing_generations=0, weights=weights,
@@ -381,6 +382,9 @@ def test_the_bench_of_streaming_judges_stored_and_coded_weights_by_their_bytes()
     }  # fmt: skip
     lines = bench_streaming.window_lines({"ours": ours})
     assert "predicted 0.4700 s (+6.4%)" in lines[0] and "9.00 tok/s" in lines[2] and "somewhere" in lines[3]
+    assert "weights at 2 GB/s = 50.0% of copies" in lines[4]
+    resident = our_result(1.0, [timed_window(1, 0.0)], "Q4_K") | {"bytes_per_pass": 0}
+    assert [check.claim for check in bench_streaming.checks({"ours": resident})] == ["generations that differ"]
     coded = our_result(1.0, [timed_window(1, 0.98), timed_window(256, 0.95)], "12-bit BF16", encode="always")
     verdicts = {check.claim: (check.measured, check.holds) for check in bench_streaming.checks({"ours": coded})}
     assert verdicts["times the link's bytes in 16 bits, window 1"] == (1.6, True)
