@@ -61,6 +61,10 @@ def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
             f"{row['link_gbps']:.1f} GB/s = {share} of peak ({bf16_gbps(ours, row):.1f} in 16 bits), weights read at "
             f"{read_gbps(ours, row):.0f} GB/s, host launch {row['host_launch_share']:.1%} of the pass"
         )
+        there = row.get("predicted_there")
+        if there:
+            times = f"link {there['link_s']:.4f} s, compute {there['compute_s']:.4f} s"
+            lines.append(f"    there predicted: {there['seconds']:.4f} s, bound by {there['bound_by']} ({times})")
     for row in ours.get("scripted", []):
         bound = f", {row['share_of_bound']:.1%} of {row['bound_tok_per_s']:.2f}" if row["bound_tok_per_s"] else ""
         tokens = f"{row['accepted_per_pass']:3} tokens a pass of {row['window_tokens']}"

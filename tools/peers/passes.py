@@ -22,8 +22,9 @@ from offload_runtime.config import GB, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
+from offload_runtime.hardware import load_profile
 from offload_runtime.model import Window
-from offload_runtime.plan import pass_time
+from offload_runtime.plan import machine_figures, pass_time
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer
 
 _WARMUP_PASSES = 3
@@ -94,15 +95,22 @@ def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int
 
 
 def predicted_pass(runtime: Runtime, length: int, width: int, measured_s: float) -> dict[str, Any]:
-    """What the machine's profile alone says of a pass, and by what share it took longer; None where there is none."""
-    figures = planned_figures(runtime.plan)
-    if figures is None:
-        return {"predicted_s": None, "share_off": None, "bound_by": None}
-    predicted = pass_time(runtime.plan, figures, length_tokens=length, rows=width)
-    return {
-        "predicted_s": predicted.seconds, "share_off": measured_s / predicted.seconds - 1,
-        "bound_by": predicted.bound_by,
-    }  # fmt: skip
+    """What the machine's profile alone says of a pass, and by what share it took longer, None where there is none; and
+    what the whole profile says of a machine that is played, where not only the link is slower."""
+    played, figures = runtime.plan.request.emulate, planned_figures(runtime.plan)
+    found: dict[str, Any] = {"predicted_s": None, "share_off": None, "bound_by": None, "predicted_there": None}
+    if figures is not None:
+        predicted = pass_time(runtime.plan, figures, length_tokens=length, rows=width)
+        found |= {
+            "predicted_s": predicted.seconds, "share_off": measured_s / predicted.seconds - 1,
+            "bound_by": predicted.bound_by,
+        }  # fmt: skip
+    if played is not None:
+        there = pass_time(runtime.plan, machine_figures(load_profile(played)), length_tokens=length, rows=width)
+        found["predicted_there"] = {
+            "seconds": there.seconds, "link_s": there.link_s, "compute_s": there.compute_s, "bound_by": there.bound_by,
+        }  # fmt: skip
+    return found
 
 
 def weight_bytes_of(runtime: Runtime) -> dict[str, Any]:

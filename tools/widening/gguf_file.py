@@ -25,7 +25,7 @@ from offload_runtime.weights.gguf import read_gguf_header
 from offload_runtime.weights.loader import Progress
 
 PACKED = ("Q8_0", "Q4_0")  # that gguf packs, and llama.cpp's quantiser stores nearly everything of such a file as
-_WRITERS = 8
+_WRITERS = 16  # packing is what takes time, on one core each
 _PACKED_ELEMENTS = 1 << 22  # at a time: 16 MiB of fp32
 _PERMUTED = ("q_proj.weight", "k_proj.weight")
 _ROPE_KINDS = ("default", "linear", "yarn")
