@@ -114,12 +114,13 @@ def predicted_pass(runtime: Runtime, length: int, width: int, measured_s: float)
 
 
 def weight_bytes_of(runtime: Runtime) -> dict[str, Any]:
-    """Bytes of weights: what a pass reads of them, what of it crosses the link, what that is in 16 bits, and all by how
+    """Stored bytes of weights: what a pass reads of them, what of it crosses the link, what that is in 16 bits, and all by how
     they are stored."""
     plan = runtime.plan.target
     layout, streamed = plan.layout, plan.placement.streamed_layers
+    shared = {spec.name: spec.nbytes for spec in layout.shared.tensors}
     return {
-        "read_bytes_per_pass": sum(layout.layer_bytes) + layout.head_bytes,
+        "read_bytes_per_pass": sum(layout.layer_bytes) + shared.get("lm_head", shared["embedding"]),
         "streamed_bytes_per_pass": sum(layout.layer_bytes[index] for index in streamed),
         "streamed_elements": sum(layout.layers[index].matrix_elements for index in streamed),
         "bytes_by_kind": layout.bytes_by_kind,
