@@ -97,7 +97,8 @@ def test_a_script_decides_how_many_tokens_a_pass_gives() -> None:
     assert [row["tokens_per_pass"] for row in found["scripted"]] == [2, 3]
     assert all(row["identical_to_plain"] for row in found["scripted"])
     weights = found["weights"]
-    assert weights["read_bytes_per_pass"] == weights["streamed_bytes_per_pass"] + 256 * 68  # the head, in Q8_0
+    head_bytes = 256 * 68  # in Q8_0
+    assert weights["read_bytes_per_pass"] == weights["streamed_bytes_per_pass"] + head_bytes
     assert set(weights["bytes_by_kind"]) == {"F32", "Q5_0", "Q8_0"}
     assert weights["streamed_bytes_per_pass"] == found["bytes_per_pass"] > weights["streamed_elements"] / 2
     with pytest.raises(OptionError, match="--scripted 9 needs 10 --new-tokens and wider windows"):

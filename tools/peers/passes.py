@@ -114,8 +114,8 @@ def predicted_pass(runtime: Runtime, length: int, width: int, measured_s: float)
 
 
 def weight_bytes_of(runtime: Runtime) -> dict[str, Any]:
-    """Stored bytes of weights: what a pass reads of them, what of it crosses the link, what that is in 16 bits, and all by how
-    they are stored."""
+    """Stored bytes of weights: what a pass reads of them, what of it crosses the link and how many elements that are,
+    and all by how they are stored."""
     plan = runtime.plan.target
     layout, streamed = plan.layout, plan.placement.streamed_layers
     shared = {spec.name: spec.nbytes for spec in layout.shared.tensors}
