@@ -337,9 +337,27 @@ def test_compare_refuses_before_anything_is_measured(
     assert words in line and not any(tmp_path.iterdir())
 
 
+def timed_window(tokens: int, link_share: float, **others: Any) -> dict[str, Any]:
+    """A pass of half a second over a link of 20 GB/s, of which nothing was predicted."""
+    return {
+        "window_tokens": tokens, "link_share": link_share, "link_gbps": 20 * link_share, "link_peak_gbps": 20.0,
+        "pass_s": {"median": 0.5}, "host_launch_share": 0.05, "predicted_s": None, **others,
+    }  # fmt: skip
+
+
+def our_result(tok_per_s: float, windows: list[dict[str, Any]], kind: str = "BF16", **others: Any) -> dict[str, Any]:
+    """What ours reports, with weights of 8e9 elements that are streamed."""
+    weights = {"bytes_by_kind": {kind: 1}, "streamed_elements": 8 * 10**9, "read_bytes_per_pass": 3 * 10**9}
+    weights["copy_gbps"] = 4.0
+    settings = {"encode": others.pop("encode", "none")}
+    return result(
+        tok_per_s, windows=windows, vram_limit_bytes=24 * 10**9, differing_generations=0, weights=weights,
+        settings=settings, placement="somewhere", **others,
+    )  # fmt: skip
+
+
 def test_the_bench_of_streaming_judges_what_was_measured() -> None:
-    window = {"window_tokens": 1, "link_share": 0.98, "host_launch_share": 0.05}
-    ours = result(4.0, windows=[window], vram_limit_bytes=24 * 10**9, differing_generations=0)
+    ours = our_result(4.0, [timed_window(1, 0.98)])
     results = {"ours": ours, "deepspeed": result(3.8), "accelerate": {"missing": "x"}}
     assert systems.times_ours_over(results) == {"deepspeed": 4.0 / 3.8}
     verdicts = {check.claim: check.holds for check in bench_streaming.checks(results)}
@@ -348,6 +366,29 @@ def test_the_bench_of_streaming_judges_what_was_measured() -> None:
         "generations that differ": True, "times the tokens per second of deepspeed": False,
     }  # fmt: skip
     assert bench_streaming.checks({"ours": {"error": "x"}}) == []
+
+
+def test_the_bench_of_streaming_judges_stored_and_coded_weights_by_their_bytes() -> None:
+    scripted = {"accepted_per_pass": 10, "window_tokens": 64, "tok_per_s": 9.0, "bound_tok_per_s": None}
+    predicted = timed_window(1, 0.98, predicted_s=0.47, share_off=0.0638)
+    ours = our_result(
+        1.0, [predicted, timed_window(256, 0.96)], "Q4_K", scripted=[{**scripted, "identical_to_plain": False}]
+    )
+    assert {check.claim: check.holds for check in bench_streaming.checks({"ours": ours})} == {
+        "link share of the peak, window 1": True, "share off what was predicted, window 1": False,
+        "host launch share of a pass, window 1": True, "times what the bytes take over the link, window 256": True,
+        "host launch share of a pass, window 256": True, "answers unlike the script, 10 tokens a pass": False,
+        "generations that differ": True,
+    }  # fmt: skip
+    lines = bench_streaming.window_lines({"ours": ours})
+    assert "predicted 0.4700 s (+6.4%)" in lines[0] and "9.00 tok/s" in lines[2] and "somewhere" in lines[3]
+    assert "weights at 2 GB/s = 50.0% of copies" in lines[4]
+    resident = our_result(1.0, [timed_window(1, 0.0)], "Q4_K") | {"bytes_per_pass": 0}
+    assert [check.claim for check in bench_streaming.checks({"ours": resident})] == ["generations that differ"]
+    coded = our_result(1.0, [timed_window(1, 0.98), timed_window(256, 0.95)], "12-bit BF16", encode="always")
+    verdicts = {check.claim: (check.measured, check.holds) for check in bench_streaming.checks({"ours": coded})}
+    assert verdicts["times the link's bytes in 16 bits, window 1"] == (1.6, True)
+    assert not verdicts["times what the bytes take over the link, window 256"][1]
 
 
 def test_a_model_that_does_not_fit_is_no_error_of_memory_later() -> None:

@@ -59,7 +59,7 @@ from offload_runtime.weights import fetch_demo_model
 # Options that only some systems take, and that must not be given where none of them is asked for.
 _OF_SOME = (
     "draft", "context", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens",
-    "prefill_chunk",
+    "prefill_chunk", "weights", "encode", "emulate",
 )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     for option in _OF_SOME:
         if getattr(arguments, option) is not None and option not in taken:
             raise OptionError(f"--{option.replace('_', '-')} is for none of {', '.join(names)}: leave it out")
-    for option in ("layers", "source", "noise") if arguments.target is not None else ():
+    for option in ("layers", "source", "noise", "stored") if arguments.target is not None else ():
         if getattr(arguments, option) is not None:
             raise OptionError(f"--{option} is of a synthetic shape: leave it out with --target")
     speaks = arguments.target is not None or arguments.source is not None

@@ -167,6 +167,29 @@ class Percentiles:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Check:
+    """One claim: what was measured, the bar, and on which side of it the figure must be."""
+
+    claim: str
+    measured: float
+    bar: float
+    at_least: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim holds in this run."""
+        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "holds": self.holds}
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{'ok' if self.holds else 'MISSED':6} {self.claim}: {self.measured:.4g} (bar {self.bar:g})"
+
+
 def percentile(samples: Sequence[float], share: float) -> float:
     """The `share` quantile (0 to 1) of `samples`, linearly interpolated between the two nearest ranks."""
     assert samples, "no samples to take a percentile of"

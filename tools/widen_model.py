@@ -4,6 +4,9 @@
     python tools/widen_model.py --source demo --delta part-0.safetensors part-1.safetensors --out stretched \\
         --rope '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'
     python tools/widen_model.py --source demo --shape llama-68m --random --out draft-68m
+    python tools/widen_model.py --source demo --shape llama2-13b --noise 0.05 --stored q8_0 --out wide-13b.gguf
+    python tools/widen_model.py --source demo --shape llama2-70b --random --vocab-size 128256 --stored q4_k_m \\
+        --out random-70b.gguf
 
 The result is a safetensors directory that transformers loads too. `--delta` applies a sparse fine-tune: files of new
 values, not differences, under transformers' names, which take the place of the source's; `--rope` is another rotary
@@ -24,11 +27,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
+from gguf_mix import stored_kinds
 from harness import DTYPES
 from widening.checkpoint import WidenedCheckpoint
 from widening.convert import convert_to_safetensors
+from widening.gguf_file import packed_kinds, write_gguf
 from widening.made import random_llama
 from widening.shapes import SHAPES, shape_named
+from widening.stored import BF16, STORED, mix_named, stored_llama
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.config import format_bytes
@@ -108,19 +114,55 @@ def made_model(arguments: argparse.Namespace) -> CheckpointSource:
     if arguments.shape is None:
         if arguments.noise or arguments.random:
             raise OptionError("--noise and --random are of a --shape: name one, or leave them out")
-        if stretched is source:
-            raise OptionError("nothing would be made: name a --shape, or --delta, --rope or --max-position")
+        if stretched is source and arguments.stored is None:
+            raise OptionError("nothing would be made: name a --shape, or --delta, --rope, --max-position or --stored")
         return stretched
     shape, device = shape_named(arguments.shape), resolve_device(arguments.device)
     if not arguments.random:
         return WidenedCheckpoint(stretched, shape, arguments.noise, arguments.seed, device=device)
     if arguments.noise or stretched is not source:
         raise OptionError("--random has no use for --noise, --delta, --rope and --max-position: leave them out")
+    vocab_size, context = arguments.vocab_size or source.config().vocab_size, source.config().max_position_embeddings
+    if vocab_size < source.config().vocab_size:
+        raise OptionError(f"--vocab-size {vocab_size} is less than the source's {source.config().vocab_size}: raise it")
+    reference = f"random weights under the vocabulary of {source.reference}"
+    if arguments.stored is not None:
+        return stored_llama(
+            shape, arguments.stored, arguments.seed, vocab_size=vocab_size, context_tokens=context,
+            reference=reference, words=source,
+        )  # fmt: skip
     return random_llama(
-        shape, arguments.seed, vocab_size=source.config().vocab_size, words=source, device=device,
-        context_tokens=source.config().max_position_embeddings,
-        reference=f"random weights under the vocabulary of {source.reference}",
+        shape, arguments.seed, vocab_size=vocab_size, words=source, device=device, context_tokens=context,
+        reference=reference,
     )  # fmt: skip
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse what other options leave without effect. Raises `OptionError`."""
+    if arguments.vocab_size is not None and not (arguments.random and arguments.shape):
+        raise OptionError("--vocab-size is of --random weights of a --shape: leave it out")
+    if arguments.stored is None:
+        return
+    if arguments.dtype is not None:
+        raise OptionError(f"--dtype {arguments.dtype} is of safetensors: leave it out, or --stored")
+    if arguments.out.suffix != ".gguf":
+        raise OptionError(f"--stored writes one file: name it like {arguments.out}.gguf")
+    if arguments.source != "demo" and Path(arguments.source).suffix != ".gguf":
+        raise OptionError("--stored takes the tokenizer out of a GGUF file: name one with --source, or leave it out")
+
+
+def write(arguments: argparse.Namespace) -> Path:
+    """Make and write what the options describe; errors as of `made_model` and what writes."""
+    check(arguments)
+    made, on_progress = made_model(arguments), _percent_reporter()
+    if arguments.stored is None:
+        dtype = DTYPES[arguments.dtype or "bf16"]
+        return convert_to_safetensors(made, arguments.out, dtype=dtype, on_progress=on_progress)
+    mix, config = mix_named(arguments.stored), made.config()
+    assert mix is not None
+    kinds = stored_kinds(config, mix) if arguments.random else packed_kinds(config, mix)
+    words = fetch_demo_model() if arguments.source == "demo" else Path(arguments.source)
+    return write_gguf(made, arguments.out, kinds, words=words, on_progress=on_progress)
 
 
 @harness.one_line_errors
@@ -135,13 +177,16 @@ def main() -> int:
     parser.add_argument("--noise", type=float, default=0.0, help="relative, on the small model's matrices")
     parser.add_argument("--random", action="store_true", help="random weights, only the source's vocabulary")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and of the surplus")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the written weights")
+    parser.add_argument("--vocab-size", type=int, help="of --random: more rows than the source's vocabulary")
+    parser.add_argument(
+        "--stored", choices=[name for name in STORED if name != BF16], help="one GGUF file of this mix of formats"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written safetensors (bf16)")
     parser.add_argument("--device", default="auto", help="where surplus random numbers are drawn: auto, cuda or cpu")
-    parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    parser.add_argument("--out", type=Path, required=True, help="a new directory, or file of --stored")
     arguments = parser.parse_args()
     remove_partial_output_on_sigterm()
-    dtype, on_progress = DTYPES[arguments.dtype], _percent_reporter()
-    print(convert_to_safetensors(made_model(arguments), arguments.out, dtype=dtype, on_progress=on_progress))
+    print(write(arguments))
     return 0
 
 

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from harness import DTYPES, Parser, add_report_options
 from widening.checkpoint import WidenedCheckpoint
-from widening.made import UntrainedLlama, random_llama
+from widening.made import random_llama
 from widening.shapes import WideShape, shape_named
+from widening.stored import STORED, stored_llama
 
 from offload_runtime.config import SamplingParams, parse_bytes, require_positive
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -49,22 +50,29 @@ SHAPES = {
     "llama2-7b": Shape(shape_named("llama2-7b"), 32000, 4096),
     "llama2-13b": Shape(shape_named("llama2-13b"), 32000, 4096),
     "llama3-8b": Shape(shape_named("llama3-8b"), 128256, 8192),
+    "llama3-70b": Shape(shape_named("llama2-70b"), 128256, 8192),
 }
 
 
 def random_source(
-    name: str, *, layers: int | None, seed: int, device: torch.device, context_tokens: int = 0
-) -> UntrainedLlama:
-    """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`. Raises `OptionError`.
+    name: str, *, layers: int | None, seed: int, device: torch.device, context_tokens: int = 0,
+    stored: str | None = None,
+) -> CheckpointSource:  # fmt: skip
+    """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`, or `stored` as files have them, one of
+    `widening.stored.STORED`. Raises `OptionError`.
 
     They are for `context_tokens` where the shape itself is for fewer.
     """
     shape = SHAPES[name]
+    decoder, context = _decoder(name, layers), max(context_tokens, shape.max_position_embeddings)
+    if stored is not None:
+        reference = f"random {name} in {stored}"
+        return stored_llama(
+            decoder, stored, seed, vocab_size=shape.vocab_size, context_tokens=context, reference=reference
+        )
     return random_llama(
-        _decoder(name, layers), seed, vocab_size=shape.vocab_size,
-        context_tokens=max(context_tokens, shape.max_position_embeddings),
-        reference=f"random {name}", device=device,
-    )  # fmt: skip
+        decoder, seed, vocab_size=shape.vocab_size, context_tokens=context, reference=f"random {name}", device=device
+    ).as_source()
 
 
 def _decoder(name: str, layers: int | None) -> WideShape:
@@ -211,6 +219,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")
     parser.add_argument("--source", help="of the shape: a small model whose language it speaks, made in memory")
     parser.add_argument("--noise", type=float, help="of the shape with --source: relative, on its matrices (0)")
+    parser.add_argument(
+        "--stored", choices=STORED,
+        help="of the shape: random blocks of a mix of GGUF's formats, or full matrices of heavy-tailed bf16",
+    )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, help="so many random tokens (512), or of each text the first ones")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -234,8 +246,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 # Of these, what goes on to every script as it was given.
 PASSED_ON = (
-    "layers", "source", "noise", "new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype", "device",
-    "warmup", "warmup_prompt_tokens", "warmup_new_tokens", "repeats", "commit",
+    "layers", "source", "noise", "stored", "new_tokens", "temperature", "seed", "vram", "resident_layers", "dtype",
+    "device", "warmup", "warmup_prompt_tokens", "warmup_new_tokens", "repeats", "commit",
 )  # fmt: skip
 
 
@@ -278,18 +290,21 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
 
 def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:
     if arguments.target is not None:
-        if any(one is not None for one in (arguments.shape, arguments.layers, arguments.source, arguments.noise)):
-            raise OptionError("--target is a whole model: leave out --shape, --layers, --source and --noise")
+        of_shapes = (arguments.shape, arguments.layers, arguments.source, arguments.noise, arguments.stored)
+        if any(one is not None for one in of_shapes):
+            raise OptionError("--target is a whole model: leave out --shape, --layers, --source, --noise and --stored")
         return open_checkpoint(arguments.target)
-    shape, layers = arguments.shape or "llama2-7b", arguments.layers
+    shape, layers, stored = arguments.shape or "llama2-7b", arguments.layers, arguments.stored
     if arguments.source is not None:
+        if stored is not None:
+            raise OptionError("--stored is of random weights: write a model with a language by widen_model.py --stored")
         return WidenedCheckpoint(
             open_checkpoint(arguments.source), _decoder(shape, layers), arguments.noise or 0.0, arguments.seed,
             device=device,
-        )  # fmt: skip
+        ).as_source()  # fmt: skip
     if arguments.noise is not None:
         raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
-    return random_source(shape, layers=layers, seed=arguments.seed, device=device)
+    return random_source(shape, layers=layers, seed=arguments.seed, device=device, stored=stored)
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:

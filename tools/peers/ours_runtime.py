@@ -2,7 +2,9 @@
 
     python tools/peers/ours_runtime.py --target wide-13b --draft SmolLM2.gguf --gamma 12 --out ours.json
 
-`--windows` also times single passes over wider windows, and how long the host needs to launch them.
+`--windows` also times single passes over wider windows, and how long the host needs to launch them, beside what the
+machine's profile predicts. `--scripted 10,15` decodes once more with proposals of which so many a pass are right, as
+the plain answer before says: what a draft of that acceptance is worth if drafting costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from long_context.internals import (
 )
 from long_context.session import target_acceptance
 from measurement import refused
+from passes import NO_SINGLES, Singles, add_script_options, peaks_gbps, scripted, time_window, weight_bytes_of
 from runs import (
     Asked,
     KVTraffic,
@@ -45,12 +47,11 @@ from runs import (
     num_differing_of,
 )
 
-from harness import emit, integers, percentiles, provenance  # isort: skip (`common` sets the path)
-from timing import measure_link_gbps  # isort: skip
+from harness import check_machine, emit, integers, provenance  # isort: skip (`common` sets the path)
 
 from offload_runtime.config import (
     DRAFT_CACHES,
-    GB,
+    ENCODE,
     SPECULATION_MODES,
     GenerationParams,
     ModelConfig,
@@ -62,7 +63,6 @@ from offload_runtime.config import (
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.generate import device_errors
 from offload_runtime.errors import OffloadError, OptionError
-from offload_runtime.model import Window
 from offload_runtime.plan.request import check_window, longest_context
 from offload_runtime.speculation import Acceptance, StepResult, first_token, still_computing
 from offload_runtime.weights import open_checkpoint
@@ -70,9 +70,9 @@ from offload_runtime.weights import open_checkpoint
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 # Behind the longest answer: windows are cut where the context ends.
 _ROOM_TOKENS = 256
-_WARMUP_PASSES = 3
 # What `--draft` may say instead of a model.
 NO_MODEL = (None, "ngram", "none")
+WEIGHT_MODES = ("auto", "stored", "decoded")
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,20 @@ class OurOptions:
     budget_tokens: int | None = None
     draft_cache: str | None = None
     context: int | None = None
+    weights: str = "auto"
+    encode: str = "none"
+    emulate: str | None = None
 
     def __post_init__(self) -> None:
         idle = idle_options(self.has_model, self.speculation, self.draft_cache or "auto")
         for name in ("budget_tokens", "draft_cache"):
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
-        RuntimeConfig("the target", self.draft, speculation=self.as_speculation(), tree_nodes=self.tree_nodes)
+        RuntimeConfig(
+            "the target", self.draft, speculation=self.as_speculation(), tree_nodes=self.tree_nodes,
+            weights=self.weights, encode=self.encode,
+        )  # fmt: skip
+        check_machine(None, self.emulate)
         GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
 
     @property
@@ -137,6 +144,9 @@ def add_our_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
     parser.add_argument("--budget-tokens", type=int, help="of `ours`: tokens of a retrieval cache, of each layer")
     parser.add_argument("--draft-cache", choices=DRAFT_CACHES, help="of `ours`: the draft's own KV cache")
+    parser.add_argument("--weights", choices=WEIGHT_MODES, help="of `ours`: how a quantised file's are kept (auto)")
+    parser.add_argument("--encode", choices=ENCODE, help="of `ours`: whether bf16 is kept in 12 bits (none)")
+    parser.add_argument("--emulate", help="of `ours`: a machine with a smaller card to play, by name or file")
     parser.add_argument(
         "--kv", choices=("auto", "gpu", "host"), default="auto",
         help="where the KV cache of `ours` lives; compare.py with host: those of the peers, too",
@@ -154,6 +164,9 @@ def our_options(arguments: argparse.Namespace) -> OurOptions:
         budget_tokens=arguments.budget_tokens,
         draft_cache=arguments.draft_cache,
         context=arguments.context,
+        weights=arguments.weights or "auto",
+        encode=arguments.encode or "none",
+        emulate=arguments.emulate,
     )
 
 
@@ -181,6 +194,9 @@ def load(options: PeerOptions, own: OurOptions, *, widest: int = 1) -> Runtime:
         speculation=own.as_speculation(),
         max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
         tree_nodes=own.tree_nodes,
+        weights=own.weights,
+        encode=own.encode,
+        emulate=own.emulate,
     )
 
 
@@ -227,33 +243,6 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     return Played(run, tuple(rounds), dict(tally.windows.most_common()), levels)
 
 
-def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int, peak_gbps: float | None) -> Any:
-    """Passes over windows of `width` tokens, each followed by reading one token back, as decoding does."""
-    runner = runner_of(runtime)
-    runner.cache.truncate(0, 0)
-    runner.prefill(0, list(prompt))
-    window = Window(tuple(islice(cycle(prompt), width)))
-    passes_s, launches_s, before_s = list[float](), list[float](), 0.0
-    for number in range(_WARMUP_PASSES + passes):
-        launched_s = time.perf_counter()
-        logits = runner.verify([window], [0])
-        launch_s = time.perf_counter() - launched_s
-        logits.argmax(-1).tolist()
-        runner.cache.commit(0, 1)
-        ended_s = time.perf_counter()
-        if number >= _WARMUP_PASSES:
-            passes_s.append(ended_s - before_s)
-            launches_s.append(launch_s)
-        before_s = ended_s
-    pass_s, launch = percentiles(passes_s), percentiles(launches_s)
-    gbps = runner.streamer.bytes_per_pass / pass_s.median / GB
-    return {
-        "window_tokens": width, "pass_s": pass_s.as_dict(), "host_launch_s": launch.as_dict(),
-        "host_launch_share": launch.median / pass_s.median, "link_gbps": gbps, "link_peak_gbps": peak_gbps,
-        "link_share": gbps / peak_gbps if peak_gbps else None,
-    }  # fmt: skip
-
-
 def link_bytes(runtime: Runtime) -> KVTraffic:
     """Bytes so far: of all passes begun, weights included, and of what was written to the host."""
     return KVTraffic(runner_of(runtime).streamer.bytes_begun, bytes_written_back(target_cache(runtime)))
@@ -289,18 +278,29 @@ def added(one: Acceptance, other: Acceptance) -> Acceptance:
     )
 
 
-def measure(options: PeerOptions, own: OurOptions, windows: Sequence[int] = (), *, passes: int = 1) -> dict[str, Any]:
-    """Load, time and report; of every one of `windows` so many passes."""
-    memcpy_gbps = measure_link_gbps(options.device) if windows else None
+def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES) -> dict[str, Any]:
+    """Load, time and report."""
+    windows, passes = singles.windows, singles.passes
+    memcpy_gbps, copy_gbps = peaks_gbps(options.device) if windows else (None, None)
     started_s = time.perf_counter()
-    with load(options, own, widest=max(windows, default=1)) as runtime:
+    with load(options, own, widest=singles.widest) as runtime:
         setup_s = time.perf_counter() - started_s
         with device_errors(runtime.device):
-            peaks = [gbps for gbps in (link_peak_gbps(runtime), memcpy_gbps) if gbps is not None]
+            # A link that is played is slower than the machine's own.
+            there = (link_peak_gbps(runtime), memcpy_gbps if own.emulate is None else None)
+            peaks = [gbps for gbps in there if gbps is not None]
             rows = [
                 time_window(runtime, options.prompts[0], width, passes, max(peaks, default=None)) for width in windows
             ]
             played = [generate(runtime, options, own, asked) for asked in asked_generations(options)]
+            known = [one.run for one in played[options.warmup :]]
+            scripts = [
+                scripted(
+                    runtime, options.prompts[known[0].prompt], known[0].tokens, options, accepted=accepted,
+                    window=singles.scripted_window,
+                )
+                for accepted in singles.accepted
+            ]  # fmt: skip
         runs, counted = [one.run for one in played], played[options.warmup :]
         measured = [one.run for one in counted]
         budget, weight_bytes = budget_of(runtime), runner_of(runtime).streamer.bytes_per_pass
@@ -309,6 +309,8 @@ def measure(options: PeerOptions, own: OurOptions, windows: Sequence[int] = (), 
         return {
             "system": "offload_runtime",
             **single,
+            **({"scripted": scripts} if singles.accepted else {}),
+            "weights": {**weight_bytes_of(runtime), "copy_gbps": copy_gbps},
             **figures(measured, weight_bytes=weight_bytes, peak_gbps=link_peak_gbps(runtime)),
             "speculation": speculation_figures(counted),
             "peak_vram_bytes": vram if options.device.type == "cuda" else None,
@@ -349,11 +351,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_our_options(parser)
     parser.add_argument("--windows", type=integers, default=(), help="widths of windows to time, comma-separated")
     parser.add_argument("--passes", type=int, default=8, help="timed passes of each")
+    add_script_options(parser)
     try:
         arguments = parser.parse_args(argv)
         own = own_options(arguments)
         options = options_from(arguments)
-        emit(measure(options, own, arguments.windows, passes=arguments.passes), options.out)
+        singles = Singles(arguments.windows, arguments.passes, arguments.scripted, arguments.scripted_window)
+        emit(measure(options, own, singles), options.out)
     except OffloadError as error:
         return refused(error)
     return 0

@@ -32,7 +32,8 @@ _OTHER_FILES_BYTES = 64_000_000  # tokenizer and configuration, generously
 _WRITERS = 8  # files made at a time: 26 GB take 23 s on 16 cores, one after the other 75 (H200's host)
 
 
-def _storage_error(error: Exception, target: Path, needed_bytes: int) -> StorageError:
+def storage_error(error: Exception, target: Path, needed_bytes: int) -> StorageError:
+    """What to say of an output that cannot be written."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         # The parent may be what could not be made.
         existing = next(parent for parent in target.parents if os.path.exists(parent))
@@ -43,6 +44,12 @@ def _storage_error(error: Exception, target: Path, needed_bytes: int) -> Storage
         )
     reason = getattr(error, "strerror", None) or error
     return StorageError(f"writing {target} failed ({reason}): check the permissions or choose another directory")
+
+
+def check_space(directory: Path, needed_bytes: int) -> None:
+    """Raise the system's own error where a disk has less room than that."""
+    if shutil.disk_usage(directory).free < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
@@ -62,8 +69,7 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise OptionError(f"{target} exists already: choose a new directory or remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(target.parent).free < needed_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        check_space(target.parent, needed_bytes)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         yield temporary
         if target.exists():
@@ -71,7 +77,7 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
         temporary.chmod(0o755)  # mkdtemp makes it private
         temporary.rename(target)
     except (OSError, SafetensorError) as error:  # the library says so what the disk refuses
-        raise _storage_error(error, target, needed_bytes) from error
+        raise storage_error(error, target, needed_bytes) from error
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)

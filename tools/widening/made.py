@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,11 @@ class MadeCheckpoint(CheckpointSource):
         generation = {} if words is None else words.generation
         tokenizer = tokenizer or (words.tokenizer if words else Wordless)
         super().__init__(config, dtype, reference, hf_config.to_dict(), fills, tokenizer, generation)
+
+    def as_source(self, **changes: Any) -> CheckpointSource:
+        """The same as a source like any other, of which a changed copy can be made; what is named is otherwise."""
+        same = {field.name: getattr(self, field.name) for field in fields(CheckpointSource)}
+        return CheckpointSource(**(same | changes))
 
 
 class UntrainedLlama(MadeCheckpoint):

@@ -1,0 +1,105 @@
+"""Models of random numbers as files store them: what is decoded is what is stored, whatever kept it, and it is sane."""
+
+from __future__ import annotations
+
+import ours_runtime
+import pytest
+import torch
+from common import options_from, peer_parser
+from gguf_mix import stored_kinds
+from offload_runtime_kernels.coded_bf16 import CodedRow, encode_rows
+from offload_runtime_kernels.gguf_blocks import FORMATS
+from ours_runtime import OurOptions
+from passes import Singles
+from widening.shapes import WideShape, shape_named
+from widening.stored import STORED, random_blocks, stored_llama
+
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import OptionError
+from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights.encodings.gguf_rows import decode_rows, has_finite_scales, row_bytes
+
+SMALL = WideShape(256, 512, 2, 4, 2, 64)
+PLAIN = SpeculationOptions("none")
+
+
+def model(stored: str, shape: WideShape = SMALL, *, seed: int = 0) -> CheckpointSource:
+    return stored_llama(
+        shape, stored, seed, vocab_size=512, context_tokens=256, reference="stored", stretch_bytes=1 << 17
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_random_blocks_are_finite_and_of_the_size_of_weights(kind: str) -> None:
+    blocks = random_blocks(kind, 512, torch.Generator().manual_seed(1))
+    assert has_finite_scales(kind, blocks) and blocks.unique().numel() == 256
+    out = torch.empty(len(blocks), FORMATS[kind].weights)
+    decode_rows(kind, blocks, out)
+    assert out.isfinite().all() and abs(float(out.mean())) < 3e-3 and 0.01 < float(out.std()) < 0.04
+
+
+@pytest.mark.parametrize("stored", [name for name in STORED if name != "bf16"])
+def test_stored_rows_decode_to_what_is_read_decoded(stored: str) -> None:
+    source = model(stored)
+    mix = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}[stored]
+    assert source.kinds == stored_kinds(source.config(), mix)
+    name = "model.layers.1.mlp.down_proj.weight"
+    kind = str(source.kinds[name])
+    rows, decoded = torch.empty(256, row_bytes(kind, 512), dtype=torch.uint8), torch.empty(256, 512)
+    source.fills[name](rows)
+    source.fills[name](decoded)
+    out = torch.empty_like(decoded)
+    decode_rows(kind, rows, out)
+    assert torch.equal(out, decoded)
+    other = torch.empty_like(rows)
+    source.fills["model.layers.0.mlp.down_proj.weight"](other)
+    assert not torch.equal(rows, other)
+
+
+def test_a_stored_model_says_the_same_as_its_decoded_copy() -> None:
+    answers = {}
+    for weights in ("stored", "decoded"):
+        with Runtime.load(
+            model("q4_k_m"), draft="none", device="cpu", dtype="fp32", context=64, speculation=PLAIN, weights=weights
+        ) as runtime:
+            answers[weights] = runtime.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True).tokens
+    assert answers["stored"] == answers["decoded"] and len(answers["stored"]) == 3
+
+
+def test_heavy_tailed_matrices_are_full_and_have_a_code() -> None:
+    source = model("bf16")
+    assert not source.kinds
+    values = torch.empty(512, 256, dtype=torch.bfloat16)
+    source.fills["model.layers.0.mlp.gate_proj.weight"](values)
+    row = CodedRow.of(256)
+    assert row is not None and values.count_nonzero() == values.numel()
+    assert float(values.float().abs().max()) > 10 * float(values.float().std())
+    assert encode_rows(values, row, torch.empty(512, row.nbytes, dtype=torch.uint8), torch.device("cpu")) == 0
+
+
+def test_shapes_whose_rows_are_no_whole_blocks_take_smaller_ones_or_are_refused() -> None:
+    tiny = model("q4_k_m", shape_named("tiny"))
+    assert set(tiny.kinds.values()) == {"Q5_0", "Q8_0"}
+    with pytest.raises(OptionError, match="rows of 48 weights are not whole blocks of Q8_0"):
+        model("q8_0", WideShape(64, 48, 1, 4, 2, 16))
+    with pytest.raises(OptionError, match="--stored 'q7' is not known"):
+        model("q7")
+
+
+def test_a_script_decides_how_many_tokens_a_pass_gives() -> None:
+    given = ["--shape", "tiny", "--layers", "2", "--stored", "q4_k_m", "--device", "cpu", "--dtype", "fp32"]
+    given += ["--prompt-tokens", "6", "--new-tokens", "10", "--warmup-new-tokens", "2", "--repeats", "1"]
+    options = options_from(peer_parser("").parse_args([*given, "--vram", "all"]))
+    own = OurOptions("none", "auto", None, None, "gpu", weights="stored")
+    found = ours_runtime.measure(options, own, Singles((1, 4), 1, (2, 3), 4))
+    assert [(row["window_tokens"], row["predicted_s"]) for row in found["windows"]] == [(1, None), (4, None)]
+    assert [row["tokens_per_pass"] for row in found["scripted"]] == [2, 3]
+    assert all(row["identical_to_plain"] for row in found["scripted"])
+    weights = found["weights"]
+    head_bytes = 256 * 68  # in Q8_0
+    assert weights["read_bytes_per_pass"] == weights["streamed_bytes_per_pass"] + head_bytes
+    assert set(weights["bytes_by_kind"]) == {"F32", "Q5_0", "Q8_0"}
+    assert weights["streamed_bytes_per_pass"] == found["bytes_per_pass"] > weights["streamed_elements"] / 2
+    with pytest.raises(OptionError, match="--scripted 9 needs 10 --new-tokens and wider windows"):
+        ours_runtime.measure(options, own, Singles((), 1, (9,), 4))

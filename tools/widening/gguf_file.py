@@ -1,0 +1,218 @@
+"""Write any readable Llama as one GGUF file: its blocks where it has some, else packed by gguf's own quantiser.
+
+All or nothing, as a directory of safetensors: the file gets its name last.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from widening.convert import check_space, storage_error
+
+from offload_runtime.config import ModelConfig
+from offload_runtime.errors import OptionError
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.encodings.gguf_rows import row_bytes
+from offload_runtime.weights.gguf import read_gguf_header
+from offload_runtime.weights.loader import Progress
+
+PACKED = ("Q8_0", "Q4_0")  # that gguf packs, and llama.cpp's quantiser stores nearly everything of such a file as
+_WRITERS = 16  # packing is what takes time, on one core each
+_PACKED_ELEMENTS = 1 << 22  # at a time: 16 MiB of fp32
+_PERMUTED = ("q_proj.weight", "k_proj.weight")
+_ROPE_KINDS = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One entry of the file: transformers' name of it, and where its bytes go."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+    offset_bytes: int
+
+
+def packed_kinds(config: ModelConfig, kind: str) -> dict[str, str]:
+    """By transformers' name, how each matrix is packed: all in one format, but for a head that is more than that.
+
+    Raises:
+        OptionError: gguf packs no such format, or rows of the model are not whole blocks of it.
+    """
+    if kind not in PACKED:
+        raise OptionError(f"{kind} cannot be packed here: take one of {', '.join(PACKED)}, or --random for other mixes")
+    matrices = {name: to for name, to in checkpoint_tensors(config).items() if len(to.shape) == 2}
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    for name, to in matrices.items():
+        if to.shape[1] % block:
+            raise OptionError(
+                f"rows of {name} have {to.shape[1]} weights, no whole blocks of {block}: leave out --stored"
+            )
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return {name: "Q8_0" if name == head else kind for name in matrices}
+
+
+def write_gguf(
+    source: CheckpointSource, out: Path, kinds: Mapping[str, str], *, words: Path, on_progress: Progress | None = None
+) -> Path:
+    """Write a model.
+
+    Args:
+        source: What to write: a Llama.
+        out: New file; it appears only when it is complete.
+        kinds: By transformers' name how matrices are stored. Those of the source itself are written as they are, and
+            others packed; vectors are in fp32.
+        words: The GGUF file that the tokenizer is of.
+        on_progress: Called with (bytes written, bytes of all weights).
+
+    Raises:
+        OptionError: `out` exists, or the source's rotary embedding has no place in such a file.
+        StorageError: Not enough space or no permission; nothing half-written stays behind.
+    """
+    target = out.expanduser().absolute()
+    if target.exists():
+        raise OptionError(f"{out} exists already: choose a new file or remove it first")
+    config, partial_file = source.config(), target.with_name(f".{target.name}.partial")
+    writer, tensors = _described(source, kinds, words)
+    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_space(target.parent, total_bytes)
+        start_bytes = _write_header(writer, partial_file)
+        _write_tensors(source, config, tensors, partial_file, start_bytes, total_bytes, on_progress)
+        partial_file.rename(target)
+    except OSError as error:
+        raise storage_error(error, target, total_bytes) from error
+    finally:
+        partial_file.unlink(missing_ok=True)
+    return target
+
+
+def _described(
+    source: CheckpointSource, kinds: Mapping[str, str], words: Path
+) -> tuple[gguf.GGUFWriter, list[_Tensor]]:
+    """What the header says, and the tensors in the order of the file."""
+    config = source.config()
+    writer = gguf.GGUFWriter(None, "llama")
+    _add_shape(writer, config, source.hf_config)
+    _add_words(writer, words)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    tensors, offset_bytes = list[_Tensor](), 0
+    for name, to in checkpoint_tensors(config).items():
+        kind = kinds.get(name, "F32")
+        stem, _, suffix = name.rpartition(".")
+        rows = to.shape[0] if len(to.shape) == 2 else 1
+        nbytes = rows * row_bytes(kind, to.shape[-1])
+        stored = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(f"{names.get_name(stem)}.{suffix}", to.shape, torch.float32, nbytes, raw_dtype=stored)
+        tensors.append(_Tensor(name, to.shape, kind, nbytes, offset_bytes))
+        offset_bytes += gguf.GGUFWriter.ggml_pad(nbytes, writer.data_alignment)
+    return writer, tensors
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_layer_norm_rms_eps(described.rms_norm_eps)
+    rope = described.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE_KINDS:
+        raise OptionError(f"rotary embeddings of the kind {kind} are not written as GGUF: leave out --stored")
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType[kind.upper()])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_words(writer: gguf.GGUFWriter, words: Path) -> None:
+    """The tokenizer of another file, as it is there."""
+    add: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+        list: writer.add_array,
+    }  # fmt: skip
+    for key, value in read_gguf_header(words).fields.values.items():
+        if key.startswith("tokenizer.") and value != []:
+            add[type(value)](key, value)
+
+
+def _write_header(writer: gguf.GGUFWriter, path: Path) -> int:
+    """Returns where the tensors begin."""
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return int(gguf.GGUFWriter.ggml_pad(path.stat().st_size, writer.data_alignment))
+
+
+def _write_tensors(
+    source: CheckpointSource, config: ModelConfig, tensors: list[_Tensor], path: Path, start_bytes: int,
+    total_bytes: int, on_progress: Progress | None,
+) -> None:  # fmt: skip
+    done_bytes, counting = 0, threading.Lock()
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        end_bytes = max(tensor.offset_bytes + tensor.nbytes for tensor in tensors)
+        os.ftruncate(handle, start_bytes + end_bytes)
+
+        def write(tensor: _Tensor) -> None:
+            nonlocal done_bytes
+            at = start_bytes + tensor.offset_bytes
+            stored = _stored(source, tensor, config.head_dim).view(-1).numpy().data.cast("B")
+            while stored:
+                count = os.pwrite(handle, stored, at)
+                stored, at = stored[count:], at + count
+            with counting:
+                done_bytes += tensor.nbytes
+                if on_progress is not None:
+                    on_progress(done_bytes, total_bytes)
+
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            try:
+                list(pool.map(write, tensors))
+            finally:
+                pool.shutdown(cancel_futures=True)  # of the others where one has failed
+    finally:
+        os.close(handle)
+
+
+def _stored(source: CheckpointSource, tensor: _Tensor, head_dim: int) -> torch.Tensor:
+    """A tensor's bytes as they lie in the file: uint8 [rows, bytes of a row], or fp32 of a vector."""
+    fill = source.fills[tensor.name]
+    if len(tensor.shape) == 1:
+        vector = torch.empty(tensor.shape)
+        fill(vector)
+        return vector
+    rows, columns = tensor.shape
+    out = torch.empty(rows, tensor.nbytes // rows, dtype=torch.uint8)
+    if source.kinds.get(tensor.name) == tensor.kind:
+        fill(out)
+    else:
+        values = torch.empty(tensor.shape, dtype=torch.bfloat16)
+        fill(values)
+        step = max(1, _PACKED_ELEMENTS // columns)
+        for part, packed in zip(values.split(step), out.split(step), strict=True):
+            found = gguf.quantize(part.float().numpy(), gguf.GGMLQuantizationType[tensor.kind])
+            packed.copy_(torch.from_numpy(found))
+    if tensor.name.endswith(_PERMUTED):  # llama.cpp rotates neighbouring channels: two halves are interleaved
+        halves = out.view(rows // head_dim, 2, head_dim // 2, -1)
+        out = halves.transpose(1, 2).reshape(rows, -1)
+    return out

@@ -1,0 +1,168 @@
+"""Llamas of random numbers as files store them: blocks of GGUF's formats, or heavy-tailed bf16 that a code has to work
+on. They cost what a real file's cost, on the link, on the card and to decode, and are made as fast as memory is copied.
+
+Of each kind one stretch of blocks is drawn, and every matrix is that stretch over and over from a place of its own on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from threading import Lock
+
+import torch
+from gguf_mix import MIXES, stored_kinds
+from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks
+from widening.made import UntrainedLlama, named_generator
+from widening.shapes import WideShape
+
+from offload_runtime.errors import OptionError
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.encodings.gguf_rows import decode_rows, row_bytes
+
+BF16 = "bf16"
+STORED = (*(mix.lower() for mix in MIXES), BF16)
+_PLAIN_KIND = "BF16"
+_STD = 0.02
+_STRETCH_BYTES = 64 << 20  # more than the caches of a GPU hold
+_SAMPLE_BLOCKS = 256
+_DECODED_ELEMENTS = 1 << 20  # at a time
+_DEGREES_OF_FREEDOM = 3
+
+
+def mix_named(stored: str) -> str | None:
+    """A mix of formats by the name that the command line has for it; None of what is not quantised.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    if stored not in STORED:
+        raise OptionError(f"--stored {stored!r} is not known: use one of {', '.join(STORED)}")
+    return None if stored == BF16 else next(mix for mix in MIXES if mix.lower() == stored)
+
+
+def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Blocks of a GGUF format that decode to numbers of mean 0 and std 0.02: uint8 [count, bytes of a block].
+
+    Every integer is as likely as any other. The numbers of 16 bits are none but finite ones, within a half of what the
+    mean and the std ask for.
+    """
+    form = FORMATS[kind]
+    blocks = torch.randint(0, 256, (count, form.nbytes), dtype=torch.uint8, generator=generator)
+
+    def put(at: int, numbers: torch.Tensor) -> None:
+        blocks[: len(numbers), at : at + 2] = numbers.half().view(-1, 1).view(torch.uint8)
+
+    def decoded(d: float, m: float) -> torch.Tensor:
+        sample = blocks[:_SAMPLE_BLOCKS]
+        for at, number in ((form.d, d), (form.m, m)):
+            if at is not None:
+                put(at, torch.full((len(sample),), number))
+        out = torch.empty(len(sample), form.weights)
+        decode_blocks(sample, form, out)
+        return out
+
+    unit = decoded(1.0, 0.0)
+    ratio = 0.0 if form.m is None else -float(unit.mean() / decoded(0.0, 1.0).mean())
+    scale = _STD / float(decoded(1.0, ratio).std())
+    spread = torch.rand(count, generator=generator) + 0.5
+    put(form.d, scale * spread)
+    if form.m is not None:
+        put(form.m, scale * ratio * spread)
+    return blocks
+
+
+def heavy_tailed(count: int, generator: torch.Generator) -> torch.Tensor:
+    """bf16 [count] of Student's t with three degrees of freedom and std 0.02, as uint8 [count, 2]."""
+    normal = torch.randn(1 + _DEGREES_OF_FREEDOM, count, generator=generator)
+    t = normal[0] / normal[1:].square().mean(0).sqrt()
+    scale = _STD / math.sqrt(_DEGREES_OF_FREEDOM / (_DEGREES_OF_FREEDOM - 2))
+    return (t * scale).bfloat16().view(torch.uint8).view(count, 2)
+
+
+class _Stretches:
+    """What matrices are copied from, by kind, each drawn when it is first needed. Threads may share it.
+
+    Args:
+        seed: Of all of them.
+        most_bytes: Of one of them.
+    """
+
+    def __init__(self, seed: int, most_bytes: int) -> None:
+        self._seed, self._most_bytes = seed, most_bytes
+        self._drawn: dict[str, torch.Tensor] = {}
+        self._lock = Lock()
+
+    def of(self, kind: str) -> torch.Tensor:
+        """uint8 [blocks, bytes of a block]."""
+        with self._lock:
+            if kind not in self._drawn:
+                generator = named_generator(torch.device("cpu"), self._seed, "stored", kind)
+                size = 2 if kind == _PLAIN_KIND else FORMATS[kind].nbytes
+                count = max(1, self._most_bytes // size)
+                draw = heavy_tailed if kind == _PLAIN_KIND else partial(random_blocks, kind)
+                self._drawn[kind] = draw(count, generator)
+            return self._drawn[kind]
+
+    def copy(self, kind: str, name: str, out: torch.Tensor) -> None:
+        """Fill uint8 [rows, bytes of a stored row], contiguous, with the matrix of that name."""
+        blocks, flat, done = self.of(kind), out.view(-1), 0
+        start = int(torch.randint(len(blocks), (), generator=named_generator(torch.device("cpu"), self._seed, name)))
+        source = blocks.view(-1)
+        at = start * blocks.shape[1]
+        while done < flat.numel():
+            count = min(flat.numel() - done, source.numel() - at)
+            flat[done : done + count] = source[at : at + count]
+            done, at = done + count, 0
+
+
+def stored_llama(
+    shape: WideShape, stored: str, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
+    words: CheckpointSource | None = None, stretch_bytes: int = _STRETCH_BYTES,
+) -> CheckpointSource:  # fmt: skip
+    """Random weights as a file of a mix of formats stores them.
+
+    Args:
+        shape: What is made.
+        stored: One of `STORED`.
+        seed: The same bytes, whether they are kept as they are or decoded.
+        vocab_size, context_tokens, reference, words: As of `UntrainedLlama`.
+        stretch_bytes: How much is drawn of each kind.
+
+    Raises:
+        OptionError: Nothing is stored so, or rows of the shape are not whole blocks.
+    """
+    mix, stretches, kinds = mix_named(stored), _Stretches(seed, stretch_bytes), dict[str, str]()
+
+    def fill(name: str, out: torch.Tensor) -> None:
+        if name not in kinds and out.dim() == 1:  # Llama's only vectors are norms
+            out.fill_(1)
+            return
+        kind = kinds.get(name, _PLAIN_KIND)
+        if out.dtype == torch.uint8:
+            stretches.copy(kind, name, out)
+        elif kind == _PLAIN_KIND and out.dtype == torch.bfloat16:
+            stretches.copy(kind, name, out.view(torch.uint8))
+        else:
+            matrix = torch.empty(len(out), row_bytes(kind, out.shape[1]), dtype=torch.uint8)
+            stretches.copy(kind, name, matrix)
+            step = max(1, _DECODED_ELEMENTS // out.shape[1])
+            for rows, part in zip(matrix.split(step), out.split(step), strict=True):
+                decode_rows(kind, rows, part)
+
+    made = UntrainedLlama(
+        shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
+    )
+    if mix is not None:
+        kinds |= _checked(stored_kinds(made.config(), mix), made)
+    return made.as_source(kinds=kinds)
+
+
+def _checked(kinds: Mapping[str, str], made: CheckpointSource) -> Mapping[str, str]:
+    for name, to in checkpoint_tensors(made.config()).items():
+        if name in kinds and to.shape[1] % FORMATS[kinds[name]].weights:
+            raise OptionError(
+                f"rows of {to.shape[1]} weights are not whole blocks of {kinds[name]}: take another --shape or --stored"
+            )
+    return kinds
