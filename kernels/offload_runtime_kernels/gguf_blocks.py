@@ -444,7 +444,7 @@ def _byte_times(words, d, BYTE: tl.constexpr, integer_bits):
 
 @jit
 def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, integer_bits, FORM: tl.constexpr):
-    """fp32: what weights of words are multiplied with, and what is added to them, or the former again."""
+    """fp32: what the numbers of words are multiplied with, and what is added or, with minima, subtracted."""
     d = _halves_of(planes, unit, constant(FORM.d), FORM)
     m = d
     if FORM.m is not None:
@@ -452,11 +452,11 @@ def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, integer_bits, FOR
     if FORM.packed:
         words = _unpacked(planes[FORM.scale.low.field])
         d = _byte_times(words, d, 4 + 2 * unit + s, integer_bits)
-        m = -_byte_times(words, m, 12 + 2 * unit + s, integer_bits)
+        m = _byte_times(words, m, 12 + 2 * unit + s, integer_bits)
     elif FORM.scale is not None:
         d *= _integers_of(planes, x // FORM.group, integer_bits, constant(FORM.scale), FORM.scale_words)
         if FORM.minimum is not None:
-            m *= -_integers_of(planes, x // FORM.group, integer_bits, constant(FORM.minimum), FORM.scale_words)
+            m *= _integers_of(planes, x // FORM.group, integer_bits, constant(FORM.minimum), FORM.scale_words)
     return d, m
 
 
@@ -494,7 +494,9 @@ def _weights_at(word, place: tl.constexpr, mask: tl.constexpr, d, m, integer_bit
         scaled_offset: tl.constexpr = FORM.q.offset * (1 << place)
         q = _number(word & (mask << place), integer_bits + (FORM.q.flip << place), scaled_offset)
         w = q * (d * (1 / (1 << place)))
-    if FORM.m is not None:
+    if FORM.minimum is not None:
+        w -= m
+    elif FORM.m is not None:
         w += m
     return w
 

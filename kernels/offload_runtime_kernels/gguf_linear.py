@@ -41,35 +41,44 @@ _TALL_CUT, _SHORT_CUT = _Cut(32, 1, 2), _Cut(16, 2, 2)
 
 
 @jit
-def _rows_of(
-    near, far, HALF: tl.constexpr, integer_bits, FORM: tl.constexpr, BLOCK_M: tl.constexpr, STRETCHES: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_M, 128], a half of a tile, or [16, STRETCHES * 256]; of 16 rows `near` has the first eight."""
-    if STRETCHES == 1:
-        rows: tl.constexpr = BLOCK_M // 2
-        w = tl.join(
-            decode_half(near, HALF, integer_bits, FORM, rows, DTYPE),
-            decode_half(far, HALF, integer_bits, FORM, rows, DTYPE),
-        )
-        w = tl.permute(tl.reshape(w, [BLOCK_M // 16, 8, 128, 2]), (0, 3, 1, 2))
-        w = tl.reshape(w, [BLOCK_M, 128])
+def _half_rows(
+    near, far, HALF: tl.constexpr, integer_bits, FORM: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr
+):
+    """[BLOCK_M, 128], a half of a tile; of 16 rows `near` has the first eight."""
+    rows: tl.constexpr = BLOCK_M // 2
+    w = tl.join(
+        decode_half(near, HALF, integer_bits, FORM, rows, DTYPE),
+        decode_half(far, HALF, integer_bits, FORM, rows, DTYPE),
+    )
+    w = tl.permute(tl.reshape(w, [BLOCK_M // 16, 8, 128, 2]), (0, 3, 1, 2))
+    return tl.reshape(w, [BLOCK_M, 128])
+
+
+@jit
+def _stretches(near, far, integer_bits, FORM: tl.constexpr, STRETCHES: tl.constexpr, DTYPE: tl.constexpr):
+    """[16, STRETCHES * 256], a tile for each eight rows of `near` and `far`."""
+    rows: tl.constexpr = STRETCHES * 8
+    w = tl.join(decode_tile(near, integer_bits, FORM, rows, DTYPE), decode_tile(far, integer_bits, FORM, rows, DTYPE))
+    w = tl.permute(tl.reshape(w, [STRETCHES, 8, 256, 2]), (3, 1, 0, 2))
+    return tl.reshape(w, [16, STRETCHES * 256])
+
+
+@jit
+def _columns_at(x_ptrs, start, k, real, K: tl.constexpr, WIDTH: tl.constexpr):
+    """[WIDTH, N] of x, zero behind the last column."""
+    if K % WIDTH == 0:
+        x = tl.load(x_ptrs + start, mask=real, other=0.0)
     else:
-        rows: tl.constexpr = STRETCHES * 8
-        w = tl.join(
-            decode_tile(near, integer_bits, FORM, rows, DTYPE), decode_tile(far, integer_bits, FORM, rows, DTYPE)
-        )
-        w = tl.permute(tl.reshape(w, [STRETCHES, 8, 256, 2]), (3, 1, 0, 2))
-        w = tl.reshape(w, [16, STRETCHES * 256])
-    return w
+        x = tl.load(x_ptrs + start, mask=real & (start + k < K), other=0.0)
+    return x
 
 
 @jit(do_not_specialize=("num_rows", "integer_bits"))
 def _gguf_linear_kernel(
     x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, integer_bits,
     K: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STRETCHES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, STRETCHES: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -85,35 +94,43 @@ def _gguf_linear_kernel(
     far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * ROW_BYTES
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     real = row < num_rows
-    tiles: tl.constexpr = (K + 255) // 256
-    steps: tl.constexpr = (tiles + STRETCHES - 1) // STRETCHES
-    halves: tl.constexpr = 2 if STRETCHES == 1 else 1
-    width: tl.constexpr = STRETCHES * 256 // halves
-    k = tl.arange(0, width)[:, None]
-    x_ptrs = x_ptr + row.to(tl.int64) * K + k
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    first = tl.minimum(stretch, tiles - 1)
-    near_planes = load_tile(near_ptr, first, FORM, BLOCKS, rows)
-    far_planes = load_tile(far_ptr, first, FORM, BLOCKS, rows)
-    for step in tl.range(0, steps, num_stages=3):
-        tile = tl.minimum((step + 1) * STRETCHES + stretch, tiles - 1)
-        next_near, next_far = (
-            load_tile(near_ptr, tile, FORM, BLOCKS, rows),
-            load_tile(far_ptr, tile, FORM, BLOCKS, rows),
-        )
-        for half in tl.static_range(halves):
-            start = (step * halves + half) * width
-            if K % (STRETCHES * 256) == 0:
-                x = tl.load(x_ptrs + start, mask=real, other=0.0)
-            else:
-                x = tl.load(x_ptrs + start, mask=real & (start + k < K), other=0.0)
-            # Always so. Where Triton sees how an operand is decoded it takes columns out of their order, so that each
-            # thread loads more at a time; it does not look behind a branch.
-            w = tl.zeros([BLOCK_M, width], dtype)
-            if integer_bits != 0:
-                w = _rows_of(near_planes, far_planes, half, integer_bits, FORM, BLOCK_M, STRETCHES, dtype)
-            sums = tl.dot(w, x, sums, input_precision="ieee")
-        near_planes, far_planes = next_near, next_far
+    # Triton must not see how an operand of `tl.dot` is decoded: where it does, it takes columns out of their order, so
+    # that each thread loads more at a time. It looks neither behind a branch nor behind the last step of a loop.
+    if STRETCHES == 1:
+        k = tl.arange(0, 128)[:, None]
+        x_ptrs = x_ptr + row.to(tl.int64) * K + k
+        tiles: tl.constexpr = (K + 255) // 256
+        near_planes = load_tile(near_ptr, 0, FORM, BLOCKS, rows)
+        far_planes = load_tile(far_ptr, 0, FORM, BLOCKS, rows)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            after = tl.minimum(tile + 1, tiles - 1)
+            next_near = load_tile(near_ptr, after, FORM, BLOCKS, rows)
+            next_far = load_tile(far_ptr, after, FORM, BLOCKS, rows)
+            for half in tl.static_range(2):
+                x = _columns_at(x_ptrs, (2 * tile + half) * 128, k, real, K, 128)
+                w = tl.zeros([BLOCK_M, 128], dtype)
+                if integer_bits != 0:  # always
+                    w = _half_rows(near_planes, far_planes, half, integer_bits, FORM, BLOCK_M, dtype)
+                sums = tl.dot(w, x, sums, input_precision="ieee")
+            near_planes, far_planes = next_near, next_far
+    else:
+        width: tl.constexpr = STRETCHES * 256
+        k = tl.arange(0, width)[:, None]
+        x_ptrs = x_ptr + row.to(tl.int64) * K + k
+        last: tl.constexpr = (K + 255) // 256 - 1
+        near_planes = load_tile(near_ptr, tl.minimum(stretch, last), FORM, BLOCKS, rows)
+        far_planes = load_tile(far_ptr, tl.minimum(stretch, last), FORM, BLOCKS, rows)
+        w = _stretches(near_planes, far_planes, integer_bits, FORM, STRETCHES, dtype)
+        near_planes = load_tile(near_ptr, tl.minimum(stretch + STRETCHES, last), FORM, BLOCKS, rows)
+        far_planes = load_tile(far_ptr, tl.minimum(stretch + STRETCHES, last), FORM, BLOCKS, rows)
+        for step in tl.range(0, (K + width - 1) // width, num_stages=STAGES):
+            after = tl.minimum((step + 2) * STRETCHES + stretch, last)
+            next_near = load_tile(near_ptr, after, FORM, BLOCKS, rows)
+            next_far = load_tile(far_ptr, after, FORM, BLOCKS, rows)
+            sums = tl.dot(w, _columns_at(x_ptrs, step * width, k, real, K, width), sums, input_precision="ieee")
+            w = _stretches(near_planes, far_planes, integer_bits, FORM, STRETCHES, dtype)
+            near_planes, far_planes = next_near, next_far
     if OVERLAP:
         gdc_launch_dependents()
     column = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -151,6 +168,6 @@ def gguf_linear_triton(
         _gguf_linear_kernel[(triton.cdiv(height, cut.block_m), triton.cdiv(num_rows, block_n))](
             x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), INTEGER_BITS,
             K=k, FORM=form, BLOCKS=form.num_blocks(k), ROW_BYTES=stored.shape[1], BLOCK_M=cut.block_m,
-            BLOCK_N=block_n, STRETCHES=cut.stretches, HAS_BIAS=bias is not None, HAS_RESIDUAL=add,
-            num_warps=cut.num_warps, **overlap_options(x.device),
+            BLOCK_N=block_n, STRETCHES=cut.stretches, STAGES=3 if block_n <= 16 else 2, HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=add, num_warps=cut.num_warps, **overlap_options(x.device),
         )  # fmt: skip
