@@ -34,6 +34,7 @@ from offload_runtime.plan.request import (
     MemoryLimits,
     device_type_of,
     limits_of,
+    resolve_dtype,
 )
 from offload_runtime.weights import DescribedModel
 
@@ -211,7 +212,8 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         ways, obstacle = find_candidates(plan)
     except (BudgetError, OptionError) as error:
         batch = plan.target.batch
-        fitting = bisect_left(range(1, batch), True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
+        fewer = range(1, min(batch, most_sequences(plan.request, plan.limits) + 1))
+        fitting = bisect_left(fewer, True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
         if not fitting:
             raise
         raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
@@ -226,6 +228,16 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     chosen = max(chain, triforce, key=lambda way: tok_per_s(way, machine))
     speed = "faster" if chosen.has_verifier else "slower"
     return replace(chosen, reason=f"predicted to be {speed}: {_comparison(triforce, chain, machine)}")
+
+
+def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
+    """Of the sequences asked for those that could fit the device if it held nothing else: wherever the KV cache lives,
+    at least one block of each sequence is there in every layer."""
+    if limits.device_bytes is None:
+        return request.max_batch
+    dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))
+    each_bytes = kv_cache_bytes(request.target.config(), dtype, capacity_tokens=1, batch=1)
+    return min(request.max_batch, limits.device_bytes // each_bytes)
 
 
 def _refuses(plan: RunPlan) -> bool:
