@@ -115,7 +115,7 @@ def test_several_sweeps_share_a_runtime(
 ) -> None:
     small = {
         "budget": ("64", "512"), "chunk": ("16",), "context": ("900", "300"), "gamma": ("4", "d5"),
-        "policy": ("topk", "chain"), "needle": ("0.9", "0.1"),
+        "policy": ("topk", "chain"), "needle": ("0.9",),
     }  # fmt: skip
     for name, values in small.items():
         monkeypatch.setitem(SWEEPS, name, replace(SWEEPS[name], values=values))
@@ -400,6 +400,7 @@ def test_longer_contexts_come_first() -> None:
     base = Setting(OPTIONS, 0.6, 900, 9, 8)
     assert [point.label for point in points_of("context", base, ["4K", "120K", "300"])] == ["120K", "4K", "300"]
     assert [point.setting.context_tokens for point in points_of("context", base, None)][:2] == [122880, 65536]
+    assert [point.label for point in points_of("needle", base, ["0.1", "0.9"])] == ["0.9", "0.1"], "and deeper needles"
     with pytest.raises(OptionError, match="starts must be at least 1"):
         Lengths(1, 1, 0)
 
