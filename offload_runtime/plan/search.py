@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -380,6 +381,7 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
 # --- one way: on the device
 
 
+@lru_cache(maxsize=4096)  # every way to place a model asks for the same
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
     """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
     return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)}))
@@ -455,9 +457,13 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
 def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tuple[int, ...]:
     """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
     equals: of a sliding window a pass brings little, however long the text is."""
-    by_bytes: dict[int, list[int]] = {}
+    by_reach: dict[int | None, list[int]] = {}
     for layer in layers:
-        by_bytes.setdefault(target.streamed_kv_bytes(layer, target.context_tokens - 1), []).append(layer)
+        by_reach.setdefault(target.config.layer_windows[layer], []).append(layer)
+    by_bytes: dict[int, list[int]] = {}
+    for equals in by_reach.values():
+        by_bytes.setdefault(target.streamed_kv_bytes(equals[0], target.context_tokens - 1), []).extend(equals)
+    by_bytes = {nbytes: sorted(equals) for nbytes, equals in by_bytes.items()}
     kept: list[int] = []
     for _, equals in sorted(by_bytes.items(), reverse=True):
         kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
