@@ -236,6 +236,7 @@ def test_quick_is_a_part_of_the_whole() -> None:
 
 def run(target: Path, *arguments: str, program: Typer = app) -> Result:
     options = ["--target", str(target), "--device", "cpu", "--quick", "--tokens", "8", "--seeds", "32"]
+    options += ["--context", "256"]
     return CliRunner().invoke(program, ["verify", *options, *arguments], env={"COLUMNS": "120"})
 
 
