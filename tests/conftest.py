@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -197,6 +198,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if not torch.cuda.is_available():
         gc.unfreeze = lambda: None
+    if "triton.runtime.interpreter" in sys.modules and not torch.cuda.is_available():
+        from tests.helpers.interpreter import replace_language_once_a_launch
+
+        replace_language_once_a_launch()
 
 
 def pytest_sessionfinish() -> None:

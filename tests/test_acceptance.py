@@ -23,7 +23,7 @@ from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixt
 from tests.test_cli_fakes import make_stats
 
 TARGET = "two_layer_target"
-CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 44, 7, 12
+CAPACITY, COUNT, GAMMA, GAMMA_DRAFT = 1024, 36, 7, 12
 BUDGET, CHUNK, SINKS = 192, 8, 16
 # The tree for a draft that sees everything.
 PARENTS = likely_parents(GAMMA_DRAFT, USUAL_ACCEPTANCE["full"])

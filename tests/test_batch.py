@@ -35,10 +35,10 @@ class FailingRunner(ModelRunner):
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"max_new_tokens": 31},
-    {"max_new_tokens": COUNT, "temperature": 0.8, "seed": 3},
-    {"max_new_tokens": 17, "temperature": 1.0, "seed": 2**63, "top_k": 40, "stop": "zzz"},
-    {"max_new_tokens": COUNT, "temperature": 0.7, "seed": 3, "top_p": 0.9, "min_p": 0.02},
+    {"max_new_tokens": 17},
+    {"max_new_tokens": 22, "temperature": 0.8, "seed": 3},
+    {"max_new_tokens": 13, "temperature": 1.0, "seed": 2**63, "top_k": 40, "stop": "zzz"},
+    {"max_new_tokens": 22, "temperature": 0.7, "seed": 3, "top_p": 0.9, "min_p": 0.02},
 ]
 
 

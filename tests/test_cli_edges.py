@@ -296,10 +296,10 @@ SHELL_RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "how"), SHELL_RUNS)
-def test_streams_of_a_shell(target: Path, command: str, how: str) -> None:
+def test_streams_of_a_shell(one_layer_draft: Path, command: str, how: str) -> None:
     """With descriptors that are closed or full indeed, up to the interpreter's end."""
     redirection, code, complaint = SHELL[how]
-    loaded = ["--target", str(target), "--device", "cpu"]
+    loaded = ["--target", str(one_layer_draft), "--device", "cpu", "--context", "128"]
     words = {
         "--version": ["--version"],
         "plan": [*PLAN],

@@ -69,12 +69,12 @@ def test_what_is_asked_of_a_runtime_can_be(folder: Path, line: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_runs(folder: Path, long_target: Path, two_layer_target: Path) -> None:
+def test_every_command_runs(folder: Path, two_layer_target: Path, one_layer_draft: Path) -> None:
     """With small random models, but for the demo, which has its own. All in one process."""
-    (folder / "Llama-2-13b").symlink_to(long_target)
+    (folder / "Llama-2-13b").symlink_to(two_layer_target)
     others = [line for line in README_LINES if line.split()[0] in ("plan", "profile", "verify")]
     for line in [*LINES, *others]:
-        words = line.replace("./model.gguf", str(long_target)).replace("./draft.gguf", str(two_layer_target))
+        words = line.replace("./model.gguf", str(two_layer_target)).replace("./draft.gguf", str(one_layer_draft))
         result = run(words, *shlex.split(SHORTER[line.split()[0]]))
         assert result.exit_code == 0 and result.stdout.strip(), (line, result.stderr, result.exception)
     assert (folder / "plan.png").exists() and (folder / "config" / "profiles" / "mine.toml").exists()

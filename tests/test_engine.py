@@ -17,7 +17,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
-COUNT = 30
+COUNT = 22
 
 
 @pytest.fixture(scope="module")

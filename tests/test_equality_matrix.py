@@ -14,7 +14,7 @@ from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an auto
 
 # The first is longer than a block of keys and values, so that some of them stream.
 PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(300)], PROMPT, "the lazy dog"]
-COUNT = 13
+COUNT = 10
 SMALL: dict[str, Any] = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4}
 DRAFTS: dict[str, dict[str, Any]] = {
     "n-grams": {"draft": "ngram", "gamma": 7},

@@ -61,6 +61,12 @@ def _parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """All of its nodes."""
+    return tuple(ast.walk(_parsed(source)))
+
+
 def _module_of(path: Path) -> str:
     """The row of the table that a file belongs to."""
     if not path.is_relative_to(RUNTIME):
@@ -76,7 +82,7 @@ def _imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
         package: Dotted package the file is in, which relative imports start from.
     """
     names: list[str] = []
-    for node in ast.walk(_parsed(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -227,12 +233,13 @@ SMALL_BUT_WHOLE = {
 
 def _documentation_lines(source: str) -> set[int]:
     lines: set[int] = set()
-    for node in ast.walk(_parsed(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return lines
 
 
+@cache
 def _tokens(source: str) -> list[tokenize.TokenInfo]:
     """What is code: no blank lines, no comments, no indentation."""
     layout = {
@@ -292,7 +299,7 @@ DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "tomli_w": "tomli-w"}  # whose names 
 def test_what_is_imported_is_required() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in required}
-    nodes = [node for path in RUNTIME.rglob("*.py") for node in ast.walk(_parsed(path.read_text()))]
+    nodes = [node for path in RUNTIME.rglob("*.py") for node in _nodes(path.read_text())]
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     tops = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - NOT_REQUIRED
@@ -335,7 +342,7 @@ PRIVATE_OF_OTHERS = {"_C", "_exit", "_from_config", "_replace", "_sleep", "_toke
 def _private_names(source: str) -> set[str]:
     """Private attributes that are not a test's own, and private names of our packages that are imported."""
     names: list[str] = []
-    for node in ast.walk(_parsed(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Attribute):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             names += [] if own else [node.attr]
@@ -369,7 +376,7 @@ OUR_MODULES = {
 def _imported_names(source: str) -> dict[str, str]:
     """The dotted name of everything of `OUR_MODULES` that a source imports, by what it is called there."""
     found: dict[str, str] = {}
-    for node in ast.walk(_parsed(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
             found |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -380,7 +387,7 @@ def _imported_names(source: str) -> dict[str, str]:
 def _patched(source: str) -> set[str]:
     """What of our modules and classes a source replaces: by pytest, by `mock` or by hand, of a name or an object."""
     imported, targets = _imported_names(source), list[ast.expr]()
-    for node in ast.walk(_parsed(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             targets.append(node.value)
         elif isinstance(node, ast.Call) and node.args:

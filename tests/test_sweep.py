@@ -115,7 +115,7 @@ def test_several_sweeps_share_a_runtime(
 ) -> None:
     small = {
         "budget": ("64", "512"), "chunk": ("16",), "context": ("900", "300"), "gamma": ("4", "d5"),
-        "policy": ("topk", "chain"), "needle": ("0.9", "0.1"),
+        "policy": ("topk", "chain"), "needle": ("0.9",),
     }  # fmt: skip
     for name, values in small.items():
         monkeypatch.setitem(SWEEPS, name, replace(SWEEPS[name], values=values))
@@ -155,6 +155,7 @@ class Lying(Session):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["gpu"], indirect=True)
 def test_a_row_says_where_it_is_not_plain_decoding(runtime: Runtime) -> None:
     rows = RowMeasurement(Lying(runtime), Rig(runtime), {"novel": [TOKENS]}, Lengths(8, 8, 2))
     row = rows.measure(Setting(OPTIONS, 0.6, 900, 9, 8))
@@ -163,18 +164,17 @@ def test_a_row_says_where_it_is_not_plain_decoding(runtime: Runtime) -> None:
 
 @pytest.mark.slow
 def test_places_are_drawn_from_several_texts(sweep: Callable[..., int], tmp_path: Path) -> None:
-    other, outs = tmp_path / "other.txt", [tmp_path / f"{seed}.json" for seed in (1, 1, 2)]
+    other, outs = tmp_path / "other.txt", [tmp_path / f"{seed}.json" for seed in (1, 2)]
     other.write_text(TEXT[::-1] * 60)
     found = []
-    for seed, out in zip((1, 1, 2), outs, strict=True):
-        out.unlink(missing_ok=True)
+    for seed, out in zip((1, 2), outs, strict=True):
         words = ("--values", "9", "--other-text", str(other), "--draw", str(seed), "--out", str(out))
         assert sweep("gamma", *words) == 0
         (row,) = json.loads(out.read_text())["rows"]
         found.append([(place["text"], place["tokens"]) for place in row["places"]])
         times = [place["times_plain"] for place in row["places"]]
         assert min(times) <= row["times_plain"] <= max(times) and row["identical_to_plain"]
-    assert [name for name, _ in found[0]] == ["novel.txt", "other.txt"] and found[0] == found[1] != found[2]
+    assert [name for name, _ in found[0]] == ["novel.txt", "other.txt"] and found[0] != found[1]
 
 
 @pytest.mark.slow
@@ -400,6 +400,7 @@ def test_longer_contexts_come_first() -> None:
     base = Setting(OPTIONS, 0.6, 900, 9, 8)
     assert [point.label for point in points_of("context", base, ["4K", "120K", "300"])] == ["120K", "4K", "300"]
     assert [point.setting.context_tokens for point in points_of("context", base, None)][:2] == [122880, 65536]
+    assert [point.label for point in points_of("needle", base, ["0.1", "0.9"])] == ["0.9", "0.1"], "and deeper needles"
     with pytest.raises(OptionError, match="starts must be at least 1"):
         Lengths(1, 1, 0)
 

@@ -384,7 +384,7 @@ def test_on_a_stream_of_its_own_beside_a_pass(params: SamplingParams) -> None:
     )  # fmt: skip
     draft = make_tree_draft(hf_model=noisy(1, 0.08), capacity_tokens=CONTEXT, device=device)
     prompts = [random_tokens(length, seed=length) for length in (30, 1, 77)]
-    plain, _ = decode(made.runner, Proposer(), params, prompts, gamma=0, tree_nodes=None, count=60)
+    plain, _ = decode(made.runner, Proposer(), params, prompts, gamma=0, tree_nodes=None, count=40)
     hogs = list[torch.Tensor]()
 
     def beside(logits: torch.Tensor) -> Callable[[], bool]:
@@ -397,7 +397,7 @@ def test_on_a_stream_of_its_own_beside_a_pass(params: SamplingParams) -> None:
 
     proposer = draft.proposer(params, num_sequences=BATCH)
     said, rounds = decode(
-        made.runner, proposer, params, prompts, gamma=5, tree_nodes=24, count=60, watch=beside
+        made.runner, proposer, params, prompts, gamma=5, tree_nodes=24, count=40, watch=beside
     )  # fmt: skip
     assert said == plain and mean_accepted(rounds) > 0 and hogs
     draft.made.close()

@@ -32,7 +32,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
 PROMPTS = [PROMPT, "a link", "system user assistant: a layer, a slot; the pass streams on"]
-COUNT, BRIEFLY = 30, 12
+COUNT, BRIEFLY = 20, 10
 NEWEST = SpeculationOptions("chain", "streaming", sink_tokens=4, recent_tokens=64)
 
 

@@ -26,7 +26,7 @@ from tests.helpers.trees import TreeScript, Watched, pruned
 from tests.test_chosen_windows import with_controller
 
 PROMPTS = [[5 + (3 * i * i + i // 7) % 60 for i in range(length)] for length in (230, 30, 470)]
-COUNT = 40
+COUNT = 30
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 0.6, "seed": 2}, {"temperature": 1.0, "seed": 3, "top_k": 3}
 ]  # fmt: skip

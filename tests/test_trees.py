@@ -23,7 +23,7 @@ from tests.helpers.models import random_model, random_tokens
 from tests.helpers.sampling import run_step, slots_for
 from tests.helpers.trees import BlockRecorder, TreeScript, begin, committed_kv, decode, plain
 
-CAPACITY, WINDOW, COUNT = 1024, 80, 42
+CAPACITY, WINDOW, COUNT = 1024, 80, 32
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=3), SamplingParams(temperature=1.0, seed=4)]
 # Ragged: at the beginning of a block, right before the end of one, and of the second one.
 PROMPTS = {0: random_tokens(21, seed=1), 1: random_tokens(BLOCK_TOKENS - 20, seed=2), 2: random_tokens(490, seed=3)}

@@ -21,7 +21,7 @@ from tests.helpers.trees import Foreknown
 from tests.test_chosen_windows import WorkClock, window_widths
 
 TARGET = "long_target"
-CONTEXT, COUNT, BRIEFLY = 700, 40, 20
+CONTEXT, COUNT, BRIEFLY = 700, 28, 14
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.6, "seed": 3},
@@ -100,7 +100,7 @@ def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     with load(target, draft=draft, **options) as runtime:
         wait_for_link(runtime, free=63)
         WorkClock(runtime, step_s=0.002)
-        stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=COUNT, ignore_eos=True).stats
+        stats = runtime.generate(PROMPT[:50] * 10, max_new_tokens=40, ignore_eos=True).stats
         widths = window_widths(runtime)
         assert runtime.parts.proposer.modes({0: [1, 2, 3, 1, 2]}) == ("chain",)
     assert {name.split()[0] for name in stats.windows} <= {"chain", "plain"}

@@ -50,7 +50,7 @@ def models(
 def batches(
     runtime: Runtime, sampling: dict[str, Any], sizes: tuple[int, ...], **options: Any
 ) -> list[list[list[int]]]:
-    asked = {"max_new_tokens": 14, "ignore_eos": True, **sampling, **options}
+    asked = {"max_new_tokens": 10, "ignore_eos": True, **sampling, **options}
     return [[result.tokens for result in runtime.generate_batch(PROMPTS[:size], **asked)] for size in sizes]
 
 

@@ -151,7 +151,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
     stages = [(1, target.layout.head_bytes / attained_hbm, _head_operations(target, height) / flops)]
     matrix_s = 2 * target.layer_elements * height / flops
-    moved = [layer.moved_bytes(slices) for layer in target.layout.layers]
+    moved = _moved_bytes(target, slices)
     kinds = Counter(zip(target.config.layer_windows, moved, strict=True))  # layers are of a few
     for (reach, moved_bytes), count in kinds.items():
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
@@ -172,6 +172,13 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S,
         staging_s=staging_s, lookahead_s=lookahead_s,
     )  # fmt: skip
+
+
+def _moved_bytes(model: ModelPlan, slices: int = 1) -> list[int]:
+    """What a pass moves of each layer's block; those of plain models are all one and the same."""
+    layers = model.layout.layers
+    moved = {id(layer): layer.moved_bytes(slices) for layer in {id(layer): layer for layer in layers}.values()}
+    return [moved[id(layer)] for layer in layers]
 
 
 def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
@@ -225,7 +232,7 @@ def _step_s(
 ) -> float:
     """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
     layers = model.config.num_layers
-    hbm_bytes = sum(layer.moved_bytes() for layer in model.layout.layers) + model.layout.head_bytes + kv_bytes
+    hbm_bytes = sum(_moved_bytes(model)) + model.layout.head_bytes + kv_bytes
     operations = 2 * rows * layers * model.layer_elements + _head_operations(model, rows)
     compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
     launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + model.layout.num_decodings

@@ -140,7 +140,7 @@ class ModelPlan:
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers."""
-        return sum(self.layout.layer_bytes[layer] for layer in layers)
+        return sum(map(self.layout.layer_bytes.__getitem__, layers))
 
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers in host memory, which is given out in whole pages."""

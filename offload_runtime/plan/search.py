@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -34,6 +35,7 @@ from offload_runtime.plan.request import (
     MemoryLimits,
     device_type_of,
     limits_of,
+    resolve_dtype,
 )
 from offload_runtime.weights import DescribedModel
 
@@ -211,7 +213,8 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         ways, obstacle = find_candidates(plan)
     except (BudgetError, OptionError) as error:
         batch = plan.target.batch
-        fitting = bisect_left(range(1, batch), True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
+        fewer = range(1, min(batch, most_sequences(plan.request, plan.limits) + 1))
+        fitting = bisect_left(fewer, True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
         if not fitting:
             raise
         raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
@@ -226,6 +229,16 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     chosen = max(chain, triforce, key=lambda way: tok_per_s(way, machine))
     speed = "faster" if chosen.has_verifier else "slower"
     return replace(chosen, reason=f"predicted to be {speed}: {_comparison(triforce, chain, machine)}")
+
+
+def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
+    """Of the sequences asked for those that could fit the device if it held nothing else: wherever the KV cache lives,
+    at least one block of each sequence is there in every layer."""
+    if limits.device_bytes is None:
+        return request.max_batch
+    dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))
+    each_bytes = kv_cache_bytes(request.target.config(), dtype, capacity_tokens=1, batch=1)
+    return min(request.max_batch, limits.device_bytes // each_bytes)
 
 
 def _refuses(plan: RunPlan) -> bool:
@@ -368,6 +381,7 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
 # --- one way: on the device
 
 
+@lru_cache(maxsize=4096)  # every way to place a model asks for the same
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
     """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
     return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)}))
@@ -443,9 +457,13 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
 def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tuple[int, ...]:
     """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
     equals: of a sliding window a pass brings little, however long the text is."""
-    by_bytes: dict[int, list[int]] = {}
+    by_reach: dict[int | None, list[int]] = {}
     for layer in layers:
-        by_bytes.setdefault(target.streamed_kv_bytes(layer, target.context_tokens - 1), []).append(layer)
+        by_reach.setdefault(target.config.layer_windows[layer], []).append(layer)
+    by_bytes: dict[int, list[int]] = {}
+    for equals in by_reach.values():
+        by_bytes.setdefault(target.streamed_kv_bytes(equals[0], target.context_tokens - 1), []).extend(equals)
+    by_bytes = {nbytes: sorted(equals) for nbytes, equals in by_bytes.items()}
     kept: list[int] = []
     for _, equals in sorted(by_bytes.items(), reverse=True):
         kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]

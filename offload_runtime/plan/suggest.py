@@ -22,7 +22,7 @@ from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.forecast import RunForecast
 from offload_runtime.plan.memory import RunPlan, make_plan
 from offload_runtime.plan.request import MachineFigures, limits_of, longest_context, resolve_context
-from offload_runtime.plan.search import find_candidates, least_pinned_bytes, plan_run
+from offload_runtime.plan.search import find_candidates, least_pinned_bytes, most_sequences, plan_run
 
 _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256
@@ -154,7 +154,7 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
     if request.encode == "none":
         yield "--encode auto", replace(request, encode="auto")
     yield from _shorter(request, machine)
-    fewer = range(1, request.max_batch)
+    fewer = range(1, min(request.max_batch, most_sequences(request, limits_of(machine, request)) + 1))
     yield from _largest("--batch", fewer, lambda sequences: replace(request, max_batch=sequences), machine)
     if request.kv != "auto":
         for place in ("auto", "gpu" if request.kv == "host" else "host"):
