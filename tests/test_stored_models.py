@@ -18,7 +18,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource
-from offload_runtime.weights.encodings.gguf_rows import decode_rows, has_finite_scales, row_bytes
+from offload_runtime.weights.encodings.gguf_rows import decode_rows, has_finite_scales, row_bytes, store_rows
 
 SMALL = WideShape(256, 512, 2, 4, 2, 64)
 PLAIN = SpeculationOptions("none")
@@ -34,8 +34,10 @@ def model(stored: str, shape: WideShape = SMALL, *, seed: int = 0) -> Checkpoint
 def test_random_blocks_are_finite_and_of_the_size_of_weights(kind: str) -> None:
     blocks = random_blocks(kind, 512, torch.Generator().manual_seed(1))
     assert has_finite_scales(kind, blocks) and blocks.unique().numel() == 256
-    out = torch.empty(len(blocks), FORMATS[kind].weights)
-    decode_rows(kind, blocks, out)
+    columns = FORMATS[kind].weights
+    rows, out = torch.empty(512, row_bytes(kind, columns), dtype=torch.uint8), torch.empty(512, columns)
+    store_rows(kind, blocks, columns, rows)
+    decode_rows(kind, rows, out)
     assert out.isfinite().all() and abs(float(out.mean())) < 3e-3 and 0.01 < float(out.std()) < 0.04
 
 
@@ -97,7 +99,7 @@ def test_a_script_decides_how_many_tokens_a_pass_gives() -> None:
     assert [row["tokens_per_pass"] for row in found["scripted"]] == [2, 3]
     assert all(row["identical_to_plain"] for row in found["scripted"])
     weights = found["weights"]
-    head_bytes = 256 * 68  # in Q8_0
+    head_bytes = 256 * row_bytes("Q8_0", 64)
     assert weights["read_bytes_per_pass"] == weights["streamed_bytes_per_pass"] + head_bytes
     assert set(weights["bytes_by_kind"]) == {"F32", "Q5_0", "Q8_0"}
     assert weights["streamed_bytes_per_pass"] == found["bytes_per_pass"] > weights["streamed_elements"] / 2

@@ -56,7 +56,7 @@ def packed(values: np.ndarray, quant: gguf.GGMLQuantizationType) -> np.ndarray:
         return gguf.quantize(values, quant)
     form, rng = FORMATS[quant.name], np.random.default_rng(values.size)
     blocks = rng.integers(0, 256, (values.size // form.weights, form.nbytes), dtype=np.uint8)
-    halves = [blocks[:, at : at + 2] for at in (form.d, form.m) if at is not None]
+    halves = [blocks[:, at : at + 2] for at in form.file_halves]
     for half in halves:
         half[:] = np.ones((len(blocks), 1), np.float16).view(np.uint8)
     scale = values.std() / gguf.dequantize(blocks, quant).std()

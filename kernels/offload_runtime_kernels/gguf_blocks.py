@@ -90,6 +90,11 @@ class BlockFormat(NamedTuple):
         """Whether the second plane has units too."""
         return self.q.high is not None and self.q.high.span > 1
 
+    @property
+    def file_halves(self) -> tuple[int, ...]:
+        """Where d, and m where there is one, begin in a block of a file."""
+        return tuple(self.fields[half.field][0] + half.at for half in (self.d, self.m) if half is not None)
+
     def file_bytes(self, columns: int) -> int:
         """Bytes of a row in a file."""
         return columns // self.weights * self.nbytes
@@ -263,8 +268,9 @@ def _integers_reference(stored: torch.Tensor, count: int, integers: Integers, fo
 
 
 def _half_reference(stored: torch.Tensor, half: Half, form: BlockFormat) -> torch.Tensor:
+    """fp32 [1, blocks]."""
     at = _field_starts(form)[half.field] + half.at
-    return stored[at : at + 2].t().contiguous().view(torch.float16).float().t()
+    return (stored[at].short() | stored[at + 1].short() << 8).view(torch.float16).float()[None]
 
 
 def _decode_reference(stored: torch.Tensor, form: BlockFormat) -> torch.Tensor:

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
+from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton, pack_rows
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
@@ -25,10 +25,8 @@ def blocks_of(kind: str, count: int, scales: tuple[int, ...] = SCALES) -> torch.
     form, generator = FORMATS[kind], np.random.default_rng(len(kind) + count)
     same = np.repeat(np.arange(256, dtype=np.uint8)[:, None], form.nbytes, axis=1)
     blocks = np.concatenate((same, generator.integers(0, 256, (count, form.nbytes), dtype=np.uint8)))
-    for at in (form.d, form.m):
-        if at is not None:
-            chosen = generator.choice(np.array(scales, dtype=np.uint16), (len(blocks), 1))
-            blocks[:, at : at + 2] = chosen.view(np.uint8)
+    for at in form.file_halves:
+        blocks[:, at : at + 2] = generator.choice(np.array(scales, dtype=np.uint16), (len(blocks), 1)).view(np.uint8)
     return torch.from_numpy(blocks)
 
 
@@ -38,21 +36,31 @@ def by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
-def by_reference(kind: str, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.full((len(blocks), FORMATS[kind].weights), float("nan"), dtype=dtype)
-    decode_blocks_reference(blocks, FORMATS[kind], out)
+def in_rows(kind: str, blocks: torch.Tensor, blocks_a_row: int = 1) -> torch.Tensor:
+    """uint8 [R, row_bytes]: so many blocks of a file after another as a row."""
+    form = FORMATS[kind]
+    rows = blocks.reshape(-1, blocks_a_row * form.nbytes)
+    out = torch.full((len(rows), form.row_bytes(blocks_a_row * form.weights)), 255, dtype=torch.uint8)
+    pack_rows(rows, form, blocks_a_row * form.weights, out)
     return out
 
 
-def by_kernel(kind: str, blocks: torch.Tensor, dtype: torch.dtype, *, offset: int = 0) -> torch.Tensor:
-    """The blocks lie `offset` bytes into an allocation; what lies behind the result must stay as it is."""
-    form = FORMATS[kind]
-    room = torch.zeros(offset + blocks.numel(), dtype=torch.uint8, device=KERNEL_DEVICE)
-    room[offset:] = blocks.flatten()
-    out = torch.full((len(blocks) + 3, form.weights), 7.0, dtype=dtype, device=KERNEL_DEVICE)
-    decode_blocks_triton(room[offset:], form, out[: len(blocks)])
-    assert bool((out[len(blocks) :] == 7.0).all())
-    return out[: len(blocks)].cpu()
+def by_reference(kind: str, blocks: torch.Tensor, dtype: torch.dtype, blocks_a_row: int = 1) -> torch.Tensor:
+    """[blocks, weights]."""
+    stored = in_rows(kind, blocks, blocks_a_row)
+    out = torch.full((len(stored), blocks_a_row * FORMATS[kind].weights), float("nan"), dtype=dtype)
+    decode_blocks_reference(stored, FORMATS[kind], out)
+    return out.view(len(blocks), -1)
+
+
+def by_kernel(kind: str, blocks: torch.Tensor, dtype: torch.dtype, blocks_a_row: int = 1) -> torch.Tensor:
+    """The same; what lies behind the result must stay as it is."""
+    stored = in_rows(kind, blocks, blocks_a_row).to(KERNEL_DEVICE)
+    columns = blocks_a_row * FORMATS[kind].weights
+    out = torch.full((len(stored) + 3, columns), 7.0, dtype=dtype, device=KERNEL_DEVICE)
+    decode_blocks_triton(stored, FORMATS[kind], out[: len(stored)])
+    assert bool((out[len(stored) :] == 7.0).all())
+    return out[: len(stored)].view(len(blocks), -1).cpu()
 
 
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -89,27 +97,44 @@ def test_blocks_that_the_package_packed(kind: str) -> None:
     assert float(error) < 0.2 * float(np.abs(values).mean())  # and it is what was packed
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_packed_row_has_the_bytes_of_its_blocks_and_zeros(kind: str) -> None:
+    for blocks_a_row in (1, 2, 5):
+        blocks = blocks_of(kind, 4).view(-1, FORMATS[kind].nbytes)[:250]
+        rows = in_rows(kind, blocks, blocks_a_row)
+        padding = rows.shape[1] - blocks_a_row * FORMATS[kind].nbytes
+        assert 0 <= padding < FORMATS[kind].nbytes + 16
+        expected = torch.nn.functional.pad(blocks.reshape(len(rows), -1), (0, padding))
+        assert torch.equal(rows.sort(dim=1).values, expected.sort(dim=1).values)
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
 def test_kernel_has_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
-    """A last program that is not full, one block alone, and blocks at an address that is even and no more."""
-    blocks = blocks_of(kind, 131, SCALES + NOT_FINITE)
-    expected = by_reference(kind, blocks, dtype)
-    assert_same_bits(by_kernel(kind, blocks, dtype), expected)
-    assert_same_bits(by_kernel(kind, blocks[300:301], dtype), expected[300:301])
-    assert_same_bits(by_kernel(kind, blocks[:17], dtype, offset=2), expected[:17])
+    """Rows of one block, of whole tiles, and of some that neither a tile nor a unit of two blocks divides; a last
+    program that is not full, and a row alone."""
+    blocks = blocks_of(kind, 17 * 24 - 256, SCALES + NOT_FINITE)
+    whole_tile = 256 // FORMATS[kind].weights
+    for blocks_a_row in (1, 2 * whole_tile, 17 if whole_tile > 1 else 3):
+        some = blocks[: len(blocks) // blocks_a_row * blocks_a_row]
+        expected = by_reference(kind, some, dtype, blocks_a_row)
+        assert_same_bits(by_kernel(kind, some, dtype, blocks_a_row), expected)
+        one_row = slice(3 * blocks_a_row, 4 * blocks_a_row)
+        assert_same_bits(by_kernel(kind, some[one_row], dtype, blocks_a_row), expected[one_row])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_matrices_of_real_models(kind: str) -> None:
-    """gate and up of Llama-3-70B, and a matrix of more weights than 32 bits count: blocks that come again and again."""
+    """gate and up of Llama-3-70B, and a matrix of more weights than 32 bits count: rows that come again and again."""
     form = FORMATS[kind]
-    once = blocks_of(kind, 1 << 14)
-    expected = by_reference(kind, once, BF16).to(KERNEL_DEVICE)
-    for weights in (57344 * 8192, (1 << 31) + (1 << 16)):
-        times = -(-weights // expected.numel())
-        out = torch.empty(times, *expected.shape, dtype=BF16, device=KERNEL_DEVICE)
-        decode_blocks_triton(once.to(KERNEL_DEVICE).repeat(times, 1), form, out)
-        assert all(torch.equal(part.view(torch.int16), expected.view(torch.int16)) for part in out)
+    blocks_a_row = 8192 // form.weights
+    once = in_rows(kind, blocks_of(kind, 64 * blocks_a_row - 256), blocks_a_row).to(KERNEL_DEVICE)
+    expected = torch.empty(64, 8192, dtype=BF16)
+    decode_blocks_reference(once.cpu(), form, expected)
+    expected = expected.to(KERNEL_DEVICE)
+    for height in (57344, (1 << 18) + 64):
+        out = torch.empty(height, 8192, dtype=BF16, device=KERNEL_DEVICE)
+        decode_blocks_triton(once.repeat(height // 64, 1), form, out)
+        assert all(torch.equal(part.view(torch.int16), expected.view(torch.int16)) for part in out.split(64))

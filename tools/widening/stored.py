@@ -13,13 +13,13 @@ from threading import Lock
 
 import torch
 from gguf_mix import MIXES, stored_kinds
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks
+from offload_runtime_kernels.gguf_blocks import FORMATS
 from widening.made import UntrainedLlama, named_generator
 from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.encodings.gguf_rows import decode_rows, row_bytes
+from offload_runtime.weights.encodings.gguf_rows import decode_rows, row_bytes, store_rows
 
 BF16 = "bf16"
 STORED = (*(mix.lower() for mix in MIXES), BF16)
@@ -56,21 +56,26 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
 
     def decoded(d: float, m: float) -> torch.Tensor:
         sample = blocks[:_SAMPLE_BLOCKS]
-        for at, number in ((form.d, d), (form.m, m)):
-            if at is not None:
-                put(at, torch.full((len(sample),), number))
-        out = torch.empty(len(sample), form.weights)
-        decode_blocks(sample, form, out)
-        return out
+        for at, number in zip(form.file_halves, (d, m), strict=False):
+            put(at, torch.full((len(sample),), number))
+        return _decoded(kind, sample.view(1, -1), len(sample) * form.weights)
 
     unit = decoded(1.0, 0.0)
     ratio = 0.0 if form.m is None else -float(unit.mean() / decoded(0.0, 1.0).mean())
     scale = _STD / float(decoded(1.0, ratio).std())
     spread = torch.rand(count, generator=generator) + 0.5
-    put(form.d, scale * spread)
-    if form.m is not None:
-        put(form.m, scale * ratio * spread)
+    for at, number in zip(form.file_halves, (scale, scale * ratio), strict=False):
+        put(at, number * spread)
     return blocks
+
+
+def _decoded(kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
+    """fp32 [R, columns] of rows as a file has them."""
+    stored = torch.empty(len(blocks), row_bytes(kind, columns), dtype=torch.uint8)
+    store_rows(kind, blocks, columns, stored)
+    out = torch.empty(len(blocks), columns)
+    decode_rows(kind, stored, out)
+    return out
 
 
 def heavy_tailed(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -106,7 +111,7 @@ class _Stretches:
             return self._drawn[kind]
 
     def copy(self, kind: str, name: str, out: torch.Tensor) -> None:
-        """Fill uint8 [rows, bytes of a stored row], contiguous, with the matrix of that name."""
+        """Fill uint8 [rows, bytes of a file's row], contiguous, with the matrix of that name."""
         blocks, flat, done = self.of(kind), out.view(-1), 0
         start = int(torch.randint(len(blocks), (), generator=named_generator(torch.device("cpu"), self._seed, name)))
         source = blocks.view(-1)
@@ -139,21 +144,24 @@ def stored_llama(
         if name not in kinds and out.dim() == 1:  # Llama's only vectors are norms
             out.fill_(1)
             return
-        kind = kinds.get(name, _PLAIN_KIND)
-        if out.dtype == torch.uint8:
-            stretches.copy(kind, name, out)
-        elif kind == _PLAIN_KIND and out.dtype == torch.bfloat16:
+        kind, columns = kinds.get(name, _PLAIN_KIND), shapes[name][1]
+        if kind == _PLAIN_KIND and out.dtype == torch.bfloat16:
             stretches.copy(kind, name, out.view(torch.uint8))
-        else:
-            matrix = torch.empty(len(out), row_bytes(kind, out.shape[1]), dtype=torch.uint8)
-            stretches.copy(kind, name, matrix)
-            step = max(1, _DECODED_ELEMENTS // out.shape[1])
-            for rows, part in zip(matrix.split(step), out.split(step), strict=True):
-                decode_rows(kind, rows, part)
+            return
+        file_bytes = 2 * columns if kind == _PLAIN_KIND else FORMATS[kind].file_bytes(columns)
+        matrix = torch.empty(len(out), file_bytes, dtype=torch.uint8)
+        stretches.copy(kind, name, matrix)
+        step = max(1, _DECODED_ELEMENTS // columns)
+        for rows, part in zip(matrix.split(step), out.split(step), strict=True):
+            if out.dtype == torch.uint8:
+                store_rows(kind, rows, columns, part)
+            else:
+                part.copy_(_decoded(kind, rows, columns))
 
     made = UntrainedLlama(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
     )
+    shapes = {name: to.shape for name, to in checkpoint_tensors(made.config()).items()}
     if mix is not None:
         kinds |= _checked(stored_kinds(made.config(), mix), made)
     return made.as_source(kinds=kinds)

@@ -47,8 +47,7 @@ def has_finite_scales(kind: str, blocks: torch.Tensor) -> bool:
     if kind in KIND_DTYPES:
         return True
     form = FORMATS[kind]
-    places = [form.fields[half.field][0] + half.at for half in (form.d, form.m) if half is not None]
-    upper_bytes = [blocks.view(-1, form.nbytes)[:, at + 1] for at in places]
+    upper_bytes = [blocks.view(-1, form.nbytes)[:, at + 1] for at in form.file_halves]
     return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
 
 
