@@ -49,6 +49,12 @@ def streaming() -> Iterator[str]:
             seconds, launch = window["pass_s"]["median"], percent(window["host_launch_share"])
             yield f"| {window['window_tokens']} | {seconds:.4f} | {percent(window['link_share'])} | {launch} |"
     yield f"({found['results']['ours']['bytes_per_token'] / 1e9:.2f} GB a pass)"
+    later = result("streaming-passes-ef73a52-h200")["results"]["ours"]["windows"]
+    assert (later[0]["window_tokens"], later[-1]["window_tokens"]) == (1, 1024)
+    shares, launches = ([row[key] for row in later] for key in ("link_share", "host_launch_share"))
+    peak_gbps = later[0]["link_peak_gbps"]
+    yield f"{100 * min(shares):.1f} to {percent(max(shares))} of the link's peak of {peak_gbps:.1f} GB/s"
+    yield f"the host launches for {100 * min(launches):.1f} to {percent(max(launches))} of a pass there"
 
 
 def long_context() -> Iterator[str]:

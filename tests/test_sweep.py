@@ -337,6 +337,14 @@ def test_a_cache_that_was_cut_back_serves_other_texts(runtime: Runtime) -> None:
     assert [list(text) for text in found] == [result.tokens for result in fresh]
 
 
+def test_a_text_is_read_again_once_a_warm_up_has_emptied_the_cache(runtime: Runtime) -> None:
+    session = Session(runtime)
+    expected = session.fill(0, TOKENS[:300])
+    target_cache(runtime).truncate(0, 0)
+    found = session.fill(0, TOKENS[:300])
+    assert expected is not None and found is not None and torch.equal(expected, found)
+
+
 def test_a_rig_lets_go_of_what_it_replaces(runtime: Runtime) -> None:
     loaded = weakref.ref(proposer_of(runtime))
     policies = [weakref.ref(observer) for observer in target_cache(runtime).observers]

@@ -171,11 +171,12 @@ class Session:
         Raises:
             ContextLengthError, BudgetError: The cache has no room.
         """
-        held = self._held[sequence]
+        cache = self._runner.cache
+        held = self._held[sequence][: cache.length(sequence)]  # the warm-up of a proposer leaves the cache empty
         length = min(len(held), len(tokens))
         if held[:length] != list(tokens[:length]):
             length = next(index for index in range(length) if held[index] != tokens[index])
-        self._runner.cache.truncate(sequence, length)
+        cache.truncate(sequence, length)
         self._held[sequence] = held[:length]  # first, so that an interruption never leaves more than the cache holds
         logits = self._runner.prefill(sequence, tokens[length:]) if length < len(tokens) else None
         self._held[sequence] = list(tokens)
