@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         "encoding: the kernel adds no minima",
         f"{_KERNELS}/gguf_blocks.py",
-        "            w += m\n        else:",
-        "            w += 0 * m\n        else:",
+        "        w -= m\n    elif FORM.m is not None:\n        w += m\n",
+        "        w -= m\n    elif FORM.m is not None:\n        w += 0 * m\n",
         ("tests/kernels/test_gguf_blocks.py::test_kernel_has_the_bits_of_the_reference[dtype0-Q4_1]",),
     ),
     Mutation(
@@ -247,8 +247,8 @@ MUTATIONS = (
     Mutation(
         "encoding: only the first scale of a block must be finite",
         _GGUF_ROWS,
-        "for at in (form.d, form.m) if at is not None]",
-        "for at in (form.d,)]",
+        "for at in form.file_halves]",
+        "for at in form.file_halves[:1]]",
         ("tests/test_weights_gguf_rows.py::test_scales_that_are_not_finite_are_refused[nan]",),
     ),
     Mutation(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
+from offload_runtime_kernels.linear import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes
@@ -201,6 +202,23 @@ def test_logits_on_a_gpu_are_those_of_the_decoded_file(
     found = logits(source, slots=slots, resident=resident, device="cuda", dtype=dtype)
     assert torch.equal(found, logits(decoded, slots=0, resident=None, device="cuda", dtype=dtype))
     assert len(found.unique()) > 1000
+
+
+@pytest.mark.gpu
+def test_few_rows_and_many_have_the_bits_of_the_decoded_matrix() -> None:
+    """Those that are multiplied with what is stored, and those whose matrix is decoded first; of stacked parts."""
+    height, columns = 9600, 1024
+    encoding = GgufRows(BF16, ((8704, "Q4_K"), (512, "Q6_K"), (384, "Q8_0")))
+    stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, device="cuda")
+    bias = torch.randn(height, device="cuda", dtype=BF16)
+    weight = encoding.weight(stored, (height, columns), bias, None)
+    for rows in (1, 5, 8, 9, 16, 17, 32, 33):
+        x = torch.randn(rows, columns, device="cuda", dtype=BF16) / columns
+        residual = torch.randn(rows, height, device="cuda", dtype=BF16)
+        for gated, added in ((False, None), (True, None), (False, residual)):
+            before = None if added is None else added.clone()
+            expected = linear(x, weight.dense, bias=bias, residual=before, gated=gated)
+            assert torch.equal(weight.linear(x, residual=added, gated=gated), expected), (rows, gated)
 
 
 @pytest.mark.gpu

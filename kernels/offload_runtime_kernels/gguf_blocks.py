@@ -306,20 +306,20 @@ def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.
 
 
 @jit
-def _within(index, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+def _within(index, count, WHOLE: tl.constexpr):
     """An index of a plane; behind its last tile's end the last one, whose weights meet no row of x."""
     if not WHOLE:
-        index = tl.minimum(index, COUNT - 1)
+        index = tl.minimum(index, count - 1)
     return index
 
 
 @jit
-def _units_at(plane_ptr, tile, COUNT: tl.constexpr, NBYTES: tl.constexpr, WHOLE: tl.constexpr):
+def _units_at(plane_ptr, tile, plane_bytes, COUNT: tl.constexpr, WHOLE: tl.constexpr):
     """The units of a tile: [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
-    found = (tl.load(ptr + _within(tile * COUNT, NBYTES // 32, WHOLE) * 8),)
+    found = (tl.load(ptr + _within(tile * COUNT, plane_bytes // 32, WHOLE) * 8),)
     for unit in tl.static_range(1, COUNT):
-        found += (tl.load(ptr + _within(tile * COUNT + unit, NBYTES // 32, WHOLE) * 8),)
+        found += (tl.load(ptr + _within(tile * COUNT + unit, plane_bytes // 32, WHOLE) * 8),)
     return found
 
 
@@ -330,9 +330,9 @@ def _for_both_words(t, ROWS: tl.constexpr):
 
 
 @jit
-def _four_words_at(ptr, first, COUNT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """Four words of a row, which every lane loads at once: [R, 8] each."""
-    words = tl.load(ptr + _within(first + tl.arange(0, 16)[None, :] % 4, COUNT, WHOLE))
+    words = tl.load(ptr + _within(first + tl.arange(0, 16)[None, :] % 4, count, WHOLE))
     even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -342,14 +342,14 @@ def _four_words_at(ptr, first, COUNT: tl.constexpr, WHOLE: tl.constexpr, ROWS: t
 
 
 @jit
-def _words_at(plane_ptr, tile, EACH: tl.constexpr, NBYTES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+def _words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """The words of a tile of a plane that has `EACH` bytes for one: [R, 1] or [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     words: tl.constexpr = EACH // 4
     if EACH == 2:
         found = (tl.load(plane_ptr.to(tl.pointer_type(tl.uint16)) + tile).to(tl.uint32),)
     elif words % 4 == 0:
-        count: tl.constexpr = (NBYTES + 3) // 4
+        count = (plane_bytes + 3) // 4
         found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
         if words == 8:
             found += _four_words_at(ptr, tile * words + 4, count, WHOLE, ROWS)
@@ -361,22 +361,22 @@ def _words_at(plane_ptr, tile, EACH: tl.constexpr, NBYTES: tl.constexpr, WHOLE: 
 
 
 @jit
-def load_tile(row_ptr, tile, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8."""
-    blocks: tl.constexpr = 256 // FORM.weights
-    whole: tl.constexpr = BLOCKS % blocks == 0
-    found = (_units_at(row_ptr, tile, FORM.q.low.bits, BLOCKS * FORM.bytes_0, whole),)
-    ptr = row_ptr + BLOCKS * FORM.bytes_0
+def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+    """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8; with
+    `WHOLE` the `blocks` of a row are whole tiles."""
+    each: tl.constexpr = 256 // FORM.weights
+    found = (_units_at(row_ptr, tile, blocks * FORM.bytes_0, FORM.q.low.bits, WHOLE),)
+    ptr = row_ptr + blocks * FORM.bytes_0
     if FORM.has_upper_units:
-        found += (_units_at(ptr, tile, FORM.q.high.bits, BLOCKS * FORM.bytes_1, whole),)
+        found += (_units_at(ptr, tile, blocks * FORM.bytes_1, FORM.q.high.bits, WHOLE),)
     else:
-        found += (_words_at(ptr, tile, blocks * FORM.bytes_1, BLOCKS * FORM.bytes_1, whole, ROWS),)
+        found += (_words_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
     if FORM.bytes_2 != 0:
-        ptr += BLOCKS * FORM.bytes_1
-        found += (_words_at(ptr, tile, blocks * FORM.bytes_2, BLOCKS * FORM.bytes_2, whole, ROWS),)
+        ptr += blocks * FORM.bytes_1
+        found += (_words_at(ptr, tile, blocks * FORM.bytes_2, each * FORM.bytes_2, WHOLE, ROWS),)
     if FORM.bytes_3 != 0:
-        ptr += BLOCKS * FORM.bytes_2
-        found += (_words_at(ptr, tile, blocks * FORM.bytes_3, BLOCKS * FORM.bytes_3, whole, ROWS),)
+        ptr += blocks * FORM.bytes_2
+        found += (_words_at(ptr, tile, blocks * FORM.bytes_3, each * FORM.bytes_3, WHOLE, ROWS),)
     return found
 
 
@@ -580,18 +580,18 @@ def decode_tile(planes, integer_bits, FORM: tl.constexpr, ROWS: tl.constexpr, DT
     return tl.reshape(tl.permute(found, (0, 7, 1, 2, 3, 4, 5, 6)), [ROWS, 256])
 
 
-@jit(do_not_specialize=("num_rows", "integer_bits"))
+@jit(do_not_specialize=("num_rows", "integer_bits", "blocks"))
 def _decode_blocks_kernel(
-    stored_ptr, out_ptr, num_rows, integer_bits, K: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr,
+    stored_ptr, out_ptr, num_rows, integer_bits, columns, blocks, row_bytes, FORM: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * 256 + tl.arange(0, 256)[None, :]
     # What lies behind the last row reads that row and stores nothing.
-    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * ROW_BYTES
-    planes = load_tile(row_ptr, tl.program_id(1), FORM, BLOCKS, ROWS)
+    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * row_bytes
+    planes = load_tile(row_ptr, tl.program_id(1), blocks, FORM, WHOLE, ROWS)
     w = decode_tile(planes, integer_bits.to(tl.uint32), FORM, ROWS, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * K + column, w, mask=(row < num_rows) & (column < K))
+    tl.store(out_ptr + row * columns + column, w, mask=(row < num_rows) & (column < columns))
 
 
 def decode_blocks_triton(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
@@ -600,8 +600,8 @@ def decode_blocks_triton(stored: torch.Tensor, form: BlockFormat, out: torch.Ten
     rows, columns = out.shape
     with torch.cuda.device_of(stored):
         _decode_blocks_kernel[(triton.cdiv(rows, _DECODED_ROWS), triton.cdiv(columns, TILE))](
-            stored, out, rows, INTEGER_BITS, K=columns, FORM=form, BLOCKS=form.num_blocks(columns),
-            ROW_BYTES=stored.shape[1], ROWS=_DECODED_ROWS, num_warps=4,
+            stored, out, rows, INTEGER_BITS, columns, form.num_blocks(columns), stored.shape[1], FORM=form,
+            WHOLE=columns % TILE == 0, ROWS=_DECODED_ROWS, num_warps=4,
         )  # fmt: skip
 
 

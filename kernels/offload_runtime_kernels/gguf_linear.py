@@ -21,10 +21,11 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.gguf_blocks import INTEGER_BITS, BlockFormat, decode_half, decode_tile, load_tile
+from offload_runtime_kernels.gguf_blocks import INTEGER_BITS, TILE, BlockFormat, decode_half, decode_tile, load_tile
 
-# Rows of x from which on a matrix is decoded into memory and multiplied there.
-MOST_ROWS = 32
+# Of more rows of x a matrix is decoded into memory and multiplied there. One size for all fewer ones, as eight are
+# hardly faster and a kernel takes some eight seconds to compile.
+MOST_ROWS = 16
 # A W of fewer rows has too few programs of rows of their own.
 _TALL = 8192
 
@@ -64,21 +65,20 @@ def _stretches(near, far, integer_bits, FORM: tl.constexpr, STRETCHES: tl.conste
 
 
 @jit
-def _columns_at(x_ptrs, start, k, real, K: tl.constexpr, WIDTH: tl.constexpr):
-    """[WIDTH, N] of x, zero behind the last column."""
-    if K % WIDTH == 0:
+def _columns_at(x_ptrs, start, k, real, columns, WHOLE: tl.constexpr):
+    """[width, N] of x, zero behind the last column."""
+    if WHOLE:
         x = tl.load(x_ptrs + start, mask=real, other=0.0)
     else:
-        x = tl.load(x_ptrs + start, mask=real & (start + k < K), other=0.0)
+        x = tl.load(x_ptrs + start, mask=real & (start + k < columns), other=0.0)
     return x
 
 
-@jit(do_not_specialize=("num_rows", "integer_bits"))
+@jit(do_not_specialize=("num_rows", "height", "stride", "integer_bits", "blocks"))
 def _gguf_linear_kernel(
-    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, integer_bits,
-    K: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STRETCHES: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, integer_bits, columns, blocks, row_bytes,
+    FORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRETCHES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -90,25 +90,25 @@ def _gguf_linear_kernel(
     near = tl.program_id(0) * BLOCK_M + i // (8 * STRETCHES) * 16 + i % 8
     stretch = i // 8 % STRETCHES
     # What lies behind the last row reads that row and stores nothing.
-    near_ptr = stored_ptr + tl.minimum(near, height - 1).to(tl.int64) * ROW_BYTES
-    far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * ROW_BYTES
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    near_ptr = stored_ptr + tl.minimum(near, height - 1).to(tl.int64) * row_bytes
+    far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * row_bytes
+    row = tl.arange(0, BLOCK_N)[None, :]
     real = row < num_rows
+    tiles = tl.cdiv(columns, 256)
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     # Triton must not see how an operand of `tl.dot` is decoded: where it does, it takes columns out of their order, so
     # that each thread loads more at a time. It looks neither behind a branch nor behind the last step of a loop.
     if STRETCHES == 1:
         k = tl.arange(0, 128)[:, None]
-        x_ptrs = x_ptr + row.to(tl.int64) * K + k
-        tiles: tl.constexpr = (K + 255) // 256
-        near_planes = load_tile(near_ptr, 0, FORM, BLOCKS, rows)
-        far_planes = load_tile(far_ptr, 0, FORM, BLOCKS, rows)
-        for tile in tl.range(0, tiles, num_stages=STAGES):
+        x_ptrs = x_ptr + row.to(tl.int64) * columns + k
+        near_planes = load_tile(near_ptr, 0, blocks, FORM, WHOLE, rows)
+        far_planes = load_tile(far_ptr, 0, blocks, FORM, WHOLE, rows)
+        for tile in tl.range(0, tiles, num_stages=3):
             after = tl.minimum(tile + 1, tiles - 1)
-            next_near = load_tile(near_ptr, after, FORM, BLOCKS, rows)
-            next_far = load_tile(far_ptr, after, FORM, BLOCKS, rows)
+            next_near = load_tile(near_ptr, after, blocks, FORM, WHOLE, rows)
+            next_far = load_tile(far_ptr, after, blocks, FORM, WHOLE, rows)
             for half in tl.static_range(2):
-                x = _columns_at(x_ptrs, (2 * tile + half) * 128, k, real, K, 128)
+                x = _columns_at(x_ptrs, (2 * tile + half) * 128, k, real, columns, WHOLE)
                 w = tl.zeros([BLOCK_M, 128], dtype)
                 if integer_bits != 0:  # always
                     w = _half_rows(near_planes, far_planes, half, integer_bits, FORM, BLOCK_M, dtype)
@@ -117,18 +117,20 @@ def _gguf_linear_kernel(
     else:
         width: tl.constexpr = STRETCHES * 256
         k = tl.arange(0, width)[:, None]
-        x_ptrs = x_ptr + row.to(tl.int64) * K + k
-        last: tl.constexpr = (K + 255) // 256 - 1
-        near_planes = load_tile(near_ptr, tl.minimum(stretch, last), FORM, BLOCKS, rows)
-        far_planes = load_tile(far_ptr, tl.minimum(stretch, last), FORM, BLOCKS, rows)
+        x_ptrs = x_ptr + row.to(tl.int64) * columns + k
+        first = tl.minimum(stretch, tiles - 1)
+        near_planes = load_tile(near_ptr, first, blocks, FORM, WHOLE, rows)
+        far_planes = load_tile(far_ptr, first, blocks, FORM, WHOLE, rows)
         w = _stretches(near_planes, far_planes, integer_bits, FORM, STRETCHES, dtype)
-        near_planes = load_tile(near_ptr, tl.minimum(stretch + STRETCHES, last), FORM, BLOCKS, rows)
-        far_planes = load_tile(far_ptr, tl.minimum(stretch + STRETCHES, last), FORM, BLOCKS, rows)
-        for step in tl.range(0, (K + width - 1) // width, num_stages=STAGES):
-            after = tl.minimum((step + 2) * STRETCHES + stretch, last)
-            next_near = load_tile(near_ptr, after, FORM, BLOCKS, rows)
-            next_far = load_tile(far_ptr, after, FORM, BLOCKS, rows)
-            sums = tl.dot(w, _columns_at(x_ptrs, step * width, k, real, K, width), sums, input_precision="ieee")
+        first = tl.minimum(stretch + STRETCHES, tiles - 1)
+        near_planes = load_tile(near_ptr, first, blocks, FORM, WHOLE, rows)
+        far_planes = load_tile(far_ptr, first, blocks, FORM, WHOLE, rows)
+        for step in tl.range(0, tl.cdiv(columns, width), num_stages=3):
+            after = tl.minimum((step + 2) * STRETCHES + stretch, tiles - 1)
+            next_near = load_tile(near_ptr, after, blocks, FORM, WHOLE, rows)
+            next_far = load_tile(far_ptr, after, blocks, FORM, WHOLE, rows)
+            x = _columns_at(x_ptrs, step * width, k, real, columns, False)
+            sums = tl.dot(w, x, sums, input_precision="ieee")
             w = _stretches(near_planes, far_planes, integer_bits, FORM, STRETCHES, dtype)
             near_planes, far_planes = next_near, next_far
     if OVERLAP:
@@ -151,7 +153,7 @@ def gguf_linear_triton(
     """Multiply rows with a matrix, into `out` or, with `add`, added to it; enqueued on the current stream.
 
     Args:
-        x: [N, K], contiguous, of 16 bits an element (32 in the interpreter).
+        x: [N, K], contiguous, N at most `MOST_ROWS`, of 16 bits an element (32 in the interpreter).
         stored: uint8 [M, row_bytes], rows in planes, contiguous, at an address that 16 divides.
         form: How each block is stored: one of `gguf_blocks.FORMATS`.
         out: [N, M] in the dtype of x; its rows may be part of longer ones.
@@ -160,14 +162,14 @@ def gguf_linear_triton(
     """
     require_triton("a product with GGUF blocks")
     (num_rows, k), height = x.shape, len(stored)
-    assert x.is_contiguous() and stored.is_contiguous() and stored.shape[1] == form.row_bytes(k)
+    assert num_rows <= MOST_ROWS and x.is_contiguous()
+    assert stored.is_contiguous() and stored.shape[1] == form.row_bytes(k)
     assert out.shape == (num_rows, height) and out.stride(1) == 1 and out.dtype == x.dtype
     cut = _TALL_CUT if height >= _TALL else _SHORT_CUT
-    block_n = min(MOST_ROWS, max(8, triton.next_power_of_2(num_rows)))
     with torch.cuda.device_of(x):
-        _gguf_linear_kernel[(triton.cdiv(height, cut.block_m), triton.cdiv(num_rows, block_n))](
-            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), INTEGER_BITS,
-            K=k, FORM=form, BLOCKS=form.num_blocks(k), ROW_BYTES=stored.shape[1], BLOCK_M=cut.block_m,
-            BLOCK_N=block_n, STRETCHES=cut.stretches, STAGES=3 if block_n <= 16 else 2, HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=add, num_warps=cut.num_warps, **overlap_options(x.device),
+        _gguf_linear_kernel[(triton.cdiv(height, cut.block_m),)](
+            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), INTEGER_BITS, k,
+            form.num_blocks(k), stored.shape[1], FORM=form, WHOLE=k % TILE == 0, BLOCK_M=cut.block_m,
+            BLOCK_N=MOST_ROWS, STRETCHES=cut.stretches, HAS_BIAS=bias is not None, HAS_RESIDUAL=add,
+            num_warps=cut.num_warps, **overlap_options(x.device),
         )  # fmt: skip

@@ -39,6 +39,7 @@ from offload_runtime_kernels.compact_rows import compact_rows_triton
 from offload_runtime_kernels.copy_words import copy_words_triton
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat, decode_blocks_triton
+from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_triton, gumbel_noise_triton, gumbel_perturb_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
@@ -120,8 +121,9 @@ def kernel_names() -> set[str]:
     return set(ours) - {called for fn in ours.values() for called in fn.__code__.co_names}
 
 
-def usage(compiled: Any) -> dict[str, int]:
-    """Bytes of shared memory, and of each thread registers and bytes of stack (where it spills)."""
+def usage(compiled: Any) -> dict[str, Any]:
+    """Bytes of shared memory, of each thread registers and bytes of stack (where it spills), and how many elements
+    along K that are neighbours a thread hands to the matrix units."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -129,7 +131,8 @@ def usage(compiled: Any) -> dict[str, int]:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
-    return {"shared": compiled.metadata.shared, "registers": int(found[1]), "stack": int(found[2])}
+    used = {"shared": compiled.metadata.shared, "registers": int(found[1]), "stack": int(found[2])}
+    return {**used, "k_widths": sorted({int(width) for width in re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"])})}
 
 
 def called(dtype: torch.dtype) -> str:
@@ -165,9 +168,19 @@ def linear_calls() -> Iterator[tuple[str, Call]]:
             yield f"{name} ragged", partial(product_of, rows, m, 576, dtype, tile)
 
 
-def decode(form: BlockFormat, dtype: torch.dtype) -> None:
-    stored, out = torch.empty(4096, form.nbytes, dtype=torch.uint8), torch.empty(4096, form.weights, dtype=dtype)
-    decode_blocks_triton(stored, form, out)
+def blocks(form: BlockFormat, rows: int, columns: int) -> torch.Tensor:
+    return torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
+
+
+def decode(form: BlockFormat, columns: int, dtype: torch.dtype) -> None:
+    decode_blocks_triton(blocks(form, 4096, columns), form, torch.empty(4096, columns, dtype=dtype))
+
+
+def multiply_blocks(
+    form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
+) -> None:
+    x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
+    gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add)
 
 
 def decode_coded(columns: int) -> None:
@@ -194,12 +207,24 @@ SCALED = (
 
 def encoding_calls() -> Iterator[tuple[str, Call]]:
     for name, form in FORMATS.items():
-        yield f"decode {name}", partial(decode, form, FP32 if name == "Q4_1" else BF16)
+        yield f"decode {name}", partial(decode, form, 4096, FP32 if name == "Q4_1" else BF16)
+    yield "decode Q5_0 ragged", partial(decode, FORMATS["Q5_0"], 544, BF16)
     for columns in (4096, 11008, 576):
         yield f"decode 12-bit {columns}", partial(decode_coded, columns)
     for form in SCALED:
         name = f"decode {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros} {form.ordered}"
         yield name, partial(decode_numbers, form, 4096, 4096, FP32 if form.scale == FP32 else BF16)
+
+
+def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
+    """Both ways to cut a product, in which every format is decoded otherwise; with all that is fused, and a ragged last
+    step along K, of a format with blocks of 256 weights and of one with smaller ones."""
+    for m in (4096, 28672):
+        for name, form in FORMATS.items():
+            yield f"gguf_linear {name} {m}", partial(multiply_blocks, form, 16, m, 4096, BF16)
+        for name, k in (("Q5_0", 544), ("Q6_K", 768)):
+            ragged = partial(multiply_blocks, FORMATS[name], 5, m, k, FP16, bias=True, add=True)
+            yield f"gguf_linear {name} {m} ragged", ragged
 
 
 def attend(
@@ -352,7 +377,7 @@ def wrong_calls() -> Iterator[tuple[str, Call]]:
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
-        linear_calls, encoding_calls, attention_calls, sources_calls, retrieval_calls, layer_calls, sampling_calls,
+        linear_calls, encoding_calls, gguf_linear_calls, attention_calls, sources_calls, retrieval_calls, layer_calls, sampling_calls,
         step_calls,
     )  # fmt: skip
     for name, call in (named for group in (*every, *((wrong_calls,) if wanted else ())) for named in group()):

@@ -1,37 +1,67 @@
-"""Decoding of stored matrices, at the shapes of Llama-2-7B and Llama-3-70B.
+"""Decoding of stored matrices, at the shapes of Llama-2-7B and Llama-3-70B, and products with them as they are stored,
+at those of Llama-3-8B.
 
-The bound is reading what is stored and writing it decoded.
+The bound of decoding is reading what is stored and writing it decoded, that of a product reading what is stored. The
+reference of a product decodes the matrix into memory and multiplies there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
-from kernel_cases.case import DEVICE, Case, num_inputs
+from kernel_cases.case import DEVICE, Case, num_inputs, random_bf16
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
+from offload_runtime_kernels.gguf_linear import gguf_linear_triton
+from offload_runtime_kernels.linear import linear_triton
 
 # Of down, and of gate and up together.
 _SHAPES = ((4096, 11008), (57344, 8192))
+# Of products: qkv, o, gate and up together, down.
+_PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+_PRODUCT_KINDS, _PRODUCT_ROWS = ("Q4_K", "Q8_0", "Q4_0", "Q6_K"), (1, 8, 16)
+
+
+def random_rows(kind: str, m: int, k: int) -> torch.Tensor:
+    """Matrices [m, k] of random bytes, more than the caches hold: uint8 [inputs, m, row_bytes]."""
+    row_bytes = FORMATS[kind].row_bytes(k)
+    return torch.randint(256, (num_inputs(m * row_bytes), m, row_bytes), dtype=torch.uint8, device=DEVICE)
 
 
 def make_decode_blocks(kind: str, m: int, k: int) -> Case:
     """A matrix [m, k] of random bytes."""
-    form = FORMATS[kind]
-    stored_bytes = m * k // form.weights * form.nbytes
-    count = num_inputs(stored_bytes)
-    stored = torch.randint(256, (count, stored_bytes), dtype=torch.uint8, device=DEVICE)
+    form, stored = FORMATS[kind], random_rows(kind, m, k)
     out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
     return Case(
         configuration={"encoding": kind, "m": m, "k": k},
         kernel=lambda i: decode_blocks_triton(stored[i], form, out),
         reference=lambda i: decode_blocks_reference(stored[i], form, out),
-        num_inputs=count,
-        moved_bytes=stored_bytes + out.nbytes,
-        stored_bytes=stored_bytes,
+        num_inputs=len(stored),
+        moved_bytes=stored[0].nbytes + out.nbytes,
+        stored_bytes=stored[0].nbytes,
         reference_in_graph=False,
+    )
+
+
+def make_gguf_linear(kind: str, rows: int, m: int, k: int) -> Case:
+    """A product of `rows` rows with a matrix [m, k] of random bytes."""
+    form, stored = FORMATS[kind], random_rows(kind, m, k)
+    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
+
+    def decode_and_multiply(i: int) -> None:
+        decode_blocks_triton(stored[i], form, decoded)
+        linear_triton(x, decoded, out)
+
+    return Case(
+        configuration={"encoding": kind, "rows": rows, "m": m, "k": k},
+        kernel=lambda i: gguf_linear_triton(x, stored[i], form, out),
+        reference=decode_and_multiply,
+        num_inputs=len(stored),
+        moved_bytes=stored[0].nbytes,
+        operations=2 * rows * m * k,
     )
 
 
@@ -59,6 +89,12 @@ def make_decode_coded(m: int, k: int) -> Case:
 def decode_blocks() -> Iterator[Callable[[], Case]]:
     """All cases."""
     yield from (partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES)
+
+
+def gguf_linear() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    for kind, rows in product(_PRODUCT_KINDS, _PRODUCT_ROWS):
+        yield from (partial(make_gguf_linear, kind, rows, *shape) for shape in _PRODUCTS)
 
 
 def decode_coded() -> Iterator[Callable[[], Case]]:
