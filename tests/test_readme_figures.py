@@ -57,6 +57,18 @@ def streaming() -> Iterator[str]:
     yield f"the host launches for {100 * min(launches):.1f} to {percent(max(launches))} of a pass there"
 
 
+def stored_weights() -> Iterator[str]:
+    plain, blocks = (result(f"resident-8b-{name}-h100")["results"]["ours"] for name in ("bf16", "q4-k-m"))
+    both = (plain, blocks)
+    speeds, room = [f"{row['tok_per_s']:.1f}" for row in both], [row["peak_vram_bytes"]["driver"] / 1e9 for row in both]
+    yield f"plain decoding says {' and '.join(speeds)} tokens/s with {room[0]:.1f} and {room[1]:.1f} GB of the card"
+    wide = [1e3 * next(w for w in row["windows"] if w["window_tokens"] == 16)["pass_s"]["median"] for row in both]
+    yield f"passes of 16 tokens take {wide[0]:.1f} and {wide[1]:.1f} ms"
+    weights = blocks["weights"]
+    read_gbps = weights["read_bytes_per_pass"] * blocks["tok_per_s"] / 1e9
+    yield f"at {percent(read_gbps / weights['copy_gbps'], 0)} of the bandwidth of copies"
+
+
 def long_context() -> Iterator[str]:
     found = result("long-context-host-h200")
     yield f"prefill | {found['prefill']['s']:.1f} s, host memory growing beside it"
@@ -447,6 +459,7 @@ def turns() -> Iterator[str]:
         turns,
         attention_kernels,
         streaming,
+        stored_weights,
         long_context,
         on_chip,
         steps,

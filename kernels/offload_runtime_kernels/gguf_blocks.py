@@ -14,7 +14,7 @@ hand to the matrix units, and no weight moves between lanes. A table says where 
 both the reference and the kernels go by it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -144,7 +144,7 @@ def _bits(
     return Bits(field, at, bits, span, sharing, shifts or sharing, stride or span, first)
 
 
-def _packed(field: int) -> dict[str, Integers]:
+def _packed(field: int) -> dict[str, Any]:
     """Six bits each of eight scales and eight minima, in bytes 4 to 15 of a field."""
     return {
         "scale": Integers(_bits(field, 4, 4, 4, sharing=1, stride=8), _bits(field, 4, 2, 4, sharing=2, first=4)),
@@ -317,7 +317,7 @@ def _within(index, count, WHOLE: tl.constexpr):
 def _units_at(plane_ptr, tile, plane_bytes, COUNT: tl.constexpr, WHOLE: tl.constexpr):
     """The units of a tile: [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
-    found = (tl.load(ptr + _within(tile * COUNT, plane_bytes // 32, WHOLE) * 8),)
+    found = (tl.load(ptr + _within(tile * COUNT, plane_bytes // 32, WHOLE) * 8),)  # type: tuple[Any, ...]
     for unit in tl.static_range(1, COUNT):
         found += (tl.load(ptr + _within(tile * COUNT + unit, plane_bytes // 32, WHOLE) * 8),)
     return found
@@ -347,7 +347,7 @@ def _words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.conste
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     words: tl.constexpr = EACH // 4
     if EACH == 2:
-        found = (tl.load(plane_ptr.to(tl.pointer_type(tl.uint16)) + tile).to(tl.uint32),)
+        found = (tl.load(plane_ptr.to(tl.pointer_type(tl.uint16)) + tile).to(tl.uint32),)  # type: tuple[Any, ...]
     elif words % 4 == 0:
         count = (plane_bytes + 3) // 4
         found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
@@ -365,7 +365,7 @@ def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, RO
     """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8; with
     `WHOLE` the `blocks` of a row are whole tiles."""
     each: tl.constexpr = 256 // FORM.weights
-    found = (_units_at(row_ptr, tile, blocks * FORM.bytes_0, FORM.q.low.bits, WHOLE),)
+    found = (_units_at(row_ptr, tile, blocks * FORM.bytes_0, FORM.q.low.bits, WHOLE),)  # type: tuple[Any, ...]
     ptr = row_ptr + blocks * FORM.bytes_0
     if FORM.has_upper_units:
         found += (_units_at(ptr, tile, blocks * FORM.bytes_1, FORM.q.high.bits, WHOLE),)

@@ -377,8 +377,8 @@ def wrong_calls() -> Iterator[tuple[str, Call]]:
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
-        linear_calls, encoding_calls, gguf_linear_calls, attention_calls, sources_calls, retrieval_calls, layer_calls, sampling_calls,
-        step_calls,
+        linear_calls, encoding_calls, gguf_linear_calls, attention_calls, sources_calls, retrieval_calls, layer_calls,
+        sampling_calls, step_calls,
     )  # fmt: skip
     for name, call in (named for group in (*every, *((wrong_calls,) if wanted else ())) for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):
