@@ -14,6 +14,7 @@ hand to the matrix units, and no weight moves between lanes. A table says where 
 both the reference and the kernels go by it.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,8 @@ class Half(NamedTuple):
     at: int
 
 
-class BlockFormat(NamedTuple):
+@dataclass(frozen=True)
+class BlockFormat:
     """How a block of so many `weights` lies in `nbytes`: `group` weights have one scale; `m` is what is added or, with
     `minimum`, what scales that.
 

@@ -217,10 +217,11 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
 
 
 def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
-    """Both ways to cut a product, in which every format is decoded otherwise; with all that is fused, and a ragged last
-    step along K, of a format with blocks of 256 weights and of one with smaller ones."""
-    for m in (4096, 28672):
-        for name, form in FORMATS.items():
+    """Every format in the cut of tall matrices, and in that of others one of each kind of scales; with all that is fused,
+    and a ragged last step along K, of a format with blocks of 256 weights and of one with smaller ones."""
+    for m, names in ((28672, tuple(FORMATS)), (4096, ("Q4_K", "Q5_1", "Q6_K"))):
+        for name in names:
+            form = FORMATS[name]
             yield f"gguf_linear {name} {m}", partial(multiply_blocks, form, 16, m, 4096, BF16)
         for name, k in (("Q5_0", 544), ("Q6_K", 768)):
             ragged = partial(multiply_blocks, FORMATS[name], 5, m, k, FP16, bias=True, add=True)
