@@ -217,7 +217,7 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
 
 
 def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
-    """Every format in the cut of tall matrices, and in that of others one of each kind of scales; with all that is fused,
+    """Every format in the cut of tall matrices, in the other one of each kind of scales; with all that is fused,
     and a ragged last step along K, of a format with blocks of 256 weights and of one with smaller ones."""
     for m, names in ((28672, tuple(FORMATS)), (4096, ("Q4_K", "Q5_1", "Q6_K"))):
         for name in names:
