@@ -457,13 +457,13 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
 def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tuple[int, ...]:
     """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
     equals: of a sliding window a pass brings little, however long the text is."""
-    by_reach: dict[int | None, list[int]] = {}
-    for layer in layers:
-        by_reach.setdefault(target.config.layer_windows[layer], []).append(layer)
+    bytes_of_reach = dict[int | None, int]()
     by_bytes: dict[int, list[int]] = {}
-    for equals in by_reach.values():
-        by_bytes.setdefault(target.streamed_kv_bytes(equals[0], target.context_tokens - 1), []).extend(equals)
-    by_bytes = {nbytes: sorted(equals) for nbytes, equals in by_bytes.items()}
+    for layer in layers:
+        reach = target.config.layer_windows[layer]
+        if reach not in bytes_of_reach:
+            bytes_of_reach[reach] = target.streamed_kv_bytes(layer, target.context_tokens - 1)
+        by_bytes.setdefault(bytes_of_reach[reach], []).append(layer)
     kept: list[int] = []
     for _, equals in sorted(by_bytes.items(), reverse=True):
         kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
