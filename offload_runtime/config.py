@@ -401,6 +401,7 @@ def params_of_each(
 
 SPECULATION_MODES = ("auto", "none", "chain", "triforce")
 ENCODE = ("none", "auto", "always")
+WEIGHTS = ("auto", "stored", "decoded")
 DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
 # With the newest known token and those whose keys are written anew, a step of the retrieval verifier has 32 rows.
 MOST_GAMMA_DRAFT = 24
@@ -525,8 +526,7 @@ class RuntimeConfig:
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
         require_types(self)
         require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
-        ways = ("auto", "stored", "decoded")
-        require(self.weights in ways, f"weights must be auto, stored or decoded, not {self.weights!r}")
+        require(self.weights in WEIGHTS, f"weights must be auto, stored or decoded, not {self.weights!r}")
         require(self.encode in ENCODE, f"encode must be {', '.join(ENCODE[:-1])} or {ENCODE[-1]}, not {self.encode!r}")
         for name in ("max_batch", "max_gamma", "gamma"):
             require_positive(name, getattr(self, name))

@@ -25,7 +25,7 @@ from typing import Any
 import harness
 from harness import Check, check_machine, check_out, emit, provenance
 
-from offload_runtime.config import ENCODE, GB
+from offload_runtime.config import ENCODE, GB, WEIGHTS
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.plan import RunPlan
@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ram", help="limit of host memory, like 64GB")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--weights", choices=("auto", "stored", "decoded"), default="auto")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto")
     parser.add_argument("--encode", choices=ENCODE, default="none")
     parser.add_argument("--emulate", help="a machine with a smaller card to play, by name or file")
     return parser

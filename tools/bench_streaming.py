@@ -23,11 +23,10 @@ from typing import Any
 import harness
 from common import PASSED_ON, add_run_options, as_words
 from harness import Check, check_out, emit
-from ours_runtime import WEIGHT_MODES
 from systems import SYSTEMS as COMPARED
 from systems import System, link_bound, measured, run_system, table, times_ours_over
 
-from offload_runtime.config import ENCODE, GB
+from offload_runtime.config import ENCODE, GB, WEIGHTS
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights.encoding import DTYPE_KINDS
@@ -142,7 +141,7 @@ def make_parser() -> harness.Parser:
     add_run_options(parser)
     parser.add_argument("--windows", default="1,17,128,1024", help="of ours: widths of single passes")
     parser.add_argument("--passes", type=int, default=8, help="of ours: timed passes of each")
-    parser.add_argument("--weights", choices=WEIGHT_MODES, help="of ours: how quantised weights are kept (auto)")
+    parser.add_argument("--weights", choices=WEIGHTS, help="of ours: how quantised weights are kept (auto)")
     parser.add_argument("--encode", choices=ENCODE, help="of ours: whether bf16 is kept in 12 bits (none)")
     parser.add_argument("--emulate", help="of ours: a machine with a smaller card to play, by name or file")
     parser.add_argument("--scripted", help="of ours: tokens a pass that a script has right, like 10,15")

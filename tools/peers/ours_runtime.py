@@ -53,6 +53,7 @@ from offload_runtime.config import (
     DRAFT_CACHES,
     ENCODE,
     SPECULATION_MODES,
+    WEIGHTS,
     GenerationParams,
     ModelConfig,
     RuntimeConfig,
@@ -72,7 +73,6 @@ _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 _ROOM_TOKENS = 256
 # What `--draft` may say instead of a model.
 NO_MODEL = (None, "ngram", "none")
-WEIGHT_MODES = ("auto", "stored", "decoded")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def add_our_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
     parser.add_argument("--budget-tokens", type=int, help="of `ours`: tokens of a retrieval cache, of each layer")
     parser.add_argument("--draft-cache", choices=DRAFT_CACHES, help="of `ours`: the draft's own KV cache")
-    parser.add_argument("--weights", choices=WEIGHT_MODES, help="of `ours`: how a quantised file's are kept (auto)")
+    parser.add_argument("--weights", choices=WEIGHTS, help="of `ours`: how a quantised file's are kept (auto)")
     parser.add_argument("--encode", choices=ENCODE, help="of `ours`: whether bf16 is kept in 12 bits (none)")
     parser.add_argument("--emulate", help="of `ours`: a machine with a smaller card to play, by name or file")
     parser.add_argument(
