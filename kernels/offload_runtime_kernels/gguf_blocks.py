@@ -14,6 +14,7 @@ hand to the matrix units, and no weight moves between lanes. A table says where 
 both the reference and the kernels go by it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -149,6 +150,7 @@ def _bits(
 def _packed(field: int) -> dict[str, Any]:
     """Six bits each of eight scales and eight minima, in bytes 4 to 15 of a field."""
     return {
+        "packed": True,
         "scale": Integers(_bits(field, 4, 4, 4, sharing=1, stride=8), _bits(field, 4, 2, 4, sharing=2, first=4)),
         "minimum": Integers(_bits(field, 8, 4, 4, sharing=1, shifts=2), _bits(field, 8, 2, 4, sharing=2, first=4)),
     }
@@ -180,11 +182,10 @@ FORMATS = {
     ),
     "Q4_K": BlockFormat(
         256, 144, 32, ((16, 128), (0, 16)), Integers(_bits(0, 0, 4, 32)), d=Half(1, 0), m=Half(1, 2), **_packed(1),
-        packed=True,
     ),
     "Q5_K": BlockFormat(
         256, 176, 32, ((48, 128), (16, 32), (0, 16)), Integers(_bits(0, 0, 4, 32), _bits(1, 0, 1, 32)), d=Half(2, 0),
-        m=Half(2, 2), **_packed(2), packed=True,
+        m=Half(2, 2), **_packed(2),
     ),
     "Q6_K": BlockFormat(
         256, 210, 16, ((0, 128), (128, 64), (192, 16), (208, 2)),
@@ -209,6 +210,18 @@ def _lane_pairs(pairs: torch.Tensor) -> torch.Tensor:
     return pairs.unflatten(1, (-1, 2)).unflatten(3, (2, 4)).permute(0, 1, 4, 2, 3)  # two blocks are a unit
 
 
+def _fields(blocks: torch.Tensor, rows: torch.Tensor, form: BlockFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each field its int16 pairs of bytes in blocks of a file [R, blocks, pairs], and the same in rows in planes
+    [R, pairs]: two views of one shape."""
+    start = 0
+    for number, (at, nbytes) in enumerate(form.fields):
+        field, end = blocks[:, :, at // 2 : (at + nbytes) // 2], start + blocks.shape[1] * nbytes // 2
+        if number == 0 or (number == 1 and form.has_upper_units):
+            field = _lane_pairs(field)
+        yield field, rows[:, start:end].unflatten(1, field.shape[1:])
+        start = end
+
+
 def pack_rows(blocks: torch.Tensor, form: BlockFormat, columns: int, out: torch.Tensor) -> None:
     """Bring rows from the order of a file to planes.
 
@@ -222,42 +235,28 @@ def pack_rows(blocks: torch.Tensor, form: BlockFormat, columns: int, out: torch.
     pairs = blocks.view(torch.int16).view(len(blocks), -1, form.nbytes // 2)
     if pairs.shape[1] != count:
         pairs = torch.nn.functional.pad(pairs, (0, 0, 0, count - pairs.shape[1]))
-    room, start = out.view(torch.int16), 0
-    for number, (at, nbytes) in enumerate(form.fields):
-        field, end = pairs[:, :, at // 2 : (at + nbytes) // 2], start + count * nbytes // 2
-        if number == 0 or (number == 1 and form.has_upper_units):
-            field = _lane_pairs(field)
-        room[:, start:end].unflatten(1, field.shape[1:]).copy_(field)
-        start = end
-    room[:, start:] = 0
+    for in_blocks, in_row in _fields(pairs, out.view(torch.int16), form):
+        in_row.copy_(in_blocks)
+    out[:, count * form.nbytes :] = 0
 
 
-def _unpacked_rows(stored: torch.Tensor, form: BlockFormat, columns: int) -> torch.Tensor:
-    """Blocks of rows in planes: uint8 [bytes, R * blocks], the fields one below the other."""
-    count, start, found = form.num_blocks(columns), 0, []
-    for number, (_, nbytes) in enumerate(form.fields):
-        plane = stored[:, start : start + count * nbytes]
-        start += count * nbytes
-        if number == 0 or (number == 1 and form.has_upper_units):
-            pairs = plane.contiguous().view(torch.int16).unflatten(1, (-1, 4, 4)).transpose(-1, -2)
-            plane = pairs.contiguous().view(torch.uint8)
-        found.append(plane.reshape(-1, nbytes).t())
-    return torch.cat(found)
+def unpack_rows(stored: torch.Tensor, form: BlockFormat, columns: int) -> torch.Tensor:
+    """What `pack_rows` was given, uint8 [R, file_bytes], of the rows that it made, uint8 [R, row_bytes]."""
+    shape = (len(stored), form.num_blocks(columns), form.nbytes // 2)
+    pairs = torch.empty(shape, dtype=torch.int16, device=stored.device)
+    for in_blocks, in_row in _fields(pairs, stored.view(torch.int16), form):
+        in_blocks.copy_(in_row)
+    return pairs.view(torch.uint8).flatten(1)[:, : form.file_bytes(columns)].contiguous()
 
 
 # --- the reference: long rows are what torch is fast with, so it has one for each byte of a block
-
-
-def _field_starts(form: BlockFormat) -> list[int]:
-    lengths = [nbytes for _, nbytes in form.fields]
-    return [sum(lengths[:number]) for number in range(len(lengths))]
 
 
 def _bits_reference(stored: torch.Tensor, count: int, bits: Bits, form: BlockFormat) -> torch.Tensor:
     x = torch.arange(count, device=stored.device)
     byte = bits.at + x // (bits.span * bits.sharing) * bits.stride + x % bits.span
     shift = bits.first + bits.bits * (x // bits.span % bits.shifts)
-    found = stored.index_select(0, _field_starts(form)[bits.field] + byte)
+    found = stored.index_select(0, form.fields[bits.field][0] + byte)
     return found.bitwise_right_shift_(shift.to(torch.uint8)[:, None]).bitwise_and_((1 << bits.bits) - 1)
 
 
@@ -271,7 +270,7 @@ def _integers_reference(stored: torch.Tensor, count: int, integers: Integers, fo
 
 def _half_reference(stored: torch.Tensor, half: Half, form: BlockFormat) -> torch.Tensor:
     """fp32 [1, blocks]."""
-    at = _field_starts(form)[half.field] + half.at
+    at = form.fields[half.field][0] + half.at
     return (stored[at].short() | stored[at + 1].short() << 8).view(torch.float16).float()[None]
 
 
@@ -293,13 +292,26 @@ def _decode_reference(stored: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     return w.view(q.shape)
 
 
+def decode_file_blocks(blocks: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
+    """Decode rows as a file has them with torch's operations, a piece at a time.
+
+    Args:
+        blocks: uint8 [R, file_bytes].
+        form: How a block is stored.
+        out: [R, columns] of any float dtype, on the same device; every element is written.
+    """
+    step = max(1, _REFERENCE_WEIGHTS // out.shape[1])
+    for rows, part in zip(blocks.split(step), out.split(step), strict=True):
+        w = _decode_reference(rows.reshape(-1, form.nbytes).t().contiguous(), form)
+        part.copy_(w.to(out.dtype).t().reshape(part.shape))
+
+
 def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) -> None:
     """Plain torch version of `decode_blocks`."""
     columns = out.shape[1]
     step = max(1, _REFERENCE_WEIGHTS // columns)
     for rows, part in zip(stored.split(step), out.split(step), strict=True):
-        w = _decode_reference(_unpacked_rows(rows, form, columns), form)
-        part.copy_(w.to(out.dtype).t().reshape(len(part), -1)[:, :columns])
+        decode_file_blocks(unpack_rows(rows, form, columns), form, part)
 
 
 # --- kernels

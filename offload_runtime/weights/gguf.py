@@ -32,13 +32,7 @@ from offload_runtime.weights.checkpoint import (
     open_header,
 )
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.encodings.gguf_rows import (
-    KINDS,
-    decode_rows,
-    has_finite_scales,
-    row_bytes,
-    store_rows,
-)
+from offload_runtime.weights.encodings.gguf_rows import KINDS, decode_file_rows, has_finite_scales, store_rows
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
@@ -302,9 +296,7 @@ def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None
         if out.dtype == torch.uint8:
             store_rows(tensor.dtype, blocks, columns, in_place)
         else:
-            stored = torch.empty(len(part), row_bytes(tensor.dtype, columns), dtype=torch.uint8)
-            store_rows(tensor.dtype, blocks, columns, stored)
-            decode_rows(tensor.dtype, stored, in_place)
+            decode_file_rows(tensor.dtype, blocks, in_place)
         if head_dim is not None:
             width = part.shape[1] if len(tensor.shape) > 1 else 1
             halves = in_place.view(-1, head_dim // 2, 2, width).transpose(1, 2)

@@ -6,7 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton, pack_rows
+from offload_runtime_kernels.gguf_blocks import (
+    FORMATS,
+    decode_blocks_reference,
+    decode_blocks_triton,
+    pack_rows,
+    unpack_rows,
+)
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
@@ -106,6 +112,8 @@ def test_a_packed_row_has_the_bytes_of_its_blocks_and_zeros(kind: str) -> None:
         assert 0 <= padding < FORMATS[kind].nbytes + 16
         expected = torch.nn.functional.pad(blocks.reshape(len(rows), -1), (0, padding))
         assert torch.equal(rows.sort(dim=1).values, expected.sort(dim=1).values)
+        unpacked = unpack_rows(rows, FORMATS[kind], blocks_a_row * FORMATS[kind].weights)
+        assert torch.equal(unpacked, blocks.reshape(len(rows), -1))
 
 
 @pytest.mark.few(4)

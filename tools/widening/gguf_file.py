@@ -15,14 +15,13 @@ from typing import Any
 
 import gguf
 import torch
-from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
+from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from widening.convert import check_space, storage_error
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.encoding import KIND_DTYPES
-from offload_runtime.weights.encodings.gguf_rows import row_bytes
+from offload_runtime.weights.encodings.gguf_rows import file_bytes, row_bytes
 from offload_runtime.weights.gguf import read_gguf_header
 from offload_runtime.weights.loader import Progress
 
@@ -113,7 +112,7 @@ def _described(
         kind = kinds.get(name, "F32")
         stem, _, suffix = name.rpartition(".")
         rows = to.shape[0] if len(to.shape) == 2 else 1
-        nbytes = rows * _file_bytes(kind, to.shape[-1])
+        nbytes = rows * file_bytes(kind, to.shape[-1])
         stored = gguf.GGMLQuantizationType[kind]
         writer.add_tensor_info(f"{names.get_name(stem)}.{suffix}", to.shape, torch.float32, nbytes, raw_dtype=stored)
         tensors.append(_Tensor(name, to.shape, kind, nbytes, offset_bytes))
@@ -196,25 +195,6 @@ def _write_tensors(
         os.close(handle)
 
 
-def _file_bytes(kind: str, columns: int) -> int:
-    """Bytes of a row in the file."""
-    return columns * KIND_DTYPES[kind].itemsize if kind in KIND_DTYPES else FORMATS[kind].file_bytes(columns)
-
-
-def _to_file_order(kind: str, stored: torch.Tensor, columns: int, out: torch.Tensor) -> None:
-    """Bring rows as the runtime stores them, uint8 [R, row_bytes], to the order of the file, uint8 [R, bytes]."""
-    if kind in KIND_DTYPES:
-        out.copy_(stored)
-        return
-    # Pairs of bytes stay together, so where those of a row go is seen in one whose pairs are numbered from 1 on.
-    count = out.shape[1] // 2
-    assert count < 1 << 16
-    numbers, packed = torch.arange(1, count + 1).to(torch.uint16), torch.empty_like(stored[:1])
-    pack_rows(numbers.view(torch.uint8)[None], FORMATS[kind], columns, packed)
-    order = packed.view(torch.uint16)[0].int().argsort()[-count:]
-    torch.index_select(stored.view(torch.int16), 1, order, out=out.view(torch.int16))
-
-
 def _stored(source: CheckpointSource, tensor: _Tensor, head_dim: int) -> torch.Tensor:
     """A tensor's bytes as they lie in the file: uint8 [rows, bytes of a row], or fp32 of a vector."""
     fill = source.fills[tensor.name]
@@ -223,12 +203,12 @@ def _stored(source: CheckpointSource, tensor: _Tensor, head_dim: int) -> torch.T
         fill(vector)
         return vector
     rows, columns = tensor.shape
-    out = torch.empty(rows, tensor.nbytes // rows, dtype=torch.uint8)
     if source.kinds.get(tensor.name) == tensor.kind:
         kept = torch.empty(rows, row_bytes(tensor.kind, columns), dtype=torch.uint8)
         fill(kept)
-        _to_file_order(tensor.kind, kept, columns, out)
+        out = unpack_rows(kept, FORMATS[tensor.kind], columns) if tensor.kind in FORMATS else kept
     else:
+        out = torch.empty(rows, tensor.nbytes // rows, dtype=torch.uint8)
         values = torch.empty(tensor.shape, dtype=torch.bfloat16)
         fill(values)
         step = max(1, _PACKED_ELEMENTS // columns)

@@ -19,7 +19,7 @@ from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.encodings.gguf_rows import decode_rows, row_bytes, store_rows
+from offload_runtime.weights.encodings.gguf_rows import decode_file_rows, file_bytes, store_rows
 
 BF16 = "bf16"
 STORED = (*(mix.lower() for mix in MIXES), BF16)
@@ -27,7 +27,6 @@ _PLAIN_KIND = "BF16"
 _STD = 0.02
 _STRETCH_BYTES = 64 << 20  # more than the caches of a GPU hold
 _SAMPLE_BLOCKS = 256
-_DECODED_ELEMENTS = 1 << 20  # at a time
 _DEGREES_OF_FREEDOM = 3
 
 
@@ -58,7 +57,9 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
         sample = blocks[:_SAMPLE_BLOCKS]
         for at, number in zip(form.file_halves, (d, m), strict=False):
             put(at, torch.full((len(sample),), number))
-        return _decoded(kind, sample.view(1, -1), len(sample) * form.weights)
+        out = torch.empty(len(sample), form.weights)
+        decode_file_rows(kind, sample, out)
+        return out
 
     unit = decoded(1.0, 0.0)
     ratio = 0.0 if form.m is None else -float(unit.mean() / decoded(0.0, 1.0).mean())
@@ -67,15 +68,6 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
     for at, number in zip(form.file_halves, (scale, scale * ratio), strict=False):
         put(at, number * spread)
     return blocks
-
-
-def _decoded(kind: str, blocks: torch.Tensor, columns: int) -> torch.Tensor:
-    """fp32 [R, columns] of rows as a file has them."""
-    stored = torch.empty(len(blocks), row_bytes(kind, columns), dtype=torch.uint8)
-    store_rows(kind, blocks, columns, stored)
-    out = torch.empty(len(blocks), columns)
-    decode_rows(kind, stored, out)
-    return out
 
 
 def heavy_tailed(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -104,8 +96,8 @@ class _Stretches:
         with self._lock:
             if kind not in self._drawn:
                 generator = named_generator(torch.device("cpu"), self._seed, "stored", kind)
-                size = 2 if kind == _PLAIN_KIND else FORMATS[kind].nbytes
-                count = max(1, self._most_bytes // size)
+                weights = 1 if kind == _PLAIN_KIND else FORMATS[kind].weights
+                count = max(1, self._most_bytes // file_bytes(kind, weights))
                 draw = heavy_tailed if kind == _PLAIN_KIND else partial(random_blocks, kind)
                 self._drawn[kind] = draw(count, generator)
             return self._drawn[kind]
@@ -148,15 +140,12 @@ def stored_llama(
         if kind == _PLAIN_KIND and out.dtype == torch.bfloat16:
             stretches.copy(kind, name, out.view(torch.uint8))
             return
-        file_bytes = 2 * columns if kind == _PLAIN_KIND else FORMATS[kind].file_bytes(columns)
-        matrix = torch.empty(len(out), file_bytes, dtype=torch.uint8)
+        matrix = torch.empty(len(out), file_bytes(kind, columns), dtype=torch.uint8)
         stretches.copy(kind, name, matrix)
-        step = max(1, _DECODED_ELEMENTS // columns)
-        for rows, part in zip(matrix.split(step), out.split(step), strict=True):
-            if out.dtype == torch.uint8:
-                store_rows(kind, rows, columns, part)
-            else:
-                part.copy_(_decoded(kind, rows, columns))
+        if out.dtype == torch.uint8:
+            store_rows(kind, matrix, columns, out)
+        else:
+            decode_file_rows(kind, matrix, out)
 
     made = UntrainedLlama(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, pack_rows
+from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
 from offload_runtime_kernels.gguf_linear import MOST_ROWS, gguf_linear_triton
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding
@@ -26,8 +26,13 @@ def row_bytes(kind: str, columns: int) -> int:
     return columns * KIND_DTYPES[kind].itemsize if kind in KIND_DTYPES else FORMATS[kind].row_bytes(columns)
 
 
+def file_bytes(kind: str, columns: int) -> int:
+    """Bytes of a row in a file."""
+    return columns * KIND_DTYPES[kind].itemsize if kind in KIND_DTYPES else FORMATS[kind].file_bytes(columns)
+
+
 def store_rows(kind: str, blocks: torch.Tensor, columns: int, out: torch.Tensor) -> None:
-    """Bring rows as a file has them, uint8 [R, bytes], to the order they are stored in, uint8 [R, row_bytes]."""
+    """Bring rows as a file has them, uint8 [R, file_bytes], to the order they are stored in, uint8 [R, row_bytes]."""
     if kind in KIND_DTYPES:
         out.copy_(blocks)
     else:
@@ -40,6 +45,14 @@ def decode_rows(kind: str, stored: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(stored.view(KIND_DTYPES[kind]))
     else:
         decode_blocks(stored, FORMATS[kind], out)
+
+
+def decode_file_rows(kind: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """The same of rows as a file has them, uint8 [R, file_bytes]."""
+    if kind in KIND_DTYPES:
+        out.copy_(blocks.view(KIND_DTYPES[kind]))
+    else:
+        decode_file_blocks(blocks, FORMATS[kind], out)
 
 
 def has_finite_scales(kind: str, blocks: torch.Tensor) -> bool:
