@@ -9,8 +9,8 @@ multiply-add has the same bits.
 
 A row is kept in planes (`pack_rows`): the same field of all of its blocks, then the next field, so that words can be
 loaded where blocks of a file lie at even addresses. In the planes of q, of each 32 bytes ("a unit") every fourth pair
-belongs to one of four lanes, whose eight bytes lie side by side: what a lane of a warp decodes is then what it has to
-hand to the matrix units, and no weight moves between lanes. A table says where the integers of each format lie, and
+belongs to one of four lanes, whose eight bytes lie side by side, those of two units together where a tile has so many:
+what a lane of a warp decodes is then what it has to hand to the matrix units, and no weight moves between lanes. A table says where the integers of each format lie, and
 both the reference and the kernels go by it.
 """
 
@@ -23,7 +23,7 @@ import torch
 from offload_runtime_kernels._jit import constant, jit, require_triton, tl, triton
 
 TILE = 256  # weights of a row that are decoded together
-_UNIT_BYTES = 32
+_UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _ROW_ALIGNMENT_BYTES = 16
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
@@ -31,10 +31,6 @@ _CODE_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 # Its magnitudes, eight in a word.
 _NEGATIVE_CODES = tl.constexpr(sum(-code << 8 * i for i, code in enumerate(_CODE_BOOK[:8])))
 _POSITIVE_CODES = tl.constexpr(sum(code << 8 * i for i, code in enumerate(_CODE_BOOK[8:])))
-# The bits of 2^23: as the upper bits of an fp32 they leave room for an integer of 23 bits. Kernels get them as an
-# argument: a compiler that knew them would take one operation apart into two, and shifts with masks into three; Q4_K
-# took 7.6 operations a weight in place of 5.7.
-INTEGER_BITS = 0x4B000000
 
 
 class Bits(NamedTuple):
@@ -104,7 +100,7 @@ class BlockFormat:
 
     def num_blocks(self, columns: int) -> int:
         """Of a row in planes: as many as whole units take."""
-        together = max(1, _UNIT_BYTES // self.fields[0][1])
+        together = max(1, _UNITS_BYTES // self.fields[0][1])
         return -(-columns // (self.weights * together)) * together
 
     def row_bytes(self, columns: int) -> int:
@@ -203,11 +199,12 @@ FORMATS = {
 # --- planes
 
 
-def _lane_pairs(pairs: torch.Tensor) -> torch.Tensor:
-    """int16 pairs of bytes [R, blocks, pairs] of the order of a file as [R, ..., lane, pair], units one by one."""
-    if pairs.shape[2] * 2 >= _UNIT_BYTES:
-        return pairs.unflatten(2, (-1, 4, 4)).transpose(-1, -2)
-    return pairs.unflatten(1, (-1, 2)).unflatten(3, (2, 4)).permute(0, 1, 4, 2, 3)  # two blocks are a unit
+def _lane_pairs(pairs: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """int16 pairs of bytes [R, blocks, pairs] of the order of a file as [R, ..., lane, ...], `nbytes` one by one."""
+    blocks = nbytes // (pairs.shape[2] * 2)
+    if blocks <= 1:
+        return pairs.unflatten(2, (-1, nbytes // 8, 4)).transpose(-1, -2)
+    return pairs.unflatten(1, (-1, blocks)).unflatten(3, (-1, 4)).permute(0, 1, 4, 2, 3)
 
 
 def _fields(blocks: torch.Tensor, rows: torch.Tensor, form: BlockFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -217,7 +214,7 @@ def _fields(blocks: torch.Tensor, rows: torch.Tensor, form: BlockFormat) -> Iter
     for number, (at, nbytes) in enumerate(form.fields):
         field, end = blocks[:, :, at // 2 : (at + nbytes) // 2], start + blocks.shape[1] * nbytes // 2
         if number == 0 or (number == 1 and form.has_upper_units):
-            field = _lane_pairs(field)
+            field = _lane_pairs(field, min(_UNITS_BYTES, TILE // form.weights * nbytes))
         yield field, rows[:, start:end].unflatten(1, field.shape[1:])
         start = end
 
@@ -328,12 +325,18 @@ def _within(index, count, WHOLE: tl.constexpr):
 
 
 @jit
-def _units_at(plane_ptr, tile, plane_bytes, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+def _units_at(plane_ptr, tile, plane_bytes, BYTES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """The units of a tile: [R, 8] each."""
-    ptr = plane_ptr.to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
-    found = (tl.load(ptr + _within(tile * COUNT, plane_bytes // 32, WHOLE) * 8),)  # type: tuple[Any, ...]
-    for unit in tl.static_range(1, COUNT):
-        found += (tl.load(ptr + _within(tile * COUNT + unit, plane_bytes // 32, WHOLE) * 8),)
+    ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
+    if BYTES == 32:
+        found = (tl.load(ptr + tl.arange(0, 8)[None, :] + tile * 8),)  # type: tuple[Any, ...]
+    else:
+        found = ()
+        for unit in tl.static_range(BYTES // 64):
+            at = _within(tile * (BYTES // 64) + unit, plane_bytes // 64, WHOLE) * 16
+            words = tl.load(ptr + tl.arange(0, 16)[None, :] + at)
+            first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 4, 2, 2]), (0, 1, 3, 2)))
+            found += (tl.reshape(first, [ROWS, 8]), tl.reshape(second, [ROWS, 8]))
     return found
 
 
@@ -360,8 +363,8 @@ def _words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.conste
     """The words of a tile of a plane that has `EACH` bytes for one: [R, 1] or [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     words: tl.constexpr = EACH // 4
-    if EACH == 2:
-        found = (tl.load(plane_ptr.to(tl.pointer_type(tl.uint16)) + tile).to(tl.uint32),)  # type: tuple[Any, ...]
+    if EACH == 2:  # within a word, as fewer than four bytes are not copied to shared memory ahead of their use
+        found = (tl.load(ptr + tile // 2) >> (tile % 2 * 16),)  # type: tuple[Any, ...]
     elif words % 4 == 0:
         count = (plane_bytes + 3) // 4
         found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
@@ -379,10 +382,10 @@ def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, RO
     """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8; with
     `WHOLE` the `blocks` of a row are whole tiles."""
     each: tl.constexpr = 256 // FORM.weights
-    found = (_units_at(row_ptr, tile, blocks * FORM.bytes_0, FORM.q.low.bits, WHOLE),)  # type: tuple[Any, ...]
+    found = (_units_at(row_ptr, tile, blocks * FORM.bytes_0, each * FORM.bytes_0, WHOLE, ROWS),)  # type: tuple[Any, ...]
     ptr = row_ptr + blocks * FORM.bytes_0
     if FORM.has_upper_units:
-        found += (_units_at(ptr, tile, blocks * FORM.bytes_1, FORM.q.high.bits, WHOLE),)
+        found += (_units_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
     else:
         found += (_words_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
     if FORM.bytes_2 != 0:
@@ -395,9 +398,9 @@ def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, RO
 
 
 @jit
-def _number(bits, integer_bits, scaled_offset: tl.constexpr):
-    """fp32 of an integer that may lie anywhere in the lower 23 bits, less an offset that lies there too."""
-    return (bits ^ integer_bits).to(tl.float32, bitcast=True) - (8388608.0 + scaled_offset)
+def _small_number(bits):
+    """fp32, times 2^-24, of integers below 2048 in the lower 16 bits: that is what these are as fp16."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @jit
@@ -434,11 +437,11 @@ def _bits_of(planes, x, BITS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @jit
-def _integers_of(planes, x, integer_bits, INTEGERS: tl.constexpr, WORDS: tl.constexpr):
+def _integers_of(planes, x, INTEGERS: tl.constexpr, WORDS: tl.constexpr):
     found = _bits_of(planes, x, constant(INTEGERS.low), WORDS)
     if INTEGERS.high is not None:
         found |= _bits_of(planes, x, constant(INTEGERS.high), WORDS) << INTEGERS.low.bits
-    return _number(found ^ INTEGERS.flip, integer_bits, INTEGERS.offset)
+    return _small_number(found ^ INTEGERS.flip) - INTEGERS.offset * 2.0**-24
 
 
 @jit
@@ -452,47 +455,45 @@ def _unpacked(words):
 
 
 @jit
-def _byte_times(words, d, BYTE: tl.constexpr, integer_bits):
-    """d times a byte below 64; the bits are not moved where they can be scaled back."""
-    place: tl.constexpr = 8 * (BYTE % 4)
-    if place < 24:
-        found = d * (1 / (1 << place)) * _number(words[BYTE // 4] & (255 << place), integer_bits, 0.0)
-    else:
-        found = d * _number(words[BYTE // 4] >> place, integer_bits, 0.0)
-    return found
+def _byte_times(words, d, BYTE: tl.constexpr):
+    """2^-24 d times a byte below 64."""
+    pairs = (words[BYTE // 4] >> (BYTE % 2 * 8)) & 0x3F003F
+    return d * _small_number(pairs >> (BYTE % 4 // 2 * 16))
 
 
 @jit
-def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, integer_bits, FORM: tl.constexpr):
+def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, PLACE: tl.constexpr, FORM: tl.constexpr):
     """fp32: what the numbers of words are multiplied with, and what is added or, with minima, subtracted."""
-    d = _halves_of(planes, unit, constant(FORM.d), FORM)
+    d = _halves_of(planes, unit, constant(FORM.d), FORM) * 2.0 ** (24 - PLACE)
     m = d
     if FORM.m is not None:
         m = _halves_of(planes, unit, constant(FORM.m), FORM)
+    if FORM.scale is not None:
+        d *= 2.0**24
+    if FORM.minimum is not None:
+        m *= 2.0**24
     if FORM.packed:
         words = _unpacked(planes[FORM.scale.low.field])
-        d = _byte_times(words, d, 4 + 2 * unit + s, integer_bits)
-        m = _byte_times(words, m, 12 + 2 * unit + s, integer_bits)
+        d = _byte_times(words, d, 4 + 2 * unit + s)
+        m = _byte_times(words, m, 12 + 2 * unit + s)
     elif FORM.scale is not None:
-        d *= _integers_of(planes, x // FORM.group, integer_bits, constant(FORM.scale), FORM.scale_words)
+        d *= _integers_of(planes, x // FORM.group, constant(FORM.scale), FORM.scale_words)
         if FORM.minimum is not None:
-            m *= _integers_of(planes, x // FORM.group, integer_bits, constant(FORM.minimum), FORM.scale_words)
+            m *= _integers_of(planes, x // FORM.group, constant(FORM.minimum), FORM.scale_words)
     return d, m
 
 
 @jit
-def _upper_bits(planes, x, unit: tl.constexpr, FORM: tl.constexpr):
-    """Of the four weights of words, each in a byte."""
+def _upper_word(planes, x, unit: tl.constexpr, FORM: tl.constexpr):
+    """The upper bits of the four weights of words, each in its byte, among others where several units share them."""
     high: tl.constexpr = constant(FORM.q.high)
     if high.span == 1:
         i = tl.arange(0, 8)[None, :]
         word = tl.where(i % 2 == 0, planes[1][2 * unit], planes[1][2 * unit + 1]) >> (i // 2 * 2 + x).to(tl.uint32)
         pairs = (word & 3) | ((word & 0x300) << 8)
-        found = (pairs | (pairs << 7)) & 0x01010101
+        found = pairs | (pairs << 7)
     else:
-        word = planes[1][unit // (FORM.q.low.bits // high.bits)]
-        shift = high.bits * (x // high.span % high.shifts)
-        found = (word >> shift.to(tl.uint32)) & (0x03030303 if high.bits == 2 else 0x01010101)
+        found = planes[1][unit // (FORM.q.low.bits // high.bits)]
     return found
 
 
@@ -506,72 +507,98 @@ def _code(index):
 
 
 @jit
-def _weights_at(word, place: tl.constexpr, mask: tl.constexpr, d, m, integer_bits, FORM: tl.constexpr):
-    """fp32 weights whose numbers are the bits from `place` on. They are not moved there, but scaled back."""
-    if FORM.coded:
-        w = _code((word >> place) & mask) * d
-    else:
-        scaled_offset: tl.constexpr = FORM.q.offset * (1 << place)
-        q = _number(word & (mask << place), integer_bits + (FORM.q.flip << place), scaled_offset)
-        w = q * (d * (1 / (1 << place)))
-    if FORM.minimum is not None:
-        w -= m
-    elif FORM.m is not None:
-        w += m
-    return w
+def _numbers_at(words, upper, unit: tl.constexpr, s: tl.constexpr, BYTE: tl.constexpr, FORM: tl.constexpr):
+    """Of words of a unit, and of those with their upper bits, the numbers `s` of bytes BYTE and BYTE + 2, where the
+    lower bits of the first of them lie, and as far up in the upper half."""
+    low: tl.constexpr = constant(FORM.q.low)
+    place: tl.constexpr = low.bits * s
+    found = (words >> (8 * BYTE)) & (((1 << low.bits) - 1) * 0x10001 << place)
+    if FORM.q.high is not None:
+        high: tl.constexpr = constant(FORM.q.high)
+        x: tl.constexpr = unit * 32 // low.span * (low.span * low.sharing) + s * low.span + unit * 32 % low.span
+        there: tl.constexpr = 8 * BYTE + high.bits * (x // high.span % high.shifts)
+        here: tl.constexpr = place + low.bits
+        if there > here:
+            upper = upper >> (there - here)
+        else:
+            upper = upper << (here - there)
+        found |= upper & (((1 << high.bits) - 1) * 0x10001 << here)
+    return found ^ (FORM.q.flip * 0x10001 << place)
 
 
 @jit
-def _unit_shares(planes, unit: tl.constexpr, s: tl.constexpr, integer_bits, FORM: tl.constexpr, DTYPE: tl.constexpr):
+def _weights_of(numbers, d, m, PLACE: tl.constexpr, FORM: tl.constexpr, ZERO_SIGNS: tl.constexpr):
+    """fp32 weights of the numbers at bit `PLACE` of both halves. They are not moved from there, but scaled back. Where
+    zeros may be positive whatever the sign of d, an offset is a part of one multiply-add."""
+    if FORM.coded:
+        low, high = _code((numbers >> PLACE) & 15) * d, _code((numbers >> (PLACE + 16)) & 15) * d
+    else:
+        low, high = _small_number(numbers), _small_number(numbers >> 16)
+        offset: tl.constexpr = FORM.q.offset * 2.0 ** (PLACE - 24)
+        if FORM.q.offset == 0:
+            low, high = low * d, high * d
+        elif ZERO_SIGNS:
+            low, high = (low - offset) * d, (high - offset) * d
+        else:
+            low, high = low * d - d * offset, high * d - d * offset
+    if FORM.minimum is not None:
+        low, high = low - m, high - m
+    elif FORM.m is not None:
+        low, high = low + m, high + m
+    return low, high
+
+
+@jit
+def _unit_shares(
+    planes, unit: tl.constexpr, s: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, ZERO_SIGNS: tl.constexpr
+):  # fmt: skip
     """[R, 8, 2, 2] of a unit: of each of its bytes the weight that is number `s` of those that share it."""
     bits: tl.constexpr = constant(FORM.q.low)
     words = planes[0][unit]
     # Number in the block of the first weight of a word.
     byte = unit * 32 + 16 * (tl.arange(0, 8)[None, :] % 2)
     x = (byte // bits.span * (bits.span * bits.sharing) + s * bits.span + byte % bits.span) % FORM.weights
-    place: tl.constexpr = bits.bits * s if FORM.q.high is None else 0
-    mask: tl.constexpr = (1 << bits.bits) - 1 if FORM.q.high is None else 255
+    place: tl.constexpr = bits.bits * s
+    upper = words
     if FORM.q.high is not None:
-        words = (words >> (bits.bits * s)) & (0x0F0F0F0F if bits.bits == 4 else 0x03030303)
-        words |= _upper_bits(planes, x, unit, FORM) << bits.bits
-    d, m = _scales_of(planes, x, unit, s, integer_bits, FORM)
-    far = words >> ((integer_bits >> 26) - 2)  # by 16, as no compiler knows: see INTEGER_BITS
-    w00 = _weights_at(words, place, mask, d, m, integer_bits, FORM)
-    w01 = _weights_at(words, place + 8, mask, d, m, integer_bits, FORM)
-    w10 = _weights_at(far, place, mask, d, m, integer_bits, FORM)
-    w11 = _weights_at(far, place + 8, mask, d, m, integer_bits, FORM)
+        upper = _upper_word(planes, x, unit, FORM)
+    d, m = _scales_of(planes, x, unit, s, 24 if FORM.coded else place, FORM)  # the code book has whole numbers
+    w00, w10 = _weights_of(_numbers_at(words, upper, unit, s, 0, FORM), d, m, place, FORM, ZERO_SIGNS)
+    w01, w11 = _weights_of(_numbers_at(words, upper, unit, s, 1, FORM), d, m, place, FORM, ZERO_SIGNS)
     return tl.join(tl.join(w00, w10), tl.join(w01, w11)).to(DTYPE)
 
 
 @jit
-def _unit_of(planes, unit: tl.constexpr, integer_bits, FORM: tl.constexpr, DTYPE: tl.constexpr):
+def _unit_of(planes, unit: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, ZERO_SIGNS: tl.constexpr):
     """[R, 8, 2, 2] of a unit, and more dimensions of two: which of the weights that share a byte, higher bits last."""
-    found = _unit_shares(planes, unit, 0, integer_bits, FORM, DTYPE)
+    found = _unit_shares(planes, unit, 0, FORM, DTYPE, ZERO_SIGNS)
     if FORM.q.low.bits == 4:
-        found = tl.join(found, _unit_shares(planes, unit, 1, integer_bits, FORM, DTYPE))
+        found = tl.join(found, _unit_shares(planes, unit, 1, FORM, DTYPE, ZERO_SIGNS))
     elif FORM.q.low.bits == 2:
         odd = tl.join(
-            _unit_shares(planes, unit, 1, integer_bits, FORM, DTYPE),
-            _unit_shares(planes, unit, 3, integer_bits, FORM, DTYPE),
+            _unit_shares(planes, unit, 1, FORM, DTYPE, ZERO_SIGNS),
+            _unit_shares(planes, unit, 3, FORM, DTYPE, ZERO_SIGNS),
         )
-        found = tl.join(tl.join(found, _unit_shares(planes, unit, 2, integer_bits, FORM, DTYPE)), odd)
+        found = tl.join(tl.join(found, _unit_shares(planes, unit, 2, FORM, DTYPE, ZERO_SIGNS)), odd)
     return found
 
 
 @jit
-def decode_half(planes, HALF: tl.constexpr, integer_bits, FORM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+def decode_half(
+    planes, HALF: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ZERO_SIGNS: tl.constexpr
+):  # fmt: skip
     """[R, 2, 2, 2, 2, 4, 2]: 128 weights of rows, a half of what `load_tile` has loaded, of which each lane has those
     of its index in the dimension of four."""
     bits: tl.constexpr = constant(FORM.q.low)
     units: tl.constexpr = bits.bits // 2
     first: tl.constexpr = HALF * units
-    found = _unit_of(planes, first, integer_bits, FORM, DTYPE)
+    found = _unit_of(planes, first, FORM, DTYPE, ZERO_SIGNS)
     if units == 2:
-        found = tl.join(found, _unit_of(planes, first + 1, integer_bits, FORM, DTYPE))
+        found = tl.join(found, _unit_of(planes, first + 1, FORM, DTYPE, ZERO_SIGNS))
     elif units == 4:
-        found = tl.join(found, _unit_of(planes, first + 1, integer_bits, FORM, DTYPE))
-        others = _unit_of(planes, first + 2, integer_bits, FORM, DTYPE)
-        found = tl.join(found, tl.join(others, _unit_of(planes, first + 3, integer_bits, FORM, DTYPE)))
+        found = tl.join(found, _unit_of(planes, first + 1, FORM, DTYPE, ZERO_SIGNS))
+        others = _unit_of(planes, first + 2, FORM, DTYPE, ZERO_SIGNS)
+        found = tl.join(found, tl.join(others, _unit_of(planes, first + 3, FORM, DTYPE, ZERO_SIGNS)))
     # Rows, lane, word, upper pair, byte of it; then which of a byte's two and unit, of four, or unit's two bits.
     found = tl.reshape(found, [ROWS, 4, 2, 2, 2, 2, 2])
     if bits.bits == 2:
@@ -585,18 +612,9 @@ def decode_half(planes, HALF: tl.constexpr, integer_bits, FORM: tl.constexpr, RO
     return found
 
 
-@jit
-def decode_tile(planes, integer_bits, FORM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
-    """[R, 256]: what `load_tile` has loaded."""
-    found = tl.join(
-        decode_half(planes, 0, integer_bits, FORM, ROWS, DTYPE), decode_half(planes, 1, integer_bits, FORM, ROWS, DTYPE)
-    )
-    return tl.reshape(tl.permute(found, (0, 7, 1, 2, 3, 4, 5, 6)), [ROWS, 256])
-
-
-@jit(do_not_specialize=("num_rows", "integer_bits", "blocks"))
+@jit(do_not_specialize=("num_rows", "blocks"))
 def _decode_blocks_kernel(
-    stored_ptr, out_ptr, num_rows, integer_bits, columns, blocks, row_bytes, FORM: tl.constexpr, WHOLE: tl.constexpr,
+    stored_ptr, out_ptr, num_rows, columns, blocks, row_bytes, FORM: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -604,7 +622,9 @@ def _decode_blocks_kernel(
     # What lies behind the last row reads that row and stores nothing.
     row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * row_bytes
     planes = load_tile(row_ptr, tl.program_id(1), blocks, FORM, WHOLE, ROWS)
-    w = decode_tile(planes, integer_bits.to(tl.uint32), FORM, ROWS, out_ptr.dtype.element_ty)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    w = tl.join(decode_half(planes, 0, FORM, ROWS, dtype, True), decode_half(planes, 1, FORM, ROWS, dtype, True))
+    w = tl.reshape(tl.permute(w, (0, 7, 1, 2, 3, 4, 5, 6)), [ROWS, 256])
     tl.store(out_ptr + row * columns + column, w, mask=(row < num_rows) & (column < columns))
 
 
@@ -614,7 +634,7 @@ def decode_blocks_triton(stored: torch.Tensor, form: BlockFormat, out: torch.Ten
     rows, columns = out.shape
     with torch.cuda.device_of(stored):
         _decode_blocks_kernel[(triton.cdiv(rows, _DECODED_ROWS), triton.cdiv(columns, TILE))](
-            stored, out, rows, INTEGER_BITS, columns, form.num_blocks(columns), stored.shape[1], FORM=form,
+            stored, out, rows, columns, form.num_blocks(columns), stored.shape[1], FORM=form,
             WHOLE=columns % TILE == 0, ROWS=_DECODED_ROWS, num_warps=4,
         )  # fmt: skip
 
