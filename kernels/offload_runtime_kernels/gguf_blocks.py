@@ -10,8 +10,10 @@ multiply-add has the same bits.
 A row is kept in planes (`pack_rows`): the same field of all of its blocks, then the next field, so that words can be
 loaded where blocks of a file lie at even addresses. In the planes of q, of each 32 bytes ("a unit") every fourth pair
 belongs to one of four lanes, whose eight bytes lie side by side, those of two units together where a tile has so many:
-what a lane of a warp decodes is then what it has to hand to the matrix units, and no weight moves between lanes. A table says where the integers of each format lie, and
-both the reference and the kernels go by it.
+what a lane of a warp decodes is then what it has to hand to the matrix units, and no weight moves between lanes. A
+table says where the integers of each format lie, and both the reference and the kernels go by it.
+
+Kernels read integers as fp16 where they lie: of eleven bits that are not shifted down, the value is 2^-24 times them.
 """
 
 from collections.abc import Iterator
