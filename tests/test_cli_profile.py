@@ -26,7 +26,7 @@ PROFILE = MachineProfile(
     "this-machine", "a test", 2, 64 * 10**9, gpu_name="Some GPU", vram_bytes=24 * 10**9, link_gbps=6.4, hbm_gbps=1008.0,
     launch_us=4.5, graph_launch_us=1.25, pinnable_bytes=32 * 10**9, host_gbps=60.0, cpu=CPU, tflops={"bf16": 165.2},
     link_by_copy_mib={0.0625: 0.75, 16.0: 6.4}, host_by_threads={1: 12.0, 16: 60.0},
-    library_rows={"4096x4096": 256, "8192x28672": 0},
+    decode_gweights_per_s={"Q4_K": 3470.0, "Q6_K": 2960.0}, library_rows={"4096x4096": 256, "8192x28672": 0},
 )  # fmt: skip
 LINK = PcieLink(generation=4, width=4, generation_max=4, width_max=16)
 REPORT = MachineReport(
@@ -71,7 +71,8 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
     for words in (
         "measured in 61 s", "2 x Some GPU", "24.0 GB, 23.0 GB free",
         "generation 4 x4 while busy (at most generation 4 x16)", "6.4 of 7.9 GB/s", "64 KiB 0.75 · 16 MiB 6.4 GB/s",
-        "1008 GB/s", "bf16 165 TFLOP/s", "1 of 2 products have the bits of ours, not of 8192x28672",
+        "1008 GB/s", "bf16 165 TFLOP/s", "Q4_K 3470 · Q6_K 2960 Gweights/s",
+        "1 of 2 products have the bits of ours, not of 8192x28672",
         "4.5 us from Python, 1.2 us in a CUDA graph", "can be pinned", "32.0 GB",
         "Some CPU, 16 logical cores (avx2, avx512f)", "1 thread 12.0 · 16 threads 60.0 GB/s",
         "not measured: link_back_gbps, link_both_gbps (refused)", "not measured: disk_gbps (left out)",

@@ -16,7 +16,13 @@ import torch
 
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, host_bench, load_profile, save_profile
-from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink, measure_library_rows, read_nvml
+from offload_runtime.hardware.gpu_bench import (
+    NvmlAnswer,
+    PcieLink,
+    measure_decode_gweights_per_s,
+    measure_library_rows,
+    read_nvml,
+)
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, read_host_info
 from offload_runtime.hardware.measure import Findings, GpuReport, MachineReport, MeasureOptions, advise, measure_machine
 from offload_runtime.hardware.profile import DTYPES, CpuFigures
@@ -276,10 +282,19 @@ def test_the_library_has_the_bits_of_our_products_in_most_shapes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
+def test_blocks_are_decoded_at_plausible_rates() -> None:
+    found = measure_decode_gweights_per_s(torch.device("cuda"), budget_s=0.2)
+    assert set(found) == {"Q4_0", "Q8_0", "Q4_K", "Q6_K"}
+    assert all(100 < gweights_per_s < 20_000 for gweights_per_s in found.values()), found
+    assert max(found.values()) < 4 * min(found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
 def test_measuring_a_gpu_gives_plausible_figures() -> None:
     found = measure_machine(MeasureOptions(device="cuda", quick=True))
     profile = found.profile
-    unknown = set(found.missing) - {"disk_gbps", "library_rows"}  # left out of what is quick
+    unknown = set(found.missing) - {"disk_gbps", "library_rows", "decode_gweights_per_s"}  # left out of what is quick
     assert unknown <= {"pcie_generation", "pcie_width"}, found.missing
     assert found.gpu is not None
     assert profile.gpu_name == torch.cuda.get_device_name(0)

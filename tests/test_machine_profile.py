@@ -64,6 +64,8 @@ def card(**changes: Any) -> dict[str, Any]:
         ({"tflops": 165.0}, "tflops must be a table"),
         ({"library_rows": {"4096": 512}}, "library_rows must be a table keyed by shapes of matrices"),
         ({"library_rows": {"4096x11008": 0.5}}, "with values that are a whole number from 0 to 4096 "),
+        ({"decode_gweights_per_s": {"bf16": 9.0}}, "decode_gweights_per_s must be a table keyed by kinds of GGUF"),
+        ({"decode_gweights_per_s": {"Q4_K": 0}}, "with values that are a number from 0.001 to 1e+06 (Gweights/s)"),
         ({"link_by_copy_mib": {"big": 1.0}}, "link_by_copy_mib must be a table keyed by a number"),
         ({"link_by_copy_mib": {"1": 1.0, "1.0": 2.0}}, "two keys of one table mean 1.0"),
         ({"host_by_threads": {"1.5": 1.0}}, "host_by_threads must be a table keyed by a whole number"),
@@ -119,6 +121,8 @@ def profiles(draw: st.DrawFn) -> MachineProfile:
         figures["pcie_width"] = maybe(st.sampled_from(PCIE_WIDTHS))
         shapes = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999)).map("{0[0]}x{0[1]}".format)
         figures["library_rows"] = draw(st.dictionaries(shapes, st.integers(0, 4096), max_size=3))
+        decoded = st.dictionaries(st.sampled_from(("Q4_K", "Q8_0", "IQ4_XS")), st.floats(1e-3, 1e6))
+        figures["decode_gweights_per_s"] = draw(decoded)
         figures["tflops"] = draw(st.dictionaries(st.sampled_from(DTYPES), rates))
         figures["link_by_copy_mib"] = draw(st.dictionaries(st.floats(2**-20, 1 << 20), rates, max_size=3))
     return MachineProfile(draw(lines), draw(lines), gpus, ram_bytes, **figures)
@@ -150,6 +154,7 @@ def test_the_shipped_profiles_are_there_and_plausible() -> None:
         assert 20 * GIB < profile.vram_bytes - profile.vram_reserved_bytes < 200 * GIB
         assert profile.ram_bytes // 2 < profile.pinnable_bytes < profile.ram_bytes
         assert 50 < profile.tflops["bf16"] < 1000
+        assert set(profile.decode_gweights_per_s) == {"Q4_0", "Q8_0", "Q4_K", "Q6_K"}
         by_size = list(profile.link_by_copy_mib.values())
         assert by_size == sorted(by_size)
     assert load_profile("rtx4090").vram_bytes == 24564 << 20

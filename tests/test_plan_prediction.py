@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_mix import stored_kinds
 from hypothesis import given
 from hypothesis import strategies as st
+from offload_runtime_kernels.gguf_linear import MOST_ROWS
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import OptionError
@@ -33,7 +35,8 @@ from offload_runtime.plan.cost import (
     verification,
     verifier_step_s,
 )
-from offload_runtime.weights import describe_model
+from offload_runtime.plan.suggest import second_card
+from offload_runtime.weights import DescribedModel, describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,6 +165,140 @@ def test_staging_is_as_fast_as_the_profile_says() -> None:
     assert machine_figures(apart).staging_gbps == pytest.approx(123.3 / 2)  # reads of 8 threads
     alone = replace(apart, host_by_threads={})
     assert machine_figures(alone).staging_gbps == pytest.approx((185 - 55.48) / 2)
+
+
+# --- weights that are decoded in registers
+
+
+def quantised(folder: str, mix: str) -> DescribedModel:
+    model = describe_model(CONFIGS / folder)
+    return replace(model, kinds=stored_kinds(model.config(), mix))
+
+
+def stored_plan(mix: str = "Q4_K_M", *, weights: str = "stored", **changes: Any) -> RunPlan:
+    """An 8B model that is on the card, as a file of such a mix stores it."""
+    request = RuntimeConfig(
+        quantised("llama-3.1-8b", mix), "none", dtype="bf16", context=2048, weights=weights, **changes
+    )
+    return plan_run(request, machine_figures(load_profile("h200")))
+
+
+def test_few_rows_read_what_is_stored_and_more_rows_what_it_is_decoded_to() -> None:
+    """On a slow memory nothing else counts: few rows read 4.7 GB, more read them and write and read 15 GB."""
+    plan = stored_plan()
+    slow = replace(machine_figures(load_profile("h200")), hbm_gbps=10.0)
+    few, many = (pass_time(plan, slow, length_tokens=1, rows=rows) for rows in (MOST_ROWS, MOST_ROWS + 1))
+    layout = plan.target.layout
+    head = next(spec for spec in layout.shared.tensors if spec.name == "lm_head")
+    read_bytes = sum(layout.layer_bytes) + head.nbytes
+    assert few.bound_by == many.bound_by == "HBM"
+    assert few.seconds == pytest.approx(read_bytes / slow.attained_hbm, rel=0.01)
+    decoded_bytes = 2 * (32 * plan.target.layer_elements + head.shape[0] * head.shape[1])
+    assert many.seconds - few.seconds == pytest.approx(2 * decoded_bytes / slow.attained_hbm, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "mix"), [("Q8_0", "Q8_0"), ("Q4_K", "Q4_K_M"), ("Q6_K", "Q4_K_M")])
+def test_few_rows_take_as_long_as_their_weights_take_to_decode(kind: str, mix: str) -> None:
+    """Half the rate of a kind adds as much time as its weights take."""
+    plan, rates = stored_plan(mix), {"Q8_0": 1500.0, "Q4_K": 1700.0, "Q6_K": 1400.0}  # slower than an H200's memory
+    machine, halved = (
+        replace(machine_figures(load_profile("h200")), decode_gweights_per_s=each)
+        for each in (rates, {**rates, kind: rates[kind] / 2})
+    )
+    bytes_of_kind = plan.target.layout.bytes_by_kind[kind]
+    bytes_of_kind -= sum(
+        spec.nbytes for spec in plan.target.layout.shared.tensors
+        if spec.name == "embedding" and kind in spec.encoding.bytes_by_kind(spec.shape)
+    )  # fmt: skip
+    weights = bytes_of_kind * {"Q8_0": 32 / 34, "Q4_K": 256 / 144, "Q6_K": 256 / 210}[kind]
+    for rows in (1, MOST_ROWS):
+        before, after = (pass_time(plan, figures, length_tokens=1, rows=rows) for figures in (machine, halved))
+        assert after.compute_s - before.compute_s == pytest.approx(weights / (rates[kind] * 1e9), rel=0.01)
+        assert after.bound_by == "arithmetic" and after.hbm_s == before.hbm_s
+    more, slower = (pass_time(plan, figures, length_tokens=1, rows=MOST_ROWS + 1) for figures in (machine, halved))
+    assert more == slower
+    # What is decoded when it is loaded, or on a CPU, is not decoded in registers.
+    for other in (stored_plan(mix, weights="decoded"), stored_plan(mix, device="cpu")):
+        before, after = (pass_time(other, figures, length_tokens=1, rows=1) for figures in (machine, halved))
+        assert before == after
+
+
+def test_what_is_not_multiplied_as_it_is_stored_is_not_decoded_in_registers() -> None:
+    """In fp32, or beside a part in 16 bits, a matrix is decoded into memory."""
+    model = quantised("llama-3.1-8b", "Q8_0")
+    up = {name: "F16" for name in model.kinds if name.endswith("up_proj.weight")}
+    plain, single, mixed = (
+        found.layout(dtype).layers[0]
+        for found, dtype in (
+            (model, torch.float16), (model, torch.float32), (replace(model, kinds={**model.kinds, **up}), torch.float16)
+        )
+    )  # fmt: skip
+    (read,) = plain.register_reads
+    assert read.weights == plain.matrix_elements and read.nbytes == read.weights * 34 // 32
+    assert single.register_reads == () and single.without_register_reads == single
+    gate_up = 2 * 14336 * 4096
+    (read,) = mixed.register_reads
+    assert read.weights == plain.matrix_elements - gate_up
+    assert mixed.without_register_reads.moved_bytes() == mixed.total_bytes - read.nbytes + 2 * 2 * gate_up
+
+
+def test_few_rows_launch_no_kernels_that_decode() -> None:
+    """Of Q4_K_M: a kernel for each kind in qkv, which is one or two, one for each other matrix, and the head's."""
+    plan, machine = stored_plan(), machine_figures(load_profile("h200"))
+    slow = replace(machine, launch_us=machine.launch_us + 1000)
+    few, many = (
+        pass_time(plan, slow, length_tokens=1, rows=rows).compute_s
+        - pass_time(plan, machine, length_tokens=1, rows=rows).compute_s
+        for rows in (MOST_ROWS, MOST_ROWS + 1)
+    )
+    layers = plan.target.layout.layers
+    qkv = [spec.encoding.bytes_by_kind(spec.shape) for layer in layers for spec in layer.tensors if spec.name == "qkv"]
+    assert many - few == pytest.approx((sum(map(len, qkv)) + 3 * len(layers) + 1) * 1e-3)
+
+
+def test_rows_that_fill_up_a_captured_pass_count() -> None:
+    """Three windows of 5 tokens are captured as three of 8, which are too many rows to decode in registers."""
+    machine = machine_figures(load_profile("h200"))
+    plan = stored_plan(max_batch=3).of_batch(3)
+    four, five, eight = (pass_time(plan, machine, length_tokens=1, rows=rows).compute_s for rows in (4, 5, 8))
+    assert five > 2 * four and five == pytest.approx(eight, rel=0.01)
+
+
+def test_a_step_of_a_stored_draft_is_as_fast_as_its_weights_are_decoded() -> None:
+    target, draft = quantised("llama-3.1-8b", "Q4_K_M"), quantised("llama-3.2-1b", "Q4_K_M")
+    request = RuntimeConfig(target, draft, dtype="bf16", context=2048)
+    fast, slow = (
+        replace(machine_figures(load_profile("h200")), decode_gweights_per_s={"Q4_K": rate}) for rate in (9000.0, 100.0)
+    )
+    stored, decoded = (plan_run(replace(request, weights=weights), fast) for weights in ("stored", "decoded"))
+    assert draft_step_s(stored, fast) < 0.5 * draft_step_s(decoded, fast)
+    assert draft_step_s(stored, slow) > 2 * draft_step_s(decoded, slow)
+    # A step of a tree has more rows than are decoded in registers; a decoded draft does not mind.
+    wide_s, narrow_s = draft_step_s(stored, fast, rows=MOST_ROWS + 1), draft_step_s(stored, fast)
+    assert wide_s > 2 * narrow_s and draft_step_s(decoded, fast, rows=32) == draft_step_s(decoded, fast)
+    assert drafting_s(stored, fast, gamma=1, tree_nodes=32) == pytest.approx(4 * narrow_s + wide_s)
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "model"])
+def test_weights_are_kept_as_stored_where_decoding_is_fast(draft: str) -> None:
+    request = RuntimeConfig(
+        quantised("llama-3.1-8b", "Q4_K_M"), quantised("llama-3.2-1b", "Q4_K_M") if draft == "model" else draft,
+        dtype="bf16", context=2048,
+    )  # fmt: skip
+    machine = machine_figures(load_profile("rtx4090"))
+    for rate, kept in ((4000.0, "Q4_K"), (100.0, "BF16")):
+        plan = plan_run(request, replace(machine, decode_gweights_per_s={"Q4_K": rate}))
+        assert next(iter(plan.target.layout.bytes_by_kind)) == kept
+
+
+def test_a_rate_that_was_not_measured_is_the_slowest_one() -> None:
+    machine = replace(machine_figures(load_profile("h200")), decode_gweights_per_s={"Q4_K": 500.0, "Q6_K": 400.0})
+    assert machine.decode_rate("Q4_K") == 500e9 and machine.decode_rate("IQ4_XS") == 400e9
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b"), context=256)
+    assert second_card(request, machine)[1].decode_rate("Q4_K") == 1000e9
+    # With none, memory is what bounds a pass.
+    plan, unknown = stored_plan(), replace(machine, decode_gweights_per_s={})
+    assert pass_time(plan, unknown, length_tokens=1, rows=1).bound_by == "HBM"
 
 
 # --- against measurements

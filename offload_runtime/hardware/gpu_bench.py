@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from offload_runtime_kernels.gguf_blocks import FORMATS
+from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import LIBRARY_ROWS, library_agrees
 
 from offload_runtime.config import GB, format_bytes
@@ -26,6 +28,11 @@ _MODEL_MATRICES = (
     (960, 576), (576, 576), (3072, 576), (576, 1536), (12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008),
     (6144, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),
 )  # fmt: skip
+# Blocks of common files, and [M, K] of the matrices of a layer of an 8B Llama: small ones are slower than large ones.
+_MEASURED_BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+_LAYER_MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+# 123 to 232 MB each, so that no second-level cache (72 MB of an RTX 4090) has what is read again.
+_LAYERS = 4
 # GB/s of one lane by PCIe generation, after line coding and before packet headers.
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563, 7: 15.125}
 
@@ -258,6 +265,28 @@ def measure_library_rows(device: torch.device) -> dict[str, int]:
         heights = [rows for rows in LIBRARY_ROWS[device.type] if library_agrees(rows, weight, None, gated=False)]
         found[f"{m}x{k}"] = min(heights, default=0)
     return found
+
+
+def measure_decode_gweights_per_s(device: torch.device, *, budget_s: float) -> dict[str, float]:
+    """Products of one row with layers of GGUF blocks as they are stored, within a CUDA graph: weights in 1e9 a second
+    by kind of block. Where memory is slower than decoding, this is what it delivers."""
+    rates, weights = {}, _LAYERS * sum(m * k for m, k in _LAYER_MATRICES)
+    for kind in _MEASURED_BLOCKS:
+        products = []
+        for m, k in _LAYERS * _LAYER_MATRICES:
+            shape = (m, FORMATS[kind].row_bytes(k))
+            stored = torch.randint(256, shape, dtype=torch.uint8, device=device)  # whatever that decodes to
+            x, out = (torch.ones(1, width, dtype=torch.bfloat16, device=device) for width in (k, m))
+            products.append(partial(gguf_linear_triton, x, stored, FORMATS[kind], out))
+        for multiply in products:  # compiled before a capture
+            multiply()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for multiply in products:
+                multiply()
+        rates[kind] = weights / _event_time_s(graph.replay, budget_s=budget_s) / 1e9
+    return rates
 
 
 def measure_launch_us(device: torch.device, *, budget_s: float) -> float:

@@ -157,8 +157,12 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     found.take("matrix products", "tflops", lambda: gpu_bench.measure_tflops(device, budget_s=budget_s))
     if effort is _THOROUGH:
         found.take("the library's products", "library_rows", lambda: gpu_bench.measure_library_rows(device))
+        found.take(
+            "GGUF blocks", "decode_gweights_per_s",
+            lambda: gpu_bench.measure_decode_gweights_per_s(device, budget_s=budget_s / 2),
+        )  # fmt: skip
     else:
-        found.miss(("library_rows",), "left out of --quick")
+        found.miss(("library_rows", "decode_gweights_per_s"), "left out of --quick")
     # Only now all modules are loaded that a runtime loads as well.
     found.take("reserved VRAM", "vram_reserved_bytes", lambda: _reserved_bytes(device))
     return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)

@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from offload_runtime_kernels.gguf_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.config import GB
 from offload_runtime.model import depths_of
 from offload_runtime.plan.memory import ModelPlan, RunPlan
-from offload_runtime.plan.request import MachineFigures
+from offload_runtime.plan.request import MachineFigures, device_type_of
 from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 
@@ -63,8 +64,9 @@ _FAR_TOKENS = 8192
 # of all where the first hits 0.83 to 0.84 (prose and code, T = 0.6).
 _OTHER_CHILDREN = (0.7, 0.1, 0.05)
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
-# every row does.
-_DEFAULT_GAMMA = {"n-grams": 16, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
+# every row does. Of n-grams as many as a controller proposes within `MOST_ROWS`: windows of more take several times as
+# long where GGUF blocks are decoded in registers.
+_DEFAULT_GAMMA = {"n-grams": 12, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
 
@@ -134,8 +136,8 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     ring of copies running across passes."""
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
-    height = batch * rows
-    slices = -(-height // _SLICE_ROWS)
+    captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
+    height = batch * (captured_width(rows) if captured else rows)
     # What crosses the link.
     streamed = {layer: target.streamed_kv_bytes(layer, length_tokens) for layer in target.kv_layers_on_host}
     weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
@@ -148,22 +150,17 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
     # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
     lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
-    # What computes: the longer of HBM and arithmetic, of the head, of each layer's matrices and of its attention.
-    stages = [(1, target.layout.head_bytes / attained_hbm, _head_operations(target, height) / flops)]
-    matrix_s = 2 * target.layer_elements * height / flops
-    moved = _moved_bytes(target, slices)
-    kinds = Counter(zip(target.config.layer_windows, moved, strict=True))  # layers are of a few
-    for (reach, moved_bytes), count in kinds.items():
+    # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
+    stages, decodings = _matrix_stages(plan, target, machine, height)
+    for reach, count in Counter(target.config.layer_windows).items():  # layers are of a few kinds
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
-        stages.append((count, moved_bytes / attained_hbm, matrix_s))
         key_bytes = 2 * target.config.kv_size * target.dtype.itemsize  # with its value, in one layer
         stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
     layers = target.config.num_layers
-    products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * slices
-    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + target.layout.num_decodings
+    products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
+    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
     stages.append((launches, machine.launch_us * 1e-6, 0.0))  # of the device, from kernel to kernel
-    captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
         hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
@@ -174,11 +171,27 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     )  # fmt: skip
 
 
-def _moved_bytes(model: ModelPlan, slices: int = 1) -> list[int]:
-    """What a pass moves of each layer's block; those of plain models are all one and the same."""
-    layers = model.layout.layers
-    moved = {id(layer): layer.moved_bytes(slices) for layer in {id(layer): layer for layer in layers}.values()}
-    return [moved[id(layer)] for layer in layers]
+def _matrix_stages(
+    plan: RunPlan, model: ModelPlan, machine: MachineFigures, height: int
+) -> tuple[list[tuple[int, float, float]], int]:
+    """The products of all matrices with `height` rows.
+
+    Returns:
+        How often, and each time the seconds of HBM and of arithmetic, of which the longer one counts: what few rows
+        decode in registers takes as long as reading what is stored, or as decoding it. And how many kernels decode
+        matrices into memory.
+    """
+    slices, element_s = -(-height // _SLICE_ROWS), 2 * height / machine.flops(model.dtype)
+    in_registers = height <= MOST_ROWS and device_type_of(plan.request) == "cuda"
+    stages, decodings = list[tuple[int, float, float]](), 0
+    for block, count in model.layout.multiplied:
+        for read in block.register_reads if in_registers else ():
+            decoding_s = read.weights / machine.decode_rate(read.kind)
+            stages.append((count, read.nbytes / machine.attained_hbm, max(decoding_s, read.weights * element_s)))
+        rest = block.without_register_reads if in_registers else block
+        stages.append((count, rest.moved_bytes(slices) / machine.attained_hbm, rest.matrix_elements * element_s))
+        decodings += count * rest.num_decodings
+    return stages, decodings
 
 
 def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
@@ -188,16 +201,11 @@ def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
     return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
 
 
-def _head_operations(model: ModelPlan, rows: int) -> int:
-    """Operations of the head's product with `rows` rows."""
-    return 2 * model.config.vocab_size * model.config.hidden_size * rows
-
-
 # --- drafting
 
 
-def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
-    """Seconds of one step of the draft, for all sequences of a batch together; 0 without one."""
+def draft_step_s(plan: RunPlan, machine: MachineFigures, *, rows: int = 1) -> float:
+    """Seconds of one step of the draft, for all sequences of a batch together, of at least `rows`; 0 without one."""
     draft = plan.draft
     if draft is None:
         return 0.0
@@ -207,7 +215,7 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
     kv_bytes = draft.batch * kept * draft.config.kv_bytes_per_token(draft.dtype.itemsize)
-    return _step_s(draft, machine, rows=draft.batch, kv_bytes=kv_bytes, choice_launches=0)
+    return _step_s(plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=kv_bytes, choice_launches=0)
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
@@ -220,7 +228,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     return _step_s(
-        target, machine, rows=batch * (1 + len(guess_parents(plan, batch))),
+        plan, target, machine, rows=batch * (1 + len(guess_parents(plan, batch))),
         kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // options.refresh_steps,
         choice_launches=_CHOICE_LAUNCHES // options.refresh_steps,
         fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
@@ -228,14 +236,15 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
 
 
 def _step_s(
-    model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, choice_launches: int, fetched_bytes: int = 0
-) -> float:
+    plan: RunPlan, model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, choice_launches: int,
+    fetched_bytes: int = 0,
+) -> float:  # fmt: skip
     """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
     layers = model.config.num_layers
-    hbm_bytes = sum(_moved_bytes(model)) + model.layout.head_bytes + kv_bytes
-    operations = 2 * rows * layers * model.layer_elements + _head_operations(model, rows)
-    compute_s = max(hbm_bytes / machine.attained_hbm, operations / machine.flops(model.dtype))
-    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + model.layout.num_decodings
+    stages, decodings = _matrix_stages(plan, model, machine, rows)
+    compute_s = sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages)
+    compute_s += kv_bytes / machine.attained_hbm
+    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + decodings
     return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
 
 
@@ -251,7 +260,7 @@ def drafting_s(plan: RunPlan, machine: MachineFigures, *, gamma: int, tree_nodes
     draft_s = draft_step_s(plan, machine)
     if tree_nodes:
         # One for every level of the most probable path that is not there yet, and one for every so many nodes.
-        return (_PATH_STEPS + tree_nodes / STEP_ROWS) * draft_s
+        return _PATH_STEPS * draft_s + tree_nodes / STEP_ROWS * draft_step_s(plan, machine, rows=STEP_ROWS)
     if not plan.has_verifier:
         return gamma * draft_s
     parents = guess_parents(plan, plan.target.batch)

@@ -6,6 +6,7 @@ each model and the device that was chosen, a GPU unless it is `cpu`. So a plan a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 COMMON_PROFILE = "rtx4090"
 # Python, torch and the CUDA libraries of one process: an estimate, not counted by any ledger.
 PROCESS_BYTES = 3_000_000_000
-_TERA = 1e12
+_GIGA, _TERA = 1e9, 1e12
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
 _DEFAULT_GRAPH_LAUNCH_US = 2.5
@@ -114,7 +115,8 @@ class MachineFigures:
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
-    while the link is busy.
+    while the link is busy. `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a
+    second, by the kind of GGUF blocks.
     """
 
     name: str
@@ -127,6 +129,7 @@ class MachineFigures:
     pinnable_bytes: int | None = None
     launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
     staging_gbps: float = _DEFAULT_STAGING_GBPS
+    decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def lockable_bytes(self) -> int:
@@ -141,6 +144,12 @@ class MachineFigures:
         if tflops is None:
             raise OptionError(f"the profile {self.name} has no TFLOP/s for {name}: add tflops.{name} to it")
         return tflops * _TERA
+
+    def decode_rate(self, kind: str) -> float:
+        """Weights per second that products of few rows decode in registers. A kind that was not measured is taken for
+        the slowest that was; if none was, only memory bounds them."""
+        rates = self.decode_gweights_per_s
+        return _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
 
     @property
     def attained_hbm(self) -> float:
@@ -163,7 +172,7 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     return MachineFigures(
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
-        _staging_gbps(profile),
+        _staging_gbps(profile), profile.decode_gweights_per_s,
     )  # fmt: skip
 
 

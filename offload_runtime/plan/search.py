@@ -84,8 +84,8 @@ def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLim
 
 def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
     """The ways to keep the weights that are left open: those of quantised files as they are stored, which takes the
-    fewest bytes, or the draft's decoded, or those of both, which takes a product the least time; bf16 as it is, or in
-    12 bits."""
+    fewest bytes, or the draft's decoded, or those of both, which takes products of many rows the least time; bf16 as
+    it is, or in 12 bits."""
     draft = replace(request, draft=_decoded(request.draft))
     both = replace(draft, target=_decoded(request.target))
     ways = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]

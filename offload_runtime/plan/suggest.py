@@ -320,4 +320,8 @@ def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[Runtim
     limit = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
     request, larger = _with_vram(request, machine, max(0, limit - machine.vram_reserved_bytes))
     twice = {dtype: 2 * tflops for dtype, tflops in machine.tflops.items()}
-    return request, replace(larger, link_gbps=2 * machine.link_gbps, hbm_gbps=2 * machine.hbm_gbps, tflops=twice)
+    decoded = {kind: 2 * gweights_per_s for kind, gweights_per_s in machine.decode_gweights_per_s.items()}
+    return request, replace(
+        larger, link_gbps=2 * machine.link_gbps, hbm_gbps=2 * machine.hbm_gbps, tflops=twice,
+        decode_gweights_per_s=decoded,
+    )  # fmt: skip

@@ -180,6 +180,11 @@ class Encoding:
         """Kernels that decode a matrix before a product; none where products read what is stored."""
         return 0
 
+    def weights_in_registers(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Weights that a GPU's product of few rows decodes in registers, by the names of how they are stored; none of a
+        matrix that is decoded into memory first, or not encoded."""
+        return {}
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a stored tensor."""
         return math.prod(shape) * self.dtype.itemsize
@@ -315,6 +320,13 @@ class EncodedRows(StackedEncoding):
     ) -> None:
         """Multiply with uint8 [R, row_bytes], as of a part."""
         raise NotImplementedError
+
+    def weights_in_registers(self, shape: tuple[int, ...]) -> dict[str, int]:
+        found = Counter[str]()
+        if self.dtype.itemsize == 2 and all(self.most_rows(kind) for _, kind in self.parts):
+            for rows, kind in self.parts:
+                found[kind] += rows * shape[1]
+        return found
 
     def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
         """Let `fill` write uint8 [..., row_bytes], in host memory; errors as of `fill`."""

@@ -48,6 +48,15 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class RegisterRead:
+    """Weights stored as one `kind` that a GPU's products of few rows read as stored and decode in registers."""
+
+    kind: str
+    nbytes: int
+    weights: int
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """Ordered tensors in one block; each starts on a multiple of 256 bytes, and so does the end."""
 
@@ -66,7 +75,7 @@ class PackedLayout:
             offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
-    @property
+    @cached_property
     def matrix_elements(self) -> int:
         """Elements of the matrices: two operations each for every row."""
         return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
@@ -86,9 +95,25 @@ class PackedLayout:
         """Kernels that this takes."""
         return sum(spec.encoding.num_decodings for spec in self.tensors)
 
+    @cached_property
+    def register_reads(self) -> tuple[RegisterRead, ...]:
+        """What a GPU's products of few rows decode in registers, by kind."""
+        weights, nbytes = Counter[str](), Counter[str]()
+        for spec in self.tensors:
+            if found := spec.encoding.weights_in_registers(spec.shape):
+                weights.update(found)
+                nbytes.update(spec.encoding.bytes_by_kind(spec.shape))
+        return tuple(RegisterRead(kind, nbytes[kind], count) for kind, count in weights.items())
+
+    @cached_property
+    def without_register_reads(self) -> PackedLayout:
+        """The rest of the block, for its sums: its tensors lie apart."""
+        rest = tuple(spec for spec in self.tensors if not spec.encoding.weights_in_registers(spec.shape))
+        return PackedLayout(rest, self.total_bytes - sum(read.nbytes for read in self.register_reads))
+
     def moved_bytes(self, slices: int = 1, *, passes: int = 1) -> int:
         """What `passes` passes read and write of the block that is on the device, when their products read each matrix
-        `slices` times together."""
+        `slices` times together and what is encoded is decoded into memory."""
         decoding_bytes = passes * (self.encoded_bytes + self.decoded_bytes)
         return decoding_bytes + slices * (self.total_bytes - self.encoded_bytes + self.decoded_bytes)
 
@@ -204,14 +229,10 @@ class ModelLayout:
         return max(spec.decoded_bytes for layer in self.layers for spec in layer.tensors)
 
     @cached_property
-    def num_decodings(self) -> int:
-        """Kernels that decode the matrices of a pass."""
-        return sum(layer.num_decodings for layer in self.layers) + self._head.encoding.num_decodings
-
-    @property
-    def head_bytes(self) -> int:
-        """What the product that makes logits reads and writes of its matrix."""
-        return self._head.nbytes + 2 * self._head.decoded_bytes
+    def multiplied(self) -> tuple[tuple[PackedLayout, int], ...]:
+        """The blocks that a pass multiplies with, and how many are alike: the layers, and the head by itself."""
+        head = PackedLayout((self._head,), self._head.nbytes)
+        return (*Counter(self.layers).items(), (head, 1))
 
     @property
     def _head(self) -> TensorSpec:
