@@ -416,8 +416,9 @@ class SpeculationOptions:
     `full`, `retrieval` (all of it, of which steps read chunks of their choice) or `streaming` (`sink_tokens` first and
     `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
     tokens and `retrieval` beyond them, by what is predicted as well. Of the retrieval verifier: `budget_tokens` per
-    layer and KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps; the draft proposes
-    `gamma_draft` tokens to each step, as a tree. A draft that retrieves does so with the same `budget_tokens` and
+    layer and KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps (None: at each where the
+    target's keys are in host memory, so that passes take long, else at every fourth); the draft proposes `gamma_draft`
+    tokens to each step, as a tree. A draft that retrieves does so with the same `budget_tokens` and
     `chunk_size`.
     """
 
@@ -428,20 +429,26 @@ class SpeculationOptions:
     chunk_size: int = 4
     budget_tokens: int = 4096
     gamma_draft: int = 24
-    refresh_steps: int = 4
+    refresh_steps: int | None = None
 
     def __post_init__(self) -> None:
         require_types(self)
         choices = ("speculation", self.mode, SPECULATION_MODES), ("draft_cache", self.draft_cache, DRAFT_CACHES)
         for name, value, allowed in choices:
             require(value in allowed, f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
-        for name in ("sink_tokens", "recent_tokens", "budget_tokens", "gamma_draft", "refresh_steps"):
+        for name in ("sink_tokens", "recent_tokens", "budget_tokens", "gamma_draft"):
             require_positive(name, getattr(self, name))
+        if self.refresh_steps is not None:
+            require_positive("refresh_steps", self.refresh_steps)
         most = MOST_GAMMA_DRAFT
         require(self.gamma_draft <= most, f"gamma_draft must be at most {most}, not {self.gamma_draft}")
         require(self.sink_tokens <= 256, f"sink_tokens must be at most 256, not {self.sink_tokens}")
         require(self.recent_tokens >= 2, f"recent_tokens must be at least 2, not {self.recent_tokens}")
         chunks_of_budget(self.budget_tokens, self.chunk_size)
+
+    def steps_between_choices(self, *, on_host: bool) -> int:
+        """`refresh_steps`, of a target whose keys are in host memory or not."""
+        return self.refresh_steps or (1 if on_host else 4)
 
 
 def idle_options(has_draft: bool, mode: str, draft_cache: str) -> dict[str, str]:

@@ -33,7 +33,9 @@ from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixt
 
 TARGET = "two_layer_target"
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
-OPTIONS = SpeculationOptions("triforce", "streaming", budget_tokens=128, chunk_size=8, recent_tokens=64, gamma_draft=3)
+OPTIONS = SpeculationOptions(
+    "triforce", "streaming", budget_tokens=128, chunk_size=8, recent_tokens=64, gamma_draft=3, refresh_steps=4
+)
 SHORT = {
     "--context": "900", "--budget": "128", "--chunk-size": "8", "--recent": "64", "--gamma": "7", "--gamma-draft": "3",
     "--tokens": "8", "--starts": "2",

@@ -72,7 +72,8 @@ _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(
 
 def _tuning(name: str, help: str) -> Any:
     """The field of `SpeculationOptions` by this name."""
-    return _count(_proposing, f"{help} auto: {getattr(SpeculationOptions, name)}.", least=1)
+    default = getattr(SpeculationOptions, name)
+    return _count(_proposing, help if default is None else f"{help} auto: {default}.", least=1)
 
 
 # What several commands take; a call names the command's own default.
@@ -122,7 +123,7 @@ class RunOptions:
     recent_tokens: int | None = _tuning("recent_tokens", "Newest tokens a streaming cache keeps.")
     chunk_size: int | None = _tuning("chunk_size", "Tokens that are retrieved together.")
     budget_tokens: int | None = _tuning("budget_tokens", "Tokens retrieved per KV head.")
-    refresh_steps: int | None = _tuning("refresh_steps", "Steps of TriForce from retrieval to retrieval.")
+    refresh_steps: int | None = _tuning("refresh_steps", "Steps of TriForce from retrieval to retrieval. auto: 1 with --kv host, else 4.")
     gamma_draft: int | None = _tuning("gamma_draft", "Tokens the draft proposes to a step of TriForce, as a tree.")
     tree_nodes: int | None = _count(
         _proposing,

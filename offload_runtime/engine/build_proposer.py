@@ -98,7 +98,7 @@ def _make_triforce(
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
-        window, verifier, first, trees=trees, refresh_steps=options.refresh_steps, max_tokens_with_draft=most_tokens
+        window, verifier, first, trees=trees, refresh_steps=plan.target.refresh_steps, max_tokens_with_draft=most_tokens
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":

@@ -229,9 +229,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     return _step_s(
         plan, target, machine, rows=batch * (1 + len(guess_parents(plan, batch))),
-        kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // options.refresh_steps,
-        choice_launches=_CHOICE_LAUNCHES // options.refresh_steps,
-        fetched_bytes=round(_FETCHED_SHARE * held_bytes / options.refresh_steps) if target.on_host else 0,
+        kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // target.refresh_steps,
+        choice_launches=_CHOICE_LAUNCHES // target.refresh_steps,
+        fetched_bytes=round(_FETCHED_SHARE * held_bytes / target.refresh_steps) if target.on_host else 0,
     )  # fmt: skip
 
 

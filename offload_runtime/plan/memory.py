@@ -127,6 +127,11 @@ class ModelPlan:
         return self.cache == "host"
 
     @property
+    def refresh_steps(self) -> int:
+        """Steps of a retrieval verifier from one choice of chunks to the next."""
+        return self.options.steps_between_choices(on_host=self.on_host)
+
+    @property
     def tree_slots(self) -> int:
         """Of a draft that grows trees: places for what may become part of a sequence."""
         return tree_slots(self.tree_nodes) if self.tree_nodes else 0

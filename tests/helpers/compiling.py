@@ -217,15 +217,14 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
 
 
 def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
-    """Every format in the cut of tall matrices, in the other one of each kind of scales; with all that is fused,
-    and a ragged last step along K, of a format with blocks of 256 weights and of one with smaller ones."""
-    for m, names in ((28672, tuple(FORMATS)), (4096, ("Q4_K", "Q5_1", "Q6_K"))):
+    """Every format for few rows, one of each kind of scales for as many as there may be; with all that is fused, and a
+    ragged last step along K, of a format with blocks of 256 weights and of one with smaller ones."""
+    for rows, names in ((8, tuple(FORMATS)), (16, ("Q4_K", "Q5_1", "Q6_K"))):
         for name in names:
-            form = FORMATS[name]
-            yield f"gguf_linear {name} {m}", partial(multiply_blocks, form, 16, m, 4096, BF16)
+            yield f"gguf_linear {name} {rows}", partial(multiply_blocks, FORMATS[name], rows, 4096, 4096, BF16)
         for name, k in (("Q5_0", 544), ("Q6_K", 768)):
-            ragged = partial(multiply_blocks, FORMATS[name], 5, m, k, FP16, bias=True, add=True)
-            yield f"gguf_linear {name} {m} ragged", ragged
+            ragged = partial(multiply_blocks, FORMATS[name], rows, 4096, k, FP16, bias=True, add=True)
+            yield f"gguf_linear {name} {rows} ragged", ragged
 
 
 def attend(

@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=SpeculationOptions.gamma_draft,
         help="tokens proposed to a step of the retrieval verifier",
     )
-    parser.add_argument("--refresh-steps", type=int, default=SpeculationOptions.refresh_steps)
+    parser.add_argument("--refresh-steps", type=int, help="by itself as of the runtime")
     parser.add_argument("--chain-gamma", type=int, default=8, help="tokens that the draft alone proposes to a pass")
     parser.add_argument("--starts", type=int, default=4, help="places in the texts that a row is measured from")
     parser.add_argument("--other-text", type=Path, nargs="+", default=[], help="which have their share of them")
@@ -117,6 +117,9 @@ def settle(arguments: argparse.Namespace, given: frozenset[str]) -> None:
         idle |= dict.fromkeys(("gamma_draft", "draft_cache", "recent", "chain_gamma"), why)
     refuse_idle(idle, given)
     harness.check_machine(arguments.vram, emulate=None)
+    if arguments.refresh_steps is None:
+        on_host = arguments.kv == "host"
+        arguments.refresh_steps = SpeculationOptions().steps_between_choices(on_host=on_host)
     if arguments.plain_tokens is None:
         arguments.plain_tokens = 8 if arguments.kv == "host" and arguments.device != "cpu" else arguments.tokens
 

@@ -271,6 +271,7 @@ def bound(row: dict[str, Any], setting: Setting) -> dict[str, Any]:
     if setting.options.mode == "chain":
         steps, step_ms = row["draft_steps_per_pass"], row["draft_step_ms"]
     else:
+        assert setting.options.refresh_steps is not None, "the command has chosen it"
         share = 1 / setting.options.refresh_steps
         steps = row["verifier_steps_per_pass"]
         step_ms = share * row["verifier_step_with_refresh_ms"] + (1 - share) * row["verifier_step_ms"]
