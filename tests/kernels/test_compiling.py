@@ -33,10 +33,10 @@ OF_MATRIX_UNITS = {
 }  # fmt: skip
 # Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products
 # of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
-# several sources 160; products of GGUF blocks 144 (Q5_0, 9.0).
+# several sources 160; products of GGUF blocks none.
 STACK_BYTES = {
     "_linear_kernel": 64, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
-    "_gguf_linear_kernel": 256,
+    "_gguf_linear_kernel": 64,
 }  # fmt: skip
 
 
