@@ -23,16 +23,16 @@ from offload_runtime_kernels.gguf_blocks import TILE, BlockFormat, decode_half, 
 
 # Of more rows of x a matrix is decoded into memory and multiplied there.
 MOST_ROWS = 16
-_FEW_ROWS = 8  # as many as the matrix units take at least: with eight the largest matrices are a fifth faster
+FEW_ROWS = 8  # as many as the matrix units take at least: with eight the largest matrices are a fifth faster
 # Rows of W for a program, its warps, and how far ahead what is stored is loaded into shared memory.
-_BLOCK_M, _NUM_WARPS, _NUM_STAGES = 32, 2, 3
+BLOCK_M, NUM_WARPS, NUM_STAGES = 32, 2, 3
 
 # Whether Triton interprets kernels, which knows no assembly.
 _INTERPRETED = tl.constexpr(triton_available and triton.knobs.runtime.interpret)
 
 
 @jit
-def _hidden(w):
+def hidden(w):
     """The same tensor, so that Triton does not see how an operand of `tl.dot` is decoded: where it does, it takes
     columns out of their order, so that each thread loads more at a time."""
     if not _INTERPRETED:
@@ -41,19 +41,14 @@ def _hidden(w):
 
 
 @jit
-def _half_rows(near, far, HALF: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr):
-    """[BLOCK_M, 128], a half of a tile; of 16 rows `near` has the first eight."""
-    rows: tl.constexpr = BLOCK_M // 2
-    w = tl.join(
-        decode_half(near, HALF, FORM, rows, DTYPE, False),
-        decode_half(far, HALF, FORM, rows, DTYPE, False),
-    )
-    w = tl.permute(tl.reshape(w, [BLOCK_M // 16, 8, 128, 2]), (0, 3, 1, 2))
-    return tl.reshape(w, [BLOCK_M, 128])
+def by_sixteen(near, far, M: tl.constexpr):
+    """[M, 128] of halves of tiles, of 16 rows the first eight and the others."""
+    w = tl.reshape(tl.join(near, far), [M // 16, 8, 128, 2])
+    return tl.reshape(tl.permute(w, (0, 3, 1, 2)), [M, 128])
 
 
 @jit
-def _columns_at(x_ptrs, start, k, real, columns, WHOLE: tl.constexpr):
+def columns_at(x_ptrs, start, k, real, columns, WHOLE: tl.constexpr):
     """[128, N] of x, zero behind the last column."""
     if WHOLE:
         x = tl.load(x_ptrs + start, mask=real, other=0.0)
@@ -65,33 +60,34 @@ def _columns_at(x_ptrs, start, k, real, columns, WHOLE: tl.constexpr):
 @jit(do_not_specialize=("num_rows", "height", "stride", "blocks"))
 def _gguf_linear_kernel(
     x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, blocks, row_bytes,
-    FORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    rows: tl.constexpr = BLOCK_M // 2
+    rows: tl.constexpr = M // 2
     i = tl.arange(0, rows)[:, None]
-    near = tl.program_id(0) * BLOCK_M + i // 8 * 16 + i % 8
+    near = tl.program_id(0) * M + i // 8 * 16 + i % 8
     # What lies behind the last row reads that row and stores nothing.
     near_ptr = stored_ptr + tl.minimum(near, height - 1).to(tl.int64) * row_bytes
     far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * row_bytes
-    row = tl.arange(0, BLOCK_N)[None, :]
+    row = tl.arange(0, N)[None, :]
     real = row < num_rows
     k = tl.arange(0, 128)[:, None]
     x_ptrs = x_ptr + row.to(tl.int64) * columns + k
-    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    sums = tl.zeros([M, N], dtype=tl.float32)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
         near_planes = load_tile(near_ptr, tile, blocks, FORM, WHOLE, rows)
         far_planes = load_tile(far_ptr, tile, blocks, FORM, WHOLE, rows)
         for half in tl.static_range(2):
-            x = _columns_at(x_ptrs, (2 * tile + half) * 128, k, real, columns, WHOLE)
-            w = _hidden(_half_rows(near_planes, far_planes, half, FORM, BLOCK_M, dtype))
-            sums = tl.dot(w, x, sums, input_precision="ieee")
+            x = columns_at(x_ptrs, (2 * tile + half) * 128, k, real, columns, WHOLE)
+            w_near = decode_half(near_planes, half, FORM, rows, dtype, False)
+            w_far = decode_half(far_planes, half, FORM, rows, dtype, False)
+            sums = tl.dot(hidden(by_sixteen(w_near, w_far, M)), x, sums, input_precision="ieee")
     if OVERLAP:
         gdc_launch_dependents()
-    column = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
     written = real & (column < height)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + column, mask=column < height, other=0.0).to(tl.float32)
@@ -122,9 +118,9 @@ def gguf_linear_triton(
     assert stored.is_contiguous() and stored.shape[1] == form.row_bytes(k)
     assert out.shape == (num_rows, height) and out.stride(1) == 1 and out.dtype == x.dtype
     with torch.cuda.device_of(x):
-        _gguf_linear_kernel[(triton.cdiv(height, _BLOCK_M),)](
+        _gguf_linear_kernel[(triton.cdiv(height, BLOCK_M),)](
             x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), k, form.num_blocks(k),
-            stored.shape[1], FORM=form, WHOLE=k % TILE == 0, BLOCK_M=_BLOCK_M,
-            BLOCK_N=_FEW_ROWS if num_rows <= _FEW_ROWS else MOST_ROWS, STAGES=_NUM_STAGES, HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=add, num_warps=_NUM_WARPS, **overlap_options(x.device),
+            stored.shape[1], FORM=form, WHOLE=k % TILE == 0, M=BLOCK_M,
+            N=FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS, STAGES=NUM_STAGES, HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=add, num_warps=NUM_WARPS, **overlap_options(x.device),
         )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Products of a few rows with a bf16 matrix in 12 bits, which is decoded in registers on its way to the matrix units.
+
+    y = x W^T + b;    out = y   or   out + y
+
+with the bits of `linear` and the decoded matrix. What a program does is as in `gguf_linear`.
+"""
+
+import torch
+
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    overlap_options,
+    require_triton,
+    tl,
+    triton,
+)
+from offload_runtime_kernels.coded_bf16 import CodedRow, half_of, load_coded, tail_of, uppers_of
+from offload_runtime_kernels.gguf_linear import (
+    BLOCK_M,
+    FEW_ROWS,
+    MOST_ROWS,
+    NUM_STAGES,
+    NUM_WARPS,
+    by_sixteen,
+    columns_at,
+    hidden,
+)
+
+
+@jit
+def _sums(
+    x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr, FAR_START: tl.constexpr,
+    ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """fp32 [M, N]."""
+    rows: tl.constexpr = M // 2
+    sums = tl.zeros([M, N], dtype=tl.float32)
+    for tile in tl.range(0, tl.cdiv(COLUMNS, 256), num_stages=STAGES):
+        near_low, near_index, near_pair = load_coded(near_ptr, tile, COLUMNS, rows)
+        far_low, far_index, far_pair = load_coded(far_ptr, tile, COLUMNS, rows)
+        near_uppers = uppers_of(near_index, near_pair, near_ptr, near_tail, most, tile, FAR_START, ROOM, FAR)
+        far_uppers = uppers_of(far_index, far_pair, far_ptr, far_tail, most, tile, FAR_START, ROOM, FAR)
+        for half in tl.static_range(2):
+            x = columns_at(x_ptrs, (2 * tile + half) * 128, k, real, COLUMNS, COLUMNS % 256 == 0)
+            w_near, w_far = half_of(near_low, near_uppers, half, rows), half_of(far_low, far_uppers, half, rows)
+            w = by_sixteen(w_near, w_far, M).to(tl.bfloat16, bitcast=True)
+            sums = tl.dot(hidden(w.to(x.dtype)), x, sums, input_precision="ieee")
+    return sums
+
+
+@jit(do_not_specialize=("num_rows", "height", "stride"))
+def _coded_linear_kernel(
+    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, COLUMNS: tl.constexpr, FAR_START: tl.constexpr,
+    ROOM: tl.constexpr, ROW_BYTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+    i = tl.arange(0, M // 2)[:, None]
+    near = tl.program_id(0) * M + i // 8 * 16 + i % 8
+    # What lies behind the last row reads that row and stores nothing.
+    near_ptr = stored_ptr + tl.minimum(near, height - 1).to(tl.int64) * ROW_BYTES
+    far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * ROW_BYTES
+    near_tail, far_tail = tail_of(near_ptr, ROW_BYTES), tail_of(far_ptr, ROW_BYTES)
+    most = tl.max(tl.maximum(near_tail[2], far_tail[2]))
+    row = tl.arange(0, N)[None, :]
+    real = row < num_rows
+    k = tl.arange(0, 128)[:, None]
+    x_ptrs = x_ptr + row.to(tl.int64) * COLUMNS + k
+    # Each in a loop of its own: what only few rows need must not hold others up.
+    if most == 0:
+        sums = _sums(
+            x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N, STAGES, False
+        )
+    else:
+        sums = _sums(
+            x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M, N, 1, True
+        )
+    if OVERLAP:
+        gdc_launch_dependents()
+    column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
+    written = real & (column < height)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + column, mask=column < height, other=0.0).to(tl.float32)
+    y = sums.to(x_ptr.dtype.element_ty).to(tl.float32)
+    out_ptrs = out_ptr + row.to(tl.int64) * stride + column
+    if HAS_RESIDUAL:
+        y += tl.load(out_ptrs, mask=written, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=written)
+
+
+def coded_linear_triton(
+    x: torch.Tensor, stored: torch.Tensor, row: CodedRow, out: torch.Tensor, *, bias: torch.Tensor | None = None,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """Multiply rows with a matrix, into `out` or, with `add`, added to it; enqueued on the current stream.
+
+    Args:
+        x: bf16 [N, K], contiguous, N at most `MOST_ROWS` (fp32 in the interpreter).
+        stored: uint8 [M, nbytes], contiguous, at an address that 16 divides.
+        row: How a row lies in its bytes.
+        out: [N, M] in the dtype of x; its rows may be part of longer ones.
+        bias: [M] or None, contiguous.
+        add: Whether the product is added to what `out` has.
+    """
+    require_triton("a product with 12-bit weights")
+    num_rows, height = len(x), len(stored)
+    assert num_rows <= MOST_ROWS and x.is_contiguous() and x.shape[1] == row.columns
+    assert stored.is_contiguous() and stored.shape[1] == row.nbytes
+    assert out.shape == (num_rows, height) and out.stride(1) == 1 and out.dtype == x.dtype
+    with torch.cuda.device_of(x):
+        _coded_linear_kernel[(triton.cdiv(height, BLOCK_M),)](
+            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), COLUMNS=row.columns,
+            FAR_START=row.far_start, ROOM=row.room, ROW_BYTES=row.nbytes, M=BLOCK_M,
+            N=FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS, STAGES=NUM_STAGES, HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=add, num_warps=NUM_WARPS, **overlap_options(x.device),
+        )  # fmt: skip
