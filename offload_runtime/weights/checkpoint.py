@@ -10,7 +10,7 @@ import logging
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +21,14 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
+from offload_runtime.memory import HostArena, Registrar, current_device
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 
+# Of a tensor, read at a time where it passes through memory of its own.
+PIECE_BYTES = 8 << 20
 # Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied;
 # of GGUF files what scales the rotations, which is a part of the configuration.
 _LEFTOVERS = (
@@ -117,6 +120,17 @@ class StoredTensor:
             raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
         if done < len(out):
             raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
+
+
+@contextmanager
+def staging_memory(nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Host memory that pieces of a tensor pass through on their way to or over `device`, which is the current one for
+    as long: uint8 [nbytes], page-locked for a GPU if the system allows it. Nothing may be copying from it at the end.
+    """
+    with current_device(device), closing(HostArena(nbytes, name="pieces of weights")) as arena:
+        if device.type == "cuda":
+            arena.lock(Registrar())
+        yield arena.buffer[:nbytes]
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

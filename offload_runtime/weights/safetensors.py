@@ -19,11 +19,13 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import (
+    PIECE_BYTES,
     CheckpointSource,
     DescribedModel,
     StoredTensor,
     match_tensors,
     open_header,
+    staging_memory,
 )
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import MOST, Fields, shortened, shown
@@ -34,7 +36,6 @@ from offload_runtime.weights.tokenizer import load_tokenizer
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _MOST_DIMENSIONS = 8
-_STAGING_BYTES = 16 << 20
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -79,23 +80,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def fill_from_file(stored: StoredTensor, out: torch.Tensor) -> None:
-    """Read a tensor into `out` (contiguous, CPU, the stored shape), converting to `out`'s dtype.
+    """Read a tensor into `out` (contiguous, the stored shape, on any device), converting to `out`'s dtype.
 
-    Equal dtypes are read in place; others go through a staging buffer of 16 MiB.
+    In host memory equal dtypes are read in place; all else passes through staging memory.
     """
     dtype = DTYPES[stored.dtype]
     assert tuple(out.shape) == stored.shape and out.is_contiguous(), f"{stored.name}: {tuple(out.shape)}"
     flat = out.view(-1)
-    if dtype == out.dtype:
+    if dtype == out.dtype and out.is_cpu:
         stored.read_into(flat.view(torch.uint8).numpy().data)
         return
-    staging = torch.empty(min(_STAGING_BYTES // dtype.itemsize, flat.numel()), dtype=dtype)
-    done_bytes = 0
-    for piece in flat.split(max(1, staging.numel())):
-        part = staging[: piece.numel()]
-        stored.read_into(part.view(torch.uint8).numpy().data, done_bytes)
-        piece.copy_(part)
-        done_bytes += part.nbytes
+    with staging_memory(min(PIECE_BYTES, stored.nbytes), out.device) as staging:
+        done_bytes = 0
+        for piece in flat.split(staging.nbytes // dtype.itemsize):
+            part = staging[: piece.numel() * dtype.itemsize]
+            stored.read_into(part.numpy().data, done_bytes)
+            piece.copy_(part.view(dtype))
+            done_bytes += part.nbytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
