@@ -17,7 +17,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.memory import PAGE_BYTES, HostArena
 from offload_runtime.weights import ModelLayout, checkpoint_tensors, layer_layout, load_weights, open_checkpoint
 from offload_runtime.weights.loader import passing_bytes
-from tests.helpers.models import load_plain
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
 from tests.test_weights_gguf import write
 
@@ -126,6 +126,13 @@ def test_blocks_that_do_not_stay_are_read_to_where_they_belong(directory, onto, 
     assert all(arena.pinned == (layer in {0, 2}) for layer, arena in weights.layers.items())
     weights.close()
     assert not registrar.locked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_gets_the_bytes_of_a_cpu(directory, dtype):
+    source = open_checkpoint(directory)
+    assert_a_gpu_loads_the_same(source, ModelLayout.plain(source.config(), dtype))
 
 
 def test_staging_memory_is_given_back_when_reading_fails(directory):

@@ -22,6 +22,7 @@ from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
+    LOADING_PROCESS_BYTES,
     PROCESS_BYTES,
     MemoryLimits,
     check_window,
@@ -452,7 +453,7 @@ class RunPlan:
             MemoryPart("streamed layers", self.target.host_bytes_of_layers(self.placement.streamed_layers)),
             MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
             MemoryPart("weights that a GPU would hold", held_bytes if self.request.device == "cpu" else 0),
-            MemoryPart("Python and libraries", PROCESS_BYTES),
+            MemoryPart("Python and libraries", LOADING_PROCESS_BYTES),
         )
         return tuple(part for part in parts if part.nbytes)
 

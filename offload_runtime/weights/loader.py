@@ -44,10 +44,11 @@ class MatricesNotCodable(Exception):
 
 def _whole_matrices(model: DescribedModel, layout: ModelLayout) -> list[int]:
     """Elements of the matrices that are made in host memory, as a whole, before they are stored."""
-    matrices = {name: to.shape for name, to in checkpoint_tensors(model.config()).items() if len(to.shape) == 2}
-    if not layout.has_coded:
-        matrices = {name: shape for name, shape in matrices.items() if isinstance(model.kinds.get(name), ScaledFormat)}
-    return [math.prod(shape) for shape in matrices.values()]
+    scaled = {name for name, kind in model.kinds.items() if isinstance(kind, ScaledFormat)}
+    if not scaled and not layout.has_coded:
+        return []
+    tensors = checkpoint_tensors(model.config()).items()
+    return [math.prod(to.shape) for name, to in tensors if len(to.shape) == 2 and (layout.has_coded or name in scaled)]
 
 
 def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
