@@ -10,10 +10,11 @@ import logging
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -122,15 +123,41 @@ class StoredTensor:
             raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
 
 
-@contextmanager
-def staging_memory(nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Host memory that pieces of a tensor pass through on their way to or over `device`, which is the current one for
-    as long: uint8 [nbytes], page-locked for a GPU if the system allows it. Nothing may be copying from it at the end.
+class Staging:
+    """Host memory that tensors of a source pass through, a piece of each thread that reads. What a thread leaves is the
+    next one's, as page-locking makes all of a GPU wait, and is given back when no thread reads any more.
+
+    Attributes:
+        turn: For threads that take turns on a device.
     """
-    with current_device(device), closing(HostArena(nbytes, name="pieces of weights")) as arena:
-        if device.type == "cuda":
-            arena.lock(Registrar())
-        yield arena.buffer[:nbytes]
+
+    def __init__(self) -> None:
+        self.turn = Lock()
+        self._lock = Lock()
+        self._num_readers = 0
+        self._free: list[HostArena] = []
+
+    @contextmanager
+    def piece(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+        """Memory on the way to or over `device`, which is the current one for as long: uint8 [nbytes], page-locked for
+        a GPU if the system allows it. Nothing may be copying from it at the end."""
+        with self._lock:
+            self._num_readers += 1
+            arena = self._free.pop() if self._free else None
+        try:
+            if arena is None or arena.nbytes < nbytes:
+                arena = HostArena(max(nbytes, PIECE_BYTES), name="pieces of weights")  # of one size, for any tensor
+            with current_device(device):
+                if device.type == "cuda":
+                    arena.lock(Registrar())
+                yield arena.buffer[:nbytes]
+        finally:
+            with self._lock:
+                self._num_readers -= 1
+                self._free += [] if arena is None else [arena]
+                unused, self._free = ([], self._free) if self._num_readers else (self._free, [])
+            for arena in unused:
+                arena.close()
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import gguf
@@ -29,11 +28,11 @@ from offload_runtime.weights.checkpoint import (
     CheckpointSource,
     DescribedModel,
     HeaderReader,
+    Staging,
     StoredTensor,
     damaged,
     match_tensors,
     open_header,
-    staging_memory,
 )
 from offload_runtime.weights.encoding import KIND_DTYPES, Fill
 from offload_runtime.weights.encodings.gguf_rows import KINDS, decode_file_rows, has_finite_scales, store_rows
@@ -295,7 +294,7 @@ class _GgufFill:
 
     tensor: StoredTensor
     head_dim: int | None = None
-    turn: Lock = field(default_factory=Lock)
+    staging: Staging = field(default_factory=Staging)
 
     def __call__(self, out: torch.Tensor, device: torch.device | None = None) -> None:
         """Fill `out` as a `Fill` does, a few rows at a time.
@@ -310,26 +309,26 @@ class _GgufFill:
         row_bytes = max(tensor.nbytes, out.nbytes) // rows
         unit = 1 if self.head_dim is None else self.head_dim  # whole heads, so that a piece can be put in order
         step = min(rows, max(1, PIECE_BYTES // (row_bytes * unit)) * unit)
-        with staging_memory(step * row_bytes, device) as staging:
+        with self.staging.piece(step * row_bytes, device) as memory:
             for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
-                blocks = staging[: len(part) * (tensor.nbytes // rows)].view(len(part), -1)
+                blocks = memory[: len(part) * (tensor.nbytes // rows)].view(len(part), -1)
                 tensor.read_into(blocks.view(-1).numpy().data, start * blocks.shape[1])
                 if not has_finite_scales(tensor.dtype, blocks):
                     raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
                 if device.type == "cuda":
-                    self._convert_on_gpu(blocks, part, staging, device)
+                    self._convert_on_gpu(blocks, part, memory, device)
                 elif part.is_cpu and self.head_dim is None:
                     self._convert(blocks, part)
                 else:
                     part.copy_(self._converted(blocks, part))
 
     def _convert_on_gpu(
-        self, blocks: torch.Tensor, part: torch.Tensor, staging: torch.Tensor, device: torch.device
+        self, blocks: torch.Tensor, part: torch.Tensor, memory: torch.Tensor, device: torch.device
     ) -> None:
-        """Make `part` of `blocks`, which `staging` begins with, and wait for it; what is for the host returns there."""
-        landed = staging[: part.nbytes].view(part.dtype).view(part.shape) if part.is_cpu else part
+        """Make `part` of `blocks`, which `memory` begins with, and wait for it; what is for the host returns there."""
+        landed = memory[: part.nbytes].view(part.dtype).view(part.shape) if part.is_cpu else part
         done = torch.cuda.Event(blocking=True)
-        with self.turn:
+        with self.staging.turn:
             landed.copy_(self._converted(blocks.to(device, non_blocking=True), part), non_blocking=True)
             done.record()
         done.synchronize()
@@ -399,13 +398,13 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    fills, turn = dict[str, Fill](), Lock()
+    fills, staging = dict[str, Fill](), Staging()
     stored_name = _stored_names(header, config)
     tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
-        fills[name] = _GgufFill(tensor, config.head_dim if permuted else None, turn)
+        fills[name] = _GgufFill(tensor, config.head_dim if permuted else None, staging)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds)

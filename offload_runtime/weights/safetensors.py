@@ -22,10 +22,10 @@ from offload_runtime.weights.checkpoint import (
     PIECE_BYTES,
     CheckpointSource,
     DescribedModel,
+    Staging,
     StoredTensor,
     match_tensors,
     open_header,
-    staging_memory,
 )
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import MOST, Fields, shortened, shown
@@ -79,10 +79,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def fill_from_file(stored: StoredTensor, out: torch.Tensor) -> None:
+def fill_from_file(stored: StoredTensor, out: torch.Tensor, *, staging: Staging | None = None) -> None:
     """Read a tensor into `out` (contiguous, the stored shape, on any device), converting to `out`'s dtype.
 
-    In host memory equal dtypes are read in place; all else passes through staging memory.
+    In host memory equal dtypes are read in place; all else passes through `staging`, by default its own.
     """
     dtype = DTYPES[stored.dtype]
     assert tuple(out.shape) == stored.shape and out.is_contiguous(), f"{stored.name}: {tuple(out.shape)}"
@@ -90,10 +90,10 @@ def fill_from_file(stored: StoredTensor, out: torch.Tensor) -> None:
     if dtype == out.dtype and out.is_cpu:
         stored.read_into(flat.view(torch.uint8).numpy().data)
         return
-    with staging_memory(min(PIECE_BYTES, stored.nbytes), out.device) as staging:
+    with (staging or Staging()).piece(min(PIECE_BYTES, stored.nbytes), out.device) as memory:
         done_bytes = 0
-        for piece in flat.split(staging.nbytes // dtype.itemsize):
-            part = staging[: piece.numel() * dtype.itemsize]
+        for piece in flat.split(memory.nbytes // dtype.itemsize):
+            part = memory[: piece.numel() * dtype.itemsize]
             stored.read_into(part.numpy().data, done_bytes)
             piece.copy_(part.view(dtype))
             done_bytes += part.nbytes
@@ -196,7 +196,8 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
     if quantisation is not None and not quantised:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
-    fills: dict[str, Fill] = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
+    fill = partial(fill_from_file, staging=Staging())
+    fills: dict[str, Fill] = {name: partial(fill, tensor) for name, tensor in tensors.items()}
     fills |= {name: tensor.fill for name, tensor in quantised.items()}
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
