@@ -33,6 +33,7 @@ import torch
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.gguf_blocks import units_at, within
 
+CODED = "12-bit BF16"  # what it is called
 _SPAN = 64  # columns whose indices lie in the same 32 bytes
 _TILE = 256
 _NEAR = 2  # exceptions of a tile beside it
@@ -240,7 +241,9 @@ def uppers_of(
         )
     found = _changed(found, near & 255, (near >> 8) & 255)
     found = _changed(found, (near >> 16) & 255, near >> 24)
-    if FAR:
+    # With the second condition, which always holds, the loop is no part of the one around it, whose loads the compiler
+    # takes ahead of their use where no loop is inside.
+    if FAR and most > 0:
         column_ptr = (row_ptr + FAR_START).to(tl.pointer_type(tl.uint16))
         for place in range(most):
             there = place < count

@@ -28,16 +28,18 @@ from offload_runtime_kernels.gguf_linear import (
     hidden,
 )
 
+_REGISTERS = 128  # of a thread: the second loop would take more, at the cost of the first
+
 
 @jit
 def _sums(
-    x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr, FAR_START: tl.constexpr,
-    ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
+    sums, start, end, x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr,
+    FAR_START: tl.constexpr, ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [M, N]."""
+    """Add the products of the tiles from `start` to `end`: fp32 [M, N]."""
     rows: tl.constexpr = M // 2
-    sums = tl.zeros([M, N], dtype=tl.float32)
-    for tile in tl.range(0, tl.cdiv(COLUMNS, 256), num_stages=STAGES):
+    for tile in tl.range(start, end, num_stages=STAGES):
         near_low, near_index, near_pair = load_coded(near_ptr, tile, COLUMNS, rows)
         far_low, far_index, far_pair = load_coded(far_ptr, tile, COLUMNS, rows)
         near_uppers = uppers_of(near_index, near_pair, near_ptr, near_tail, most, tile, FAR_START, ROOM, FAR)
@@ -70,14 +72,17 @@ def _coded_linear_kernel(
     k = tl.arange(0, 128)[:, None]
     x_ptrs = x_ptr + row.to(tl.int64) * COLUMNS + k
     # Each in a loop of its own: what only few rows need must not hold others up.
-    if most == 0:
-        sums = _sums(
-            x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N, STAGES, False
-        )
-    else:
-        sums = _sums(
-            x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M, N, 1, True
-        )
+    tiles = tl.cdiv(COLUMNS, 256)
+    plain = tl.where(most == 0, tiles, 0)
+    sums = tl.zeros([M, N], dtype=tl.float32)
+    sums = _sums(
+        sums, 0, plain, x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N,
+        STAGES, False,
+    )  # fmt: skip
+    sums = _sums(
+        sums, plain, tiles, x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M,
+        N, STAGES, True,
+    )  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
     column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
@@ -115,5 +120,5 @@ def coded_linear_triton(
             x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), COLUMNS=row.columns,
             FAR_START=row.far_start, ROOM=row.room, ROW_BYTES=row.nbytes, M=BLOCK_M,
             N=FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS, STAGES=NUM_STAGES, HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=add, num_warps=NUM_WARPS, **overlap_options(x.device),
+            HAS_RESIDUAL=add, num_warps=NUM_WARPS, maxnreg=_REGISTERS, **overlap_options(x.device),
         )  # fmt: skip

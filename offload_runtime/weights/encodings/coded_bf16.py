@@ -12,14 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows, encode_rows
+from offload_runtime_kernels.coded_bf16 import CODED, CodedRow, decode_rows, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_linear import MOST_ROWS
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, EncodedRows, Encoding, Fill, NotCodable
 
 _PLAIN = DTYPE_KINDS[torch.bfloat16]
-CODED = "12-bit BF16"
 
 
 def _coded_row(columns: int) -> CodedRow:
