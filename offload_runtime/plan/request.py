@@ -149,7 +149,7 @@ class MachineFigures:
 
     def decode_rate(self, kind: str) -> float:
         """Weights per second that products of few rows decode in registers. A kind that was not measured is taken for
-        the slowest that was; if none was, only memory bounds them. Other kernels take their share of it, as of memory."""
+        the slowest that was; if none was, only memory bounds them. Other kernels take their share, as of memory."""
         rates = self.decode_gweights_per_s
         return _HBM_SHARE * _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
 
