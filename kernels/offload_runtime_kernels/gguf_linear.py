@@ -1,9 +1,9 @@
-"""Products of a few rows with a matrix of GGUF blocks, which is decoded in registers: see `few_rows`."""
+"""Products of a few rows with a matrix of GGUF blocks, which is decoded in registers: see `encoded_linear`."""
 
 import torch
 
 from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
-from offload_runtime_kernels.few_rows import columns_at, half_rows, launch_options, operand, store_product
+from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
 from offload_runtime_kernels.gguf_blocks import TILE, BlockFormat, decode_half, load_tile
 
 

@@ -1,15 +1,13 @@
-"""Products of a few rows with a matrix of small numbers with scales, which is decoded in registers: see `few_rows`.
+"""Products of a few rows with a matrix of small numbers with scales, decoded in registers: see `encoded_linear`.
 
 Numbers and offsets are read in `scaled_rows`' way, where their differences are exact. Two at a time are subtracted and
 multiplied in the dtype of the scales, where that has 16 bits and holds numbers as they lie there; others in fp32.
 """
 
-from typing import Any
-
 import torch
 
 from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
-from offload_runtime_kernels.few_rows import (
+from offload_runtime_kernels.encoded_linear import (
     INTERPRETED,
     columns_at,
     half_rows,
@@ -25,7 +23,7 @@ from offload_runtime_kernels.scaled_rows import (
     as_float,
     in_columns,
     number_bits,
-    offset_bits,
+    number_offset_bits,
 )
 
 _GROUPS = (32, 64, 128)  # columns of a scale, of which several are in a tile
@@ -51,8 +49,7 @@ def _bits_of(words, number: tl.constexpr, EACH: tl.constexpr):
 
 @jit
 def _shared(words, UNIT: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """What the columns of a unit's words share, [R, 1] or [R, 8], out of the words of a tile, which have `EACH` bits for
-    a group."""
+    """What columns of each word of a unit share, [R, 1] or [R, 8], out of a tile's words, of `EACH` bits a group."""
     WORD: tl.constexpr = 128 // BITS
     FIRST: tl.constexpr = 2 * WORD * UNIT // GROUP if GROUP > 0 else 0
     found = _bits_of(words, FIRST, EACH)
@@ -81,28 +78,24 @@ def _scaled_pairs(numbers, offset, scale):
 
 
 @jit
-def _weights(
-    words, scale, zero, P: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
+def _weights(words, scale, zero, P: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
     """[R, 8, 2]: numbers P of words, with scales and stored zeros [R, 1 or 8]."""
-    NARROW: tl.constexpr = NUMBER == "uint4" and SCALE != tl.float32
-    BF16: tl.constexpr = NARROW and SCALE == tl.bfloat16
+    IN_PAIRS: tl.constexpr = NUMBER == "uint4" and scale.dtype.primitive_bitwidth == 16
+    BF16: tl.constexpr = IN_PAIRS and scale.dtype == tl.bfloat16
     FORM: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    bits = number_bits(words, P, NUMBER, BF16)
-    numbers = tl.join(as_float(bits, FORM), as_float(bits >> 16, FORM))
-    offset = as_float(offset_bits(zero, ZERO, P, NUMBER, BF16), FORM)[:, :, None]
-    if NARROW:
+    bits, offset_bits = number_bits(words, P, NUMBER, BF16), number_offset_bits(zero, ZERO, P, NUMBER, BF16)
+    numbers, offset = tl.join(as_float(bits, FORM), as_float(bits >> 16, FORM)), as_float(offset_bits, FORM)[:, :, None]
+    if IN_PAIRS:
         w = _scaled_pairs(numbers, offset, scale[:, :, None])
     else:
-        numbers, offset, scale = numbers.to(tl.float32), offset.to(tl.float32), scale.to(tl.float32)[:, :, None]
+        numbers, offset, s = numbers.to(tl.float32), offset.to(tl.float32), scale.to(tl.float32)[:, :, None]
         if NUMBER == "FP8":
-            w = numbers * (scale * 256.0)
-        elif SCALE == tl.float32:
-            w = (numbers - offset) * scale
-        else:  # products of at most 11 + 11 bits: only their difference may round
-            w = numbers * scale - offset * scale
-        w = w.to(SCALE)
+            w = numbers * (s * 256.0)
+        elif scale.dtype.primitive_bitwidth == 32:
+            w = (numbers - offset) * s
+        else:  # exact: products of at most 11 + 11 bits, and a difference of 9 + 11
+            w = numbers * s - offset * s
+        w = w.to(scale.dtype)
     return w.to(DTYPE)
 
 
@@ -111,20 +104,16 @@ def _decoded_half(
     planes, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ZEROS: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """[R, 128] of a tile."""
+    """[R, 128] of a tile: of units, and the words of scales and zeros."""
     units, scales, zeros = planes
-    parts = ()  # type: tuple[Any, ...]
+    parts = ()  # type: tuple[object, ...]
     for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
-        scale = _shared(scales, unit, SCALE.primitive_bitwidth, GROUP, BITS)
-        if SCALE == tl.float32:
-            scale = scale.to(tl.float32, bitcast=True)
-        else:
-            scale = as_float(scale, SCALE)
+        scale = as_float(_shared(scales, unit, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
         zero = tl.full([1, 1], 0, tl.uint32)
         if ZEROS:
             zero = _shared(zeros, unit, BITS, GROUP, BITS) & ((1 << BITS) - 1)
         for p in tl.static_range(16 // BITS):
-            parts += (_weights(units[unit], scale, zero, p, NUMBER, ZERO, SCALE, DTYPE),)
+            parts += (_weights(units[unit], scale, zero, p, NUMBER, ZERO, DTYPE),)
     return in_columns(parts, BITS, ROWS)
 
 
@@ -161,19 +150,20 @@ def _scaled_linear_kernel(
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     near_scales_ptr, far_scales_ptr = scales_ptr + near_own * scale_bytes, scales_ptr + far_own * scale_bytes
     near_zeros_ptr, far_zeros_ptr = zeros_ptr + near_own * zero_bytes, zeros_ptr + far_own * zero_bytes
-    near_all = _shared_words_at(near_scales_ptr, near_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
-    far_all = _shared_words_at(far_scales_ptr, far_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
+    near_first = _shared_words_at(near_scales_ptr, near_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
+    far_first = _shared_words_at(far_scales_ptr, far_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
         near_units = units_at(near_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
         far_units = units_at(far_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
         if GROUP == 0:
-            near_shared, far_shared = near_all, far_all
+            near_shared, far_shared = near_first, far_first  # one scale a row
         else:
             own = tile // tiles_of_scale
             near_shared = _shared_words_at(near_scales_ptr, near_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
             far_shared = _shared_words_at(far_scales_ptr, far_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
-        near_planes, far_planes = (near_units, near_shared[0], near_shared[1]), (far_units, far_shared[0], far_shared[1])
+        near_planes = (near_units, near_shared[0], near_shared[1])
+        far_planes = (far_units, far_shared[0], far_shared[1])
         for half in tl.static_range(2):
             x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, BLOCK_N)
             near_w = _decoded_half(near_planes, half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows)

@@ -20,12 +20,12 @@ is added to that, and an E4M3 has the bits of an fp16 whose exponent is 8 too sm
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.few_rows import INTERPRETED
+from offload_runtime_kernels.encoded_linear import INTERPRETED
 from offload_runtime_kernels.gguf_blocks import TILE, units_at
 
 _UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
@@ -201,7 +201,7 @@ def number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr
 
 
 @jit
-def offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
+def number_offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
     """What is subtracted from numbers P: what is stored, and `ZERO`, as `number_bits` has them."""
     if BF16:
         found = stored + (ZERO + 0x4300)
@@ -216,8 +216,10 @@ def offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.constexp
 
 @jit
 def as_float(bits, DTYPE: tl.constexpr):
-    """The lower 16 bits."""
-    return bits.to(tl.uint16).to(DTYPE, bitcast=True)
+    """The lower bits of words, as many as the dtype has."""
+    if DTYPE.primitive_bitwidth == 16:
+        bits = bits.to(tl.uint16)
+    return bits.to(DTYPE, bitcast=True)
 
 
 @jit
@@ -251,16 +253,16 @@ def _numbers_of(
     units, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """fp32 [R, 128] of a half of a tile, less `ZERO`."""
-    parts = ()  # type: tuple[Any, ...]
-    for unit in tl.static_range(BITS // 2):
+    parts = ()  # type: tuple[object, ...]
+    for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
         for p in tl.static_range(16 // BITS):
-            bits = number_bits(units[HALF * (BITS // 2) + unit], p, NUMBER, False)
+            bits = number_bits(units[unit], p, NUMBER, False)
             number = tl.join(as_float(bits, tl.float16), as_float(bits >> 16, tl.float16)).to(tl.float32)
             if NUMBER == "FP8":
                 number = tl.where(tl.abs(number) == 1.875, float("nan"), number * 256.0)
             else:
                 none = tl.full([1, 1, 1], 0, tl.uint32)
-                number -= as_float(offset_bits(none, ZERO, p, NUMBER, False), tl.float16).to(tl.float32)
+                number -= as_float(number_offset_bits(none, ZERO, p, NUMBER, False), tl.float16).to(tl.float32)
             parts += (number,)
     return in_columns(parts, BITS, ROWS)
 
@@ -289,7 +291,8 @@ def _decode_scaled_kernel(
     scale = tl.load(scales_ptr + own * scale_stride + group)
     w = tl.reshape((w * scale.to(tl.float32)).to(scale.dtype).to(tl.float32), [ROWS, 256])
     column = tl.program_id(1) * 256 + tl.arange(0, 256)[None, :]
-    tl.store(out_ptr + row * columns + column, w.to(out_ptr.dtype.element_ty), mask=(row < num_rows) & (column < columns))
+    written = (row < num_rows) & (column < columns)
+    tl.store(out_ptr + row * columns + column, w.to(out_ptr.dtype.element_ty), mask=written)
 
 
 def decode_scaled_triton(stored: ScaledRows, form: ScaledFormat, start: int, out: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from offload_runtime_kernels.few_rows import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from offload_runtime_kernels.few_rows import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.linear import linear_triton
 from offload_runtime_kernels.scaled_linear import columns_of_scale, scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_reference

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.few_rows import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 

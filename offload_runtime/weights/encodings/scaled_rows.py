@@ -8,11 +8,10 @@ without loss when they are read.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.few_rows import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.scaled_linear import columns_of_scale, scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled
 
