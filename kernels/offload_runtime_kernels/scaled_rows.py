@@ -19,20 +19,20 @@ Kernels read numbers as fp16 without converting them: below ten bits of 1024 (or
 is added to that, and an E4M3 has the bits of an fp16 whose exponent is 8 too small.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import TILE, units_at
+from offload_runtime_kernels.gguf_blocks import TILE, units_at, words_at
 
 _UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _WORD_BYTES = 4
-_DECODED_ROWS = 16  # of a program
+_DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
 LARGEST_SCALE = 2.0**100  # which scales are below: kernels multiply them with up to 2^10
+_GROUPS = (32, 64, 128)  # columns of a scale, of which several are in a tile
 BITS = {"FP8": 8, "int8": 8, "uint8": 8, "uint4": 4}
 
 
@@ -87,6 +87,18 @@ class ScaledRows(NamedTuple):
     scales: torch.Tensor
     zeros: torch.Tensor
     groups: torch.Tensor
+
+
+def columns_of_scale(form: ScaledFormat, columns: int) -> int | None:
+    """How many columns of a tile have one scale, 0 where a whole row has; None if tiles are not
+    divided so, or columns say their groups themselves."""
+    if form.ordered:
+        return None
+    if form.columns >= columns:
+        return 0
+    if form.columns in _GROUPS:
+        return form.columns
+    return TILE if form.columns % TILE == 0 else None
 
 
 # --- units
@@ -223,7 +235,7 @@ def as_float(bits, DTYPE: tl.constexpr):
 
 
 @jit
-def in_columns(parts, BITS: tl.constexpr, ROWS: tl.constexpr):
+def _in_columns(parts, BITS: tl.constexpr, ROWS: tl.constexpr):
     """[R, 128] of eight [R, 8, 2]: for each unit of 128 columns what `number_bits` has of it, P by P."""
     even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
     odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
@@ -237,76 +249,175 @@ def in_columns(parts, BITS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _integer_at(row_ptr, at, NUMBER: tl.constexpr):
-    """fp32 integers of rows."""
-    if NUMBER == "uint4":
-        found = (tl.load(row_ptr + at // 2) >> (at % 2 * 4).to(tl.uint8)) & 15
-    elif NUMBER == "int8":
-        found = tl.load(row_ptr + at).to(tl.int8, bitcast=True)
-    else:
-        found = tl.load(row_ptr + at)
-    return found.to(tl.float32)
+def _scaled_pairs(numbers, offset, scale):
+    """(numbers - offset) * scale, [R, 8, 2], in 16 bits, of which two lie in one word."""
+    if INTERPRETED:
+        found = ((numbers.to(tl.float32) - offset.to(tl.float32)) * scale.to(tl.float32)).to(scale.dtype)
+    elif scale.dtype == tl.float16:
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 q; sub.rn.f16x2 q, $1, $2; mul.rn.f16x2 $0, q, $3;}", "=r,r,r,r", [numbers, offset, scale],
+            dtype=scale.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # by multiply-add, as GPUs before 9.0 have no more in bf16
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 q, c; mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 q, $2, c, $1; mov.b32 c, 0x80008000; "
+            "fma.rn.bf16x2 $0, q, $3, c;}", "=r,r,r,r", [numbers, offset, scale], dtype=scale.dtype, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    return found
 
 
 @jit
-def _numbers_of(
-    units, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr
+def _weights(
+    words, scale, zero, P: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [R, 128] of a half of a tile, less `ZERO`."""
+    """[R, 8, 2]: numbers P of words, with scales and stored zeros [R, 1 or 8, 1 or 2].
+
+    Unless this has to be exact, zeros may be positive whatever the sign of the scale, scales are below `LARGEST_SCALE`
+    and all numbers are some."""
+    IN_PAIRS: tl.constexpr = NUMBER == "uint4" and scale.dtype.primitive_bitwidth == 16
+    BF16: tl.constexpr = IN_PAIRS and scale.dtype == tl.bfloat16
+    FORM: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    bits = number_bits(words, P, NUMBER, BF16)
+    numbers = tl.join(as_float(bits, FORM), as_float(bits >> 16, FORM))
+    offset = as_float(number_offset_bits(zero, ZERO, P, NUMBER, BF16), FORM)
+    if IN_PAIRS:
+        w = _scaled_pairs(numbers, offset, scale)
+    else:
+        numbers, offset, s = numbers.to(tl.float32), offset.to(tl.float32), scale.to(tl.float32)
+        if NUMBER == "FP8" and EXACT:
+            w = tl.where(tl.abs(numbers) == 1.875, float("nan"), numbers * 256.0) * s
+        elif NUMBER == "FP8":
+            w = numbers * (s * 256.0)
+        elif EXACT or scale.dtype.primitive_bitwidth == 32:
+            w = (numbers - offset) * s
+        else:  # products of at most 11 + 11 bits, and a difference of 9 + 11
+            w = numbers * s - offset * s
+        w = w.to(scale.dtype)
+    if w.dtype != DTYPE:  # not at once from one of 16 bits to another, for which GPUs have an eighth of the units
+        w = w.to(tl.float32).to(DTYPE)
+    return w
+
+
+@jit
+def _bits_of(words, number: tl.constexpr, EACH: tl.constexpr):
+    """A number of so many bits, and what lies above it."""
+    return words[number * EACH // 32] >> (number * EACH % 32)
+
+
+@jit
+def _shared(words, UNIT: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """What columns of each word of a unit share, [R, 1] or [R, 8], out of a tile's words, of `EACH` bits a group."""
+    WORD: tl.constexpr = 128 // BITS
+    FIRST: tl.constexpr = 2 * WORD * UNIT // GROUP if GROUP > 0 else 0
+    found = _bits_of(words, FIRST, EACH)
+    if GROUP == WORD:
+        found = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, found, _bits_of(words, FIRST + 1, EACH))
+    return found
+
+
+@jit
+def shared_words_at(
+    scales_ptr, zeros_ptr, tile, BITS: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The words of a tile's scales and zeros."""
+    COUNT: tl.constexpr = 256 // GROUP if GROUP > 0 else 1
+    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, ROWS)
+    zeros = scales
+    if ZEROS:
+        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, ROWS)
+    return scales, zeros
+
+
+@jit
+def decoded_half(
+    units, shared, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """[R, 128]: half the weights of a tile, whose units are in registers, and what `shared_words_at` has of it."""
+    parts = ()  # type: tuple[object, ...]
+    for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
+        scale = as_float(_shared(shared[0], unit, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
+        zero = tl.full([1, 1], 0, tl.uint32)
+        if ZEROS:
+            zero = _shared(shared[1], unit, BITS, GROUP, BITS) & ((1 << BITS) - 1)
+        for p in tl.static_range(16 // BITS):
+            parts += (_weights(units[unit], scale[:, :, None], zero[:, :, None], p, NUMBER, ZERO, DTYPE, EXACT),)
+    return _in_columns(parts, BITS, ROWS)
+
+
+@jit
+def _gathered_half(
+    units, scales_ptr, zeros_ptr, groups_ptr, columns, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr,
+    ZERO: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same, where each column loads its own scale."""
+    word, in_pair = tl.arange(0, 8)[None, :, None], tl.arange(0, 2)[None, None, :]
+    first = tl.program_id(1) * 256 + word % 2 * (128 // BITS) + word // 2 * 2
     parts = ()  # type: tuple[object, ...]
     for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
         for p in tl.static_range(16 // BITS):
-            bits = number_bits(units[unit], p, NUMBER, False)
-            number = tl.join(as_float(bits, tl.float16), as_float(bits >> 16, tl.float16)).to(tl.float32)
-            if NUMBER == "FP8":
-                number = tl.where(tl.abs(number) == 1.875, float("nan"), number * 256.0)
-            else:
-                none = tl.full([1, 1, 1], 0, tl.uint32)
-                number -= as_float(number_offset_bits(none, ZERO, p, NUMBER, False), tl.float16).to(tl.float32)
-            parts += (number,)
-    return in_columns(parts, BITS, ROWS)
+            column = first + unit * (256 // BITS) + (8 * p + in_pair if BITS == 4 else 8 * in_pair + p)
+            column = tl.minimum(column, columns - 1)  # what lies behind the last is not stored
+            group = tl.load(groups_ptr + column) if ORDERED else column // GROUP
+            zero = tl.full([1, 1, 1], 0, tl.uint32)
+            if ZEROS:
+                zero = tl.load(zeros_ptr + group * BITS // 8).to(tl.uint32) >> (group * BITS % 8).to(tl.uint32)
+                zero &= (1 << BITS) - 1
+            parts += (_weights(units[unit], tl.load(scales_ptr + group), zero, p, NUMBER, ZERO, DTYPE, True),)
+    return _in_columns(parts, BITS, ROWS)
 
 
-@jit(do_not_specialize=("start", "num_rows", "num_groups", "scale_stride", "zero_stride", "rows", "chunks"))
+@jit(do_not_specialize=("start", "num_rows"))
 def _decode_scaled_kernel(
-    numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, out_ptr, start, num_rows, columns, row_bytes, num_groups,
-    scale_stride, zero_stride, rows, chunks, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    ZEROS: tl.constexpr, ORDERED: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, out_ptr, start, num_rows, columns, row_bytes, scale_bytes,
+    zero_bytes, rows_of_scale, tiles_of_scale, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    ZEROS: tl.constexpr, ORDERED: tl.constexpr, GATHERED: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    # One scale is for `rows` rows of `chunks` times `LANES` columns.
+    scale: tl.constexpr = scales_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    # What lies behind the last row or column reads that one and stores nothing.
+    # What lies behind the last row reads that one and stores nothing.
     read = start + tl.minimum(row, num_rows - 1)
     units = units_at(numbers_ptr + read * row_bytes, tl.program_id(1), row_bytes, 32 * BITS, WHOLE, ROWS)
-    w = tl.join(_numbers_of(units, 0, NUMBER, BITS, ZERO, ROWS), _numbers_of(units, 1, NUMBER, BITS, ZERO, ROWS))
-    w = tl.reshape(tl.permute(w, (0, 2, 1)), [ROWS, 256 // LANES, LANES])
-    chunk = tl.program_id(1) * (256 // LANES) + tl.arange(0, 256 // LANES)[None, :, None]
-    if ORDERED:
-        group = tl.load(groups_ptr + tl.minimum(chunk, columns - 1))
+    own = read // rows_of_scale
+    scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8)) + own * scale_bytes
+    zeros_ptr += own * zero_bytes
+    if GATHERED:
+        scales_ptr, zeros_ptr = scales_ptr.to(tl.pointer_type(scale))[:, :, None], zeros_ptr[:, :, None]
+        left = _gathered_half(
+            units, scales_ptr, zeros_ptr, groups_ptr, columns, 0, NUMBER, BITS, ZERO, ZEROS, ORDERED, GROUP, dtype, ROWS
+        )  # fmt: skip
+        right = _gathered_half(
+            units, scales_ptr, zeros_ptr, groups_ptr, columns, 1, NUMBER, BITS, ZERO, ZEROS, ORDERED, GROUP, dtype, ROWS
+        )  # fmt: skip
     else:
-        group = tl.minimum(chunk // chunks, num_groups - 1)
-    own = (read // rows)[:, :, None]
-    if ZEROS:
-        w -= _integer_at(zeros_ptr + own * zero_stride, group, NUMBER)
-    scale = tl.load(scales_ptr + own * scale_stride + group)
-    w = tl.reshape((w * scale.to(tl.float32)).to(scale.dtype).to(tl.float32), [ROWS, 256])
+        tile = tl.program_id(1) // tiles_of_scale if GROUP > 0 else 0
+        shared = shared_words_at(scales_ptr, zeros_ptr, tile, BITS, ZEROS, GROUP, scale, ROWS)
+        left = decoded_half(units, shared, 0, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, ROWS, True)
+        right = decoded_half(units, shared, 1, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, ROWS, True)
+    w = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [ROWS, 256])
     column = tl.program_id(1) * 256 + tl.arange(0, 256)[None, :]
-    written = (row < num_rows) & (column < columns)
-    tl.store(out_ptr + row * columns + column, w.to(out_ptr.dtype.element_ty), mask=written)
+    tl.store(out_ptr + row * columns + column, w, mask=(row < num_rows) & (column < columns))
 
 
 def decode_scaled_triton(stored: ScaledRows, form: ScaledFormat, start: int, out: torch.Tensor) -> None:
     """Triton version of `decode_scaled`."""
     require_triton("decoding quantised weights")
     height, width = out.shape
-    together = min(form.columns, -(-width // TILE) * TILE)
-    lanes = 1 if form.ordered else math.gcd(together, TILE)
+    group, (scale_bytes, zero_bytes) = columns_of_scale(form, width), form.scale_row_bytes(width)
     with torch.cuda.device_of(out):
         _decode_scaled_kernel[(triton.cdiv(height, _DECODED_ROWS), triton.cdiv(width, TILE))](
             stored.numbers, stored.scales, stored.zeros, stored.groups, out, start, height, width,
-            stored.numbers.shape[1], stored.scales.shape[1], stored.scales.stride(0), stored.zeros.stride(0), form.rows,
-            together // lanes, NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZEROS=form.zeros,
-            ORDERED=form.ordered, LANES=lanes, WHOLE=width % TILE == 0, ROWS=_DECODED_ROWS, num_warps=4,
+            stored.numbers.shape[1], scale_bytes, zero_bytes, form.rows, max(1, form.columns // TILE),
+            NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZEROS=form.zeros, ORDERED=form.ordered,
+            GATHERED=group is None, GROUP=form.columns if group is None else group, WHOLE=width % TILE == 0,
+            ROWS=_DECODED_ROWS, num_warps=4,
         )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.linear import linear_triton
-from offload_runtime_kernels.scaled_linear import columns_of_scale, scaled_linear_triton
-from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_reference
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled_reference
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_gguf_linear import assert_close

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
-from offload_runtime_kernels.scaled_linear import columns_of_scale, scaled_linear_triton
-from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, Fill, StackedEncoding, StoredPart, aligned
 
