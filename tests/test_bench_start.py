@@ -26,7 +26,8 @@ def test_a_start_is_reported(
     assert 0 < report["weights_s"] <= report["loaded_s"] < report["first_token_s"]
     assert (report["read_gbps"] is None) == (cache == "cold") and report["cache"] == cache
     assert report["bytes_s"] == pytest.approx(report["file_bytes"] / report["bar_gbps"] / 1e9)
-    assert report["peak_rss_bytes"] > 0 and sum(report["planned_host"].values()) <= report["planned_host_bytes"]
+    assert 0 < report["peak_rss_bytes_by_stage"]["target weights"] <= report["peak_rss_bytes"]
+    assert sum(report["planned_host"].values()) <= report["planned_host_bytes"]
     printed = capsys.readouterr().out
     assert ("1 dropped" in printed) == (cache == "cold") and "MISSED" in printed
 

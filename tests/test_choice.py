@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
@@ -174,7 +174,7 @@ def test_triforce_that_host_memory_has_no_room_for_gives_way() -> None:
     less = replace(LARGE, ram_bytes=triforce.host_bytes - GB)
     plan = plan_run(request, less)
     assert triforce.has_verifier and not plan.has_verifier
-    assert plan.reason == "it takes 1.0 GB more than the 70.7 GB of host memory"
+    assert plan.reason == f"it takes 1.0 GB more than the {format_bytes(less.ram_bytes)} of host memory"
 
 
 # --- a run chooses as its plan does

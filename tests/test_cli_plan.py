@@ -146,7 +146,7 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
     [
         (("--profile", "rtx9999"), "rtx9999"),
         (("--ram", "much"), "'much' is not a size"),
-        (("--ram", "5GB"), "--ram of 5.0 GB is too small"),
+        (("--ram", "1GB"), "--ram of 1.0 GB is too small"),
         (("--ram", "500GB", "--dtype", "fp32", "--context", "131072", "--batch", "4"), "the 68.7 GB of rtx4090: lower"),
         (("--pinned", "1MB", "--vram", "9GB", "--context", "2048"), "--pinned page-locks 1.0 MB at most"),
         (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090: lower it to 25.7GB"),

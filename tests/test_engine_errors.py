@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.config import SpeculationOptions, format_bytes, parse_bytes
 from offload_runtime.copy import CopyEngine, CopyQueues
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
@@ -34,6 +34,7 @@ from offload_runtime.errors import (
     VocabularyMismatchError,
 )
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.copy_hooks import before_each_copy
@@ -169,8 +170,9 @@ class TestBeforeLoading:
 
 
 def test_on_a_cpu_no_device_memory_is_a_way_out(target: Path) -> None:
-    options: dict[str, Any] = {"resident_layers": 0, "draft": "none", "ram": "3.01GB"}
-    message = refused(BudgetError, target, "--ram of 3.0 GB is too small by", "smaller model", **options)
+    options: dict[str, Any] = {"resident_layers": 0, "draft": "none", "ram": PROCESS_BYTES + 10_000}
+    too_small = f"--ram of {format_bytes(PROCESS_BYTES)} is too small by"
+    message = refused(BudgetError, target, too_small, "smaller model", **options)
     assert "--vram" not in message and "device" not in message
 
 

@@ -64,7 +64,7 @@ def card(**changes: Any) -> dict[str, Any]:
         ({"tflops": 165.0}, "tflops must be a table"),
         ({"library_rows": {"4096": 512}}, "library_rows must be a table keyed by shapes of matrices"),
         ({"library_rows": {"4096x11008": 0.5}}, "with values that are a whole number from 0 to 4096 "),
-        ({"decode_gweights_per_s": {"bf16": 9.0}}, "decode_gweights_per_s must be a table keyed by kinds of GGUF"),
+        ({"decode_gweights_per_s": {"bf16": 9.0}}, "decode_gweights_per_s must be a table keyed by ways to store"),
         ({"decode_gweights_per_s": {"Q4_K": 0}}, "with values that are a number from 0.001 to 1e+06 (Gweights/s)"),
         ({"link_by_copy_mib": {"big": 1.0}}, "link_by_copy_mib must be a table keyed by a number"),
         ({"link_by_copy_mib": {"1": 1.0, "1.0": 2.0}}, "two keys of one table mean 1.0"),
@@ -154,7 +154,7 @@ def test_the_shipped_profiles_are_there_and_plausible() -> None:
         assert 20 * GIB < profile.vram_bytes - profile.vram_reserved_bytes < 200 * GIB
         assert profile.ram_bytes // 2 < profile.pinnable_bytes < profile.ram_bytes
         assert 50 < profile.tflops["bf16"] < 1000
-        assert set(profile.decode_gweights_per_s) == {"Q4_0", "Q8_0", "Q4_K", "Q6_K"}
+        assert set(profile.decode_gweights_per_s) == {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "12-bit BF16"}
         by_size = list(profile.link_by_copy_mib.values())
         assert by_size == sorted(by_size)
     assert load_profile("rtx4090").vram_bytes == 24564 << 20

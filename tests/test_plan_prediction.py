@@ -213,7 +213,7 @@ def test_few_rows_take_as_long_as_their_weights_take_to_decode(kind: str, mix: s
     weights = bytes_of_kind * {"Q8_0": 32 / 34, "Q4_K": 256 / 144, "Q6_K": 256 / 210}[kind]
     for rows in (1, MOST_ROWS):
         before, after = (pass_time(plan, figures, length_tokens=1, rows=rows) for figures in (machine, halved))
-        assert after.compute_s - before.compute_s == pytest.approx(weights / (rates[kind] * 1e9), rel=0.01)
+        assert after.compute_s - before.compute_s == pytest.approx(weights / machine.decode_rate(kind), rel=0.01)
         assert after.bound_by == "arithmetic" and after.hbm_s == before.hbm_s
     more, slower = (pass_time(plan, figures, length_tokens=1, rows=MOST_ROWS + 1) for figures in (machine, halved))
     assert more == slower
@@ -293,9 +293,10 @@ def test_weights_are_kept_as_stored_where_decoding_is_fast(draft: str) -> None:
 
 def test_a_rate_that_was_not_measured_is_the_slowest_one() -> None:
     machine = replace(machine_figures(load_profile("h200")), decode_gweights_per_s={"Q4_K": 500.0, "Q6_K": 400.0})
-    assert machine.decode_rate("Q4_K") == 500e9 and machine.decode_rate("IQ4_XS") == 400e9
+    known, other = machine.decode_rate("Q4_K"), machine.decode_rate("IQ4_XS")
+    assert known == 1.25 * other and 350e9 < known < 500e9  # less what other kernels take
     request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b"), context=256)
-    assert second_card(request, machine)[1].decode_rate("Q4_K") == 1000e9
+    assert second_card(request, machine)[1].decode_rate("Q4_K") == 2 * known
     # With none, memory is what bounds a pass.
     plan, unknown = stored_plan(), replace(machine, decode_gweights_per_s={})
     assert pass_time(plan, unknown, length_tokens=1, rows=1).bound_by == "HBM"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -57,16 +57,44 @@ def streaming() -> Iterator[str]:
     yield f"the host launches for {100 * min(launches):.1f} to {percent(max(launches))} of a pass there"
 
 
+def ours(name: str) -> Any:
+    return result(name)["results"]["ours"]
+
+
 def stored_weights() -> Iterator[str]:
-    plain, blocks = (result(f"resident-8b-{name}-h100")["results"]["ours"] for name in ("bf16", "q4-k-m"))
-    both = (plain, blocks)
-    speeds, room = [f"{row['tok_per_s']:.1f}" for row in both], [row["peak_vram_bytes"]["driver"] / 1e9 for row in both]
-    yield f"plain decoding says {' and '.join(speeds)} tokens/s with {room[0]:.1f} and {room[1]:.1f} GB of the card"
-    wide = [1e3 * next(w for w in row["windows"] if w["window_tokens"] == 16)["pass_s"]["median"] for row in both]
-    yield f"passes of 16 tokens take {wide[0]:.1f} and {wide[1]:.1f} ms"
-    weights = blocks["weights"]
-    read_gbps = weights["read_bytes_per_pass"] * blocks["tok_per_s"] / 1e9
-    yield f"at {percent(read_gbps / weights['copy_gbps'], 0)} of the bandwidth of copies"
+    large = ours("stored-70b-q4-k-m-h200")
+    assert large["placement"].startswith("35 of 80 layers resident") and "emulating rtx4090" in large["placement"]
+    yield f"{large['bytes_per_pass'] / 1e9:.1f} GB cross the paced link in a pass"
+    shares, times = ({round(row(w), 3) for w in large["windows"]} for row in (
+        lambda w: w["link_share"], lambda w: w["pass_s"]["median"]
+    ))  # fmt: skip
+    assert [w["window_tokens"] for w in large["windows"]] == [1, 17, 64, 256] and shares == {1.0}
+    assert all(abs(w["share_off"]) < 1e-4 for w in large["windows"])
+    yield f"passes take {times.pop():.3f} s, as predicted"
+    assert not times and all(row["identical_to_plain"] for row in large["scripted"])
+    ten, fifteen = (row["tok_per_s"] for row in large["scripted"])
+    yield f"at {ten:.1f} and {fifteen:.1f} tokens/s"
+    there = [w["predicted_there"] for w in large["windows"]]
+    assert all(each["bound_by"] == "link" for each in there)
+    yield f"at {there[0]['compute_s']:.2f} s of such a pass for one token and {there[-1]['compute_s']:.2f} s for 256"
+    raw, coded = (ours(f"streaming-13b-{name}-h200") for name in ("raw", "coded"))
+    assert raw["tokens"] == coded["tokens"]
+    yield f"{raw['tok_per_s']:.2f} and {coded['tok_per_s']:.2f} tokens/s, {coded['tok_per_s'] / raw['tok_per_s']:.2f} x"
+    yield f"with {raw['bytes_per_pass'] / 1e9:.1f} and {coded['bytes_per_pass'] / 1e9:.1f} GB a pass"
+    found = [ours(f"resident-8b-{name}-h200") for name in ("bf16", "q4-k-m", "q8-0")]
+    yield f"plain decoding says {in_words(row['tok_per_s'] for row in found)} tokens/s with "
+    yield f"{in_words(row['peak_vram_bytes']['driver'] / 1e9 for row in found)} GB of the card"
+    wide = (next(w for w in row["windows"] if w["window_tokens"] == 16)["pass_s"]["median"] for row in found)
+    yield f"tokens take {in_words(1e3 * seconds for seconds in wide)} ms"
+    weights = found[1]["weights"]
+    read_gbps = weights["read_bytes_per_pass"] * found[1]["tok_per_s"] / 1e9
+    yield f"{percent(read_gbps / weights['copy_gbps'], 0)} of the bandwidth of copies"
+
+
+def in_words(values: Iterable[float]) -> str:
+    """Three or more, as a sentence has them."""
+    *others, last = (f"{value:.1f}" for value in values)
+    return f"{', '.join(others)} and {last}"
 
 
 def long_context() -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload_runtime_kernels.coded_bf16 import CODED
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
@@ -26,10 +27,10 @@ from offload_runtime.weights import (
     open_checkpoint,
 )
 from offload_runtime.weights.encoding import Encoding
-from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
+from offload_runtime.weights.encodings.coded_bf16 import CodedRows
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import load_plain, random_tokens, rows_of
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 
 BF16 = torch.bfloat16
@@ -93,6 +94,12 @@ def test_what_is_coded(source: CheckpointSource) -> None:
     assert CodedRows.of([(8, False), (4, False)], 256) == CodedRows.of([(12, True)], 200) == Encoding(BF16)
     # 384 of two planes, 32 of exceptions, 128 up to the next multiple of 256.
     assert CodedRows.of([(12, True)], 256).nbytes((12, 256)) == 12 * 416 + 128
+
+
+@pytest.mark.gpu
+def test_a_gpu_codes_as_a_cpu_does(source: CheckpointSource) -> None:
+    source = replace(source, uncoded=UNCODED)
+    assert_a_gpu_loads_the_same(source, source.layout(BF16, coded=True))
 
 
 def without_room(source: CheckpointSource, names: frozenset[str]) -> CheckpointSource:
@@ -255,7 +262,8 @@ def described(name: str) -> DescribedModel:
 
 
 def test_auto_codes_what_is_faster_then() -> None:
-    """On a card of 24 GB and 1008 GB/s: a 13B that fits it whole in 12 bits, a 7B that fits anyway."""
+    """On a card of 24 GB and 1008 GB/s: a 13B that fits it whole in 12 bits, a 7B that fits anyway but is
+    read in fewer bytes."""
 
     def planned(name: str, encode: str, **options: Any) -> RunPlan:
         return plan_run(
@@ -266,12 +274,13 @@ def test_auto_codes_what_is_faster_then() -> None:
     assert auto.request.encode == "auto" and auto.target == coded.target and not coded.placement.streamed_layers
     assert plain.streamed_bytes > 6e9 and not plain.target.layout.has_coded
     assert tok_per_s(auto, common_figures()) > 2 * tok_per_s(plain, common_figures())
-    assert not planned("7B", "auto").target.layout.has_coded
+    small = {encode: tok_per_s(planned("7B", encode), common_figures()) for encode in ("auto", "none")}
+    assert small["auto"] > 1.2 * small["none"]
     assert 1.31 < plain.target.layout.total_bytes / auto.target.layout.total_bytes < 1.33
     # Streamed whole, and where it does not fit host memory otherwise.
     streamed = {encode: planned("7B", encode, resident_layers=0) for encode in ("auto", "none")}
     assert 1.31 < streamed["none"].streamed_bytes / streamed["auto"].streamed_bytes < 1.33
-    little: dict[str, Any] = {"resident_layers": 0, "ram_bytes": 15 * GB}
+    little: dict[str, Any] = {"resident_layers": 0, "ram_bytes": 13 * GB}
     with pytest.raises(BudgetError):
         planned("7B", "none", **little)
     assert planned("7B", "auto", **little).target.layout.has_coded

@@ -27,11 +27,12 @@ from offload_runtime.memory import PAGE_BYTES, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from offload_runtime.weights.checkpoint import PIECE_BYTES
 from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import load_plain, random_tokens, rows_of
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.test_weights_gguf import write
 
@@ -363,8 +364,43 @@ def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None
             door(path)
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> CheckpointSource:
+    """Matrices that are read in several pieces, those of queries put in order."""
+    path = tmp_path_factory.mktemp("large") / "m.gguf"
+    shape = {"hidden_size": 4096, "intermediate_size": 256, "num_attention_heads": 32, "num_hidden_layers": 1}
+    return opened(write_llama(path, "Q8_0", **shape))
+
+
+def test_seams_of_pieces_do_not_show(large: CheckpointSource) -> None:
+    assert large.config().hidden_size ** 2 > 1.5 * PIECE_BYTES
+    stored, plain = load_weights(large, large.layout(BF16)), load_plain(large, BF16)
+    for name, values in by_package(Path(large.reference), "llama", large.config()).items():
+        to = checkpoint_tensors(large.config())[name]
+        for weights in (stored, plain):
+            assert torch.equal(rows_of(to, weights.views(to.layer)), values.to(BF16)), name
+
+
+@pytest.mark.gpu
+def test_rows_that_a_gpu_brings_in_order_are_those_of_a_cpu(source: CheckpointSource, large: CheckpointSource) -> None:
+    for each in (source, large):
+        for dtype in (BF16, torch.float16, FP32):
+            assert_a_gpu_loads_the_same(each, each.layout(dtype))
+        assert_a_gpu_loads_the_same(each, replace(each, kinds={}).layout(BF16))
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_one_piece_at_a_time(large: CheckpointSource) -> None:
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    load_weights(large, large.layout(BF16), coding_device=torch.device("cuda", 0)).close()
+    assert 0 < torch.cuda.max_memory_allocated() - before_bytes <= 3 * PIECE_BYTES + (2 << 20)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
-def test_scales_that_are_not_finite_are_refused(tmp_path: Path, scale: float) -> None:
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, scale: float, device: str) -> None:
     path = write_llama(tmp_path / "m.gguf", "Q4_K", num_hidden_layers=1)
     tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
     at = int(tensor.data_offset) + 100 * FORMATS["Q4_K"].nbytes + 2
@@ -372,7 +408,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path, scale: float) ->
     path.write_bytes(content[:at] + np.float16(scale).tobytes() + content[at + 2 :])
     source = open_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
-        load_weights(source, source.layout(BF16))
+        load_weights(source, source.layout(BF16), coding_device=torch.device(device))
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
         load_plain(source, BF16)
 

@@ -16,7 +16,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import load_plain, rows_of
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
 from tests.test_config_file import HUGE
@@ -78,6 +78,13 @@ def test_logits_are_those_of_the_decoded_copy(
     found = logits(checkpoint.source, slots=slots, resident=resident)
     assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None))
     assert len(found.unique()) > 1000
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_bytes_of_a_cpu(checkpoint: Checkpoint) -> None:
+    source = checkpoint.source
+    for layout in (source.layout(BF16), checkpoint.copy.layout(BF16)):
+        assert_a_gpu_loads_the_same(source, layout)
 
 
 @pytest.mark.gpu

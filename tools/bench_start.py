@@ -119,12 +119,12 @@ def measure(options: argparse.Namespace, forget: Forget) -> dict[str, Any]:
     """Load once, say one token, and report."""
     files = files_of(options.target)
     nbytes, found = sum(path.stat().st_size for path in files), prepare(files, options.cache, forget)
-    stamps_s, plans = dict[str, float](), list[RunPlan]()
+    stamps_s, peaks_bytes, plans = dict[str, float](), dict[str, int](), list[RunPlan]()
     started_s = time.perf_counter()
 
     def stamp(stage: str, done_bytes: int, total_bytes: int) -> None:
         if done_bytes == total_bytes:
-            stamps_s[stage] = time.perf_counter() - started_s
+            stamps_s[stage], peaks_bytes[stage] = time.perf_counter() - started_s, peak_rss_bytes()
 
     with Runtime.load(
         str(options.target), draft=options.draft, device=options.device, dtype=options.dtype, vram=options.vram,
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace, forget: Forget) -> dict[str, Any]:
             "benchmark": "start", **found, "file_bytes": nbytes, "weights_s": stamps_s["target weights"],
             "loaded_s": loaded_s, "first_token_s": first_token_s, "stages_s": stamps_s,
             "bar_gbps": gbps, "bytes_s": nbytes / gbps / GB,
-            "peak_rss_bytes": peak_bytes, "planned_host_bytes": plan.host_bytes,
+            "peak_rss_bytes": peak_bytes, "peak_rss_bytes_by_stage": peaks_bytes, "planned_host_bytes": plan.host_bytes,
             "planned_loading": {part.name: part.nbytes for part in plan.loading},
             "planned_host": {part.name: part.nbytes for part in plan.host},
             "placement": runtime.placement, "load_report": runtime.load_report,

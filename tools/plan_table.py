@@ -135,8 +135,7 @@ predicted to be faster. The last column takes {_VERIFIER} of the retrieval verif
 {_STREAMING} of one that sees only its beginning and its end ({_FAR} in contexts beyond 8192 tokens).
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/plan`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
-Host memory holds what is streamed and, while a model is read, two blocks more: what stays on the card goes there as it
-is read.
+Host memory holds what is streamed: what stays on the card goes there as it is read.
 """
 
 

@@ -25,31 +25,31 @@ INTERPRETED = tl.constexpr(triton_available and triton.knobs.runtime.interpret)
 
 
 @jit
-def half_rows(BLOCK_M: tl.constexpr, height):
-    """[BLOCK_M / 2, 1]: of each 16 rows of a program the first eight, and the others. What lies behind the last row is
+def half_rows(M: tl.constexpr, height):
+    """[M / 2, 1]: of each 16 rows of a program the first eight, and the others. What lies behind the last row is
     that row, and is not stored."""
-    i = tl.arange(0, BLOCK_M // 2)[:, None]
-    near = tl.program_id(0) * BLOCK_M + i // 8 * 16 + i % 8
+    i = tl.arange(0, M // 2)[:, None]
+    near = tl.program_id(0) * M + i // 8 * 16 + i % 8
     return tl.minimum(near, height - 1), tl.minimum(near + 8, height - 1)
 
 
 @jit
-def operand(near, far, BLOCK_M: tl.constexpr):
-    """[BLOCK_M, 128] of the weights of half the rows each, [BLOCK_M / 2, ...]: the first operand of `tl.dot`.
+def operand(near, far, M: tl.constexpr):
+    """[M, 128] of the weights of half the rows each, [M / 2, ...]: the first operand of `tl.dot`.
 
     Triton does not see how it is decoded: where it does, it takes columns out of their order, so that each thread loads
     more at a time."""
-    w = tl.reshape(tl.join(near, far), [BLOCK_M // 16, 8, 128, 2])
-    w = tl.reshape(tl.permute(w, (0, 3, 1, 2)), [BLOCK_M, 128])
+    w = tl.reshape(tl.join(near, far), [M // 16, 8, 128, 2])
+    w = tl.reshape(tl.permute(w, (0, 3, 1, 2)), [M, 128])
     if not INTERPRETED:
         w = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [w], dtype=w.dtype, is_pure=False, pack=1)
     return w
 
 
 @jit
-def columns_at(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[128, BLOCK_N] of x, zero behind the last column."""
-    row, k = tl.arange(0, BLOCK_N)[None, :], tl.arange(0, 128)[:, None]
+def columns_at(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, N: tl.constexpr):
+    """[128, N] of x, zero behind the last column."""
+    row, k = tl.arange(0, N)[None, :], tl.arange(0, 128)[:, None]
     real = row < num_rows
     if not WHOLE:
         real &= start + k < columns
@@ -58,11 +58,11 @@ def columns_at(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, BLOCK_N: tl
 
 @jit
 def store_product(
-    sums, bias_ptr, out_ptr, num_rows, height, stride, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    sums, bias_ptr, out_ptr, num_rows, height, stride, DTYPE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, BLOCK_N)[None, :]
-    column = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    row = tl.arange(0, N)[None, :]
+    column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
     written = (row < num_rows) & (column < height)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + column, mask=column < height, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def launch_options(
     assert num_rows <= MOST_ROWS and x.is_contiguous()
     assert len(out) == num_rows and out.stride(1) == 1 and out.dtype == x.dtype
     options = {
-        "BLOCK_M": _BLOCK_M, "BLOCK_N": _FEW_ROWS if num_rows <= _FEW_ROWS else MOST_ROWS, "STAGES": _NUM_STAGES,
+        "M": _BLOCK_M, "N": _FEW_ROWS if num_rows <= _FEW_ROWS else MOST_ROWS, "STAGES": _NUM_STAGES,
         "HAS_BIAS": bias is not None, "HAS_RESIDUAL": add, "num_warps": _NUM_WARPS, **overlap_options(x.device),
     }  # fmt: skip
     return (-(-height // _BLOCK_M),), options

@@ -319,7 +319,7 @@ def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.
 
 
 @jit
-def _within(index, count, WHOLE: tl.constexpr):
+def within(index, count, WHOLE: tl.constexpr):
     """An index of a plane; behind its last tile's end the last one, whose weights meet no row of x."""
     if not WHOLE:
         index = tl.minimum(index, count - 1)
@@ -335,7 +335,7 @@ def units_at(plane_ptr, tile, plane_bytes, BYTES: tl.constexpr, WHOLE: tl.conste
     else:
         found = ()
         for unit in tl.static_range(BYTES // 64):
-            at = _within(tile * (BYTES // 64) + unit, plane_bytes // 64, WHOLE) * 16
+            at = within(tile * (BYTES // 64) + unit, plane_bytes // 64, WHOLE) * 16
             words = tl.load(ptr + tl.arange(0, 16)[None, :] + at)
             first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 4, 2, 2]), (0, 1, 3, 2)))
             found += (tl.reshape(first, [ROWS, 8]), tl.reshape(second, [ROWS, 8]))
@@ -351,7 +351,7 @@ def _for_both_words(t, ROWS: tl.constexpr):
 @jit
 def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """Four words of a row, which every lane loads at once: [R, 8] each."""
-    words = tl.load(ptr + _within(first + tl.arange(0, 16)[None, :] % 4, count, WHOLE))
+    words = tl.load(ptr + within(first + tl.arange(0, 16)[None, :] % 4, count, WHOLE))
     even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)

@@ -10,28 +10,28 @@ from offload_runtime_kernels.gguf_blocks import TILE, BlockFormat, decode_half, 
 @jit(do_not_specialize=("num_rows", "height", "stride", "blocks"))
 def _gguf_linear_kernel(
     x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, blocks, row_bytes,
-    FORM: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    rows: tl.constexpr = BLOCK_M // 2
-    near, far = half_rows(BLOCK_M, height)
+    rows: tl.constexpr = M // 2
+    near, far = half_rows(M, height)
     near_ptr, far_ptr = stored_ptr + near.to(tl.int64) * row_bytes, stored_ptr + far.to(tl.int64) * row_bytes
-    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    sums = tl.zeros([M, N], dtype=tl.float32)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
         near_planes = load_tile(near_ptr, tile, blocks, FORM, WHOLE, rows)
         far_planes = load_tile(far_ptr, tile, blocks, FORM, WHOLE, rows)
         for half in tl.static_range(2):
-            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, BLOCK_N)
+            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N)
             near_w = decode_half(near_planes, half, FORM, rows, dtype, False)
             far_w = decode_half(far_planes, half, FORM, rows, dtype, False)
-            sums = tl.dot(operand(near_w, far_w, BLOCK_M), x, sums, input_precision="ieee")
+            sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
     if OVERLAP:
         gdc_launch_dependents()
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, BLOCK_M, BLOCK_N, HAS_BIAS, HAS_RESIDUAL
+        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL
     )  # fmt: skip
 
 

@@ -19,16 +19,16 @@ from offload_runtime_kernels.scaled_rows import (
 def _scaled_linear_kernel(
     x_ptr, numbers_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, row_bytes,
     scale_bytes, zero_bytes, rows_of_scale, tiles_of_scale, NUMBER: tl.constexpr, BITS: tl.constexpr,
-    ZERO: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ZERO: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     scale: tl.constexpr = scales_ptr.dtype.element_ty
-    rows: tl.constexpr = BLOCK_M // 2
-    near, far = half_rows(BLOCK_M, height)
+    rows: tl.constexpr = M // 2
+    near, far = half_rows(M, height)
     near_ptr, far_ptr = numbers_ptr + near.to(tl.int64) * row_bytes, numbers_ptr + far.to(tl.int64) * row_bytes
     near_own, far_own = (near // rows_of_scale).to(tl.int64), (far // rows_of_scale).to(tl.int64)
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
@@ -36,7 +36,7 @@ def _scaled_linear_kernel(
     near_zeros_ptr, far_zeros_ptr = zeros_ptr + near_own * zero_bytes, zeros_ptr + far_own * zero_bytes
     near_first = shared_words_at(near_scales_ptr, near_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
     far_first = shared_words_at(far_scales_ptr, far_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    sums = tl.zeros([M, N], dtype=tl.float32)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
         near_units = units_at(near_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
         far_units = units_at(far_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
@@ -47,18 +47,18 @@ def _scaled_linear_kernel(
             near_shared = shared_words_at(near_scales_ptr, near_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
             far_shared = shared_words_at(far_scales_ptr, far_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
         for half in tl.static_range(2):
-            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, BLOCK_N)
+            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N)
             near_w = decoded_half(
                 near_units, near_shared, half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
             )  # fmt: skip
             far_w = decoded_half(
                 far_units, far_shared, half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
             )  # fmt: skip
-            sums = tl.dot(operand(near_w, far_w, BLOCK_M), x, sums, input_precision="ieee")
+            sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
     if OVERLAP:
         gdc_launch_dependents()
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, BLOCK_M, BLOCK_N, HAS_BIAS, HAS_RESIDUAL
+        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL
     )  # fmt: skip
 
 

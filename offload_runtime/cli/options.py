@@ -123,7 +123,9 @@ class RunOptions:
     recent_tokens: int | None = _tuning("recent_tokens", "Newest tokens a streaming cache keeps.")
     chunk_size: int | None = _tuning("chunk_size", "Tokens that are retrieved together.")
     budget_tokens: int | None = _tuning("budget_tokens", "Tokens retrieved per KV head.")
-    refresh_steps: int | None = _tuning("refresh_steps", "Steps of TriForce from retrieval to retrieval. auto: 1 with --kv host, else 4.")
+    refresh_steps: int | None = _tuning(
+        "refresh_steps", "Steps of TriForce from retrieval to retrieval. auto: 1 with --kv host, else 4."
+    )
     gamma_draft: int | None = _tuning("gamma_draft", "Tokens the draft proposes to a step of TriForce, as a tree.")
     tree_nodes: int | None = _count(
         _proposing,

@@ -77,7 +77,7 @@ def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
         ("link by size of copy", _figures(by_size, "GB/s")),
         ("HBM, read + write", _rate(profile.hbm_gbps, " GB/s")),
         ("matrix products", _figures(profile.tflops, "TFLOP/s")),
-        ("GGUF blocks, decoded", _figures(profile.decode_gweights_per_s, "Gweights/s")),
+        ("stored weights, decoded", _figures(profile.decode_gweights_per_s, "Gweights/s")),
         ("prompts by the library", _library(profile.library_rows)),
         ("kernel launch", launch),
         ("can be pinned", _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)),

@@ -174,8 +174,8 @@ def load_model(
         source, plan.layout, onto=held, pin=pin, registrar=registrar, on_progress=report, coding_device=budget.device
     )
     undo.callback(weights.close)
-    if plan.layout.has_coded and budget.device.type == "cuda":
-        torch.cuda.empty_cache()  # of what coding took
+    if budget.device.type == "cuda":
+        torch.cuda.empty_cache()  # of what passed through
     memory = lock_layers(weights, plan, registrar, undo)
     return connect_model(weights, held, plan, budget, queues, name=name, memory=memory, undo=undo)
 

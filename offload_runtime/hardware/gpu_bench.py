@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
+from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import LIBRARY_ROWS, library_agrees
@@ -268,16 +270,22 @@ def measure_library_rows(device: torch.device) -> dict[str, int]:
 
 
 def measure_decode_gweights_per_s(device: torch.device, *, budget_s: float) -> dict[str, float]:
-    """Products of one row with layers of GGUF blocks as they are stored, within a CUDA graph: weights in 1e9 a second
-    by kind of block. Where memory is slower than decoding, this is what it delivers."""
+    """Products of one row with layers as they are stored, within a CUDA graph: weights in 1e9 a second by how they are.
+    Where memory is slower than decoding, this is what it delivers."""
     rates, weights = {}, _LAYERS * sum(m * k for m, k in _LAYER_MATRICES)
-    for kind in _MEASURED_BLOCKS:
+    for kind in (*_MEASURED_BLOCKS, CODED):
         products = []
         for m, k in _LAYERS * _LAYER_MATRICES:
-            shape = (m, FORMATS[kind].row_bytes(k))
-            stored = torch.randint(256, shape, dtype=torch.uint8, device=device)  # whatever that decodes to
             x, out = (torch.ones(1, width, dtype=torch.bfloat16, device=device) for width in (k, m))
-            products.append(partial(gguf_linear_triton, x, stored, FORMATS[kind], out))
+            if kind == CODED:
+                row = CodedRow.of(k)
+                assert row is not None
+                stored = torch.zeros(m, row.nbytes, dtype=torch.uint8, device=device)  # weights without exceptions
+                products.append(partial(coded_linear_triton, x, stored, row, out))
+            else:
+                shape = (m, FORMATS[kind].row_bytes(k))
+                stored = torch.randint(256, shape, dtype=torch.uint8, device=device)  # whatever that decodes to
+                products.append(partial(gguf_linear_triton, x, stored, FORMATS[kind], out))
         for multiply in products:  # compiled before a capture
             multiply()
         torch.cuda.synchronize(device)

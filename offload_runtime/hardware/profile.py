@@ -85,8 +85,8 @@ _BY_SHAPE = _table(
     _number(0, 4096, " (rows)", whole=True), '"4096x11008" = 512',
 )  # fmt: skip
 _BY_BLOCKS = _table(
-    _Rule("kinds of GGUF blocks", lambda key: isinstance(key, str) and re.fullmatch(r"I?Q\d_\w+", key) is not None),
-    _number(1e-3, 1e6, " (Gweights/s)"), "Q4_K = 1760.0",
+    _Rule("ways to store weights", lambda key: re.fullmatch(r"I?Q\d_\w+|12-bit BF16", str(key)) is not None),
+    _number(1e-3, 1e6, " (Gweights/s)"), "Q4_K = 2343.0",
 )  # fmt: skip
 _CPU = _Rule('a table, such as [cpu] name = "…" cores = 16', lambda value: isinstance(value, CpuFigures))
 

@@ -5,7 +5,6 @@ Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +22,7 @@ from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
+    LOADING_PROCESS_BYTES,
     PROCESS_BYTES,
     MemoryLimits,
     check_window,
@@ -44,8 +44,8 @@ from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.weights import DescribedModel, ModelLayout, checkpoint_tensors
-from offload_runtime.weights.loader import READ_THREADS, passing_bytes
+from offload_runtime.weights import DescribedModel, ModelLayout
+from offload_runtime.weights.loader import passing_bytes
 
 # Where nothing is staged.
 NO_RING = RingShape(0, 0)
@@ -150,16 +150,6 @@ class ModelPlan:
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers in host memory, which is given out in whole pages."""
         return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
-
-    @cached_property
-    def passing_bytes(self) -> int:
-        """Host memory that weights pass through on their way to the device, and that matrices are coded from."""
-        blocks = [self.layout.layer_bytes[layer] for layer in self.placement.resident_layers]
-        nbytes = passing_bytes([*blocks, self.layout.shared.total_bytes])
-        if self.layout.has_coded:
-            sizes = sorted(math.prod(to.shape) for to in checkpoint_tensors(self.config).values() if len(to.shape) == 2)
-            nbytes += sum(sizes[-READ_THREADS:]) * self.dtype.itemsize
-        return nbytes
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, and the ring."""
@@ -460,14 +450,15 @@ class RunPlan:
     @cached_property
     def loading(self) -> tuple[MemoryPart, ...]:
         """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
-        models = [model for model in (self.draft, self.target) if model is not None]
-        held_bytes = sum(model.layout.total_bytes for model in models)
+        sources = (self.request.draft, self.draft), (self.request.target, self.target)
+        models = [(source, model.layout) for source, model in sources if model is not None]
+        held_bytes = sum(layout.total_bytes for _, layout in models)
         held_bytes -= self.target.bytes_of_layers(self.placement.streamed_layers)
         parts = (
             MemoryPart("streamed layers", self.target.host_bytes_of_layers(self.placement.streamed_layers)),
-            MemoryPart("weights on their way", max(model.passing_bytes for model in models)),
+            MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
             MemoryPart("weights that a GPU would hold", held_bytes if self.request.device == "cpu" else 0),
-            MemoryPart("Python and libraries", PROCESS_BYTES),
+            MemoryPart("Python and libraries", LOADING_PROCESS_BYTES),
         )
         return tuple(part for part in parts if part.nbytes)
 

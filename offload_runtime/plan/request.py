@@ -31,8 +31,10 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What is planned for where nothing else is known.
 COMMON_PROFILE = "rtx4090"
-# Python, torch and the CUDA libraries of one process: an estimate, not counted by any ledger.
-PROCESS_BYTES = 3_000_000_000
+# Python, torch and the CUDA libraries of one process, which no ledger counts; and how much of it there is while weights
+# are read, before kernels are compiled and library modules are loaded (H200, torch 2.11: 0.83 and 0.84 GB).
+PROCESS_BYTES = 1_200_000_000
+LOADING_PROCESS_BYTES = 840_000_000
 _GIGA, _TERA = 1e9, 1e12
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
@@ -147,9 +149,9 @@ class MachineFigures:
 
     def decode_rate(self, kind: str) -> float:
         """Weights per second that products of few rows decode in registers. A kind that was not measured is taken for
-        the slowest that was; if none was, only memory bounds them."""
+        the slowest that was; if none was, only memory bounds them. Other kernels take their share, as of memory."""
         rates = self.decode_gweights_per_s
-        return _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
+        return _HBM_SHARE * _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
 
     @property
     def attained_hbm(self) -> float:

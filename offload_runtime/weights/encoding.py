@@ -24,10 +24,11 @@ from offload_runtime_kernels.swiglu import swiglu
 DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 KIND_DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
-# Fills a contiguous CPU tensor of the checkpoint tensor's shape, converting to that tensor's dtype, or where rows are
-# stored otherwise uint8 [rows, bytes of a stored row], as they are. It opens its file, reads and closes it again, so
-# nothing stays mapped, and fills may run in parallel threads.
-Fill = Callable[[torch.Tensor], None]
+# Fills a contiguous tensor of the checkpoint tensor's shape, on any device, converting to that tensor's dtype, or where
+# rows are stored otherwise uint8 [rows, bytes of a stored row], as they are; of a source of GGUF's kinds with a second
+# argument, the device where such rows are brought in order. It opens its file, reads and closes it again, so nothing
+# stays mapped, and fills may run in parallel threads. All is written when it returns.
+Fill = Callable[..., None]
 
 
 class NotCodable(Exception):
@@ -53,8 +54,8 @@ class Weight:
         return self.stored
 
     def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
-        """Let `fill` write the rows `[row_start, row_end)`, in host memory only; what is stored otherwise than in a
-        file is made of it on `device`. Returns their bytes."""
+        """Let `fill` write the rows `[row_start, row_end)`; what is stored otherwise than in a file is made of it on
+        `device`. Returns their bytes."""
         rows = self.stored[row_start:row_end]
         fill(rows)
         return rows.nbytes
@@ -329,7 +330,7 @@ class EncodedRows(StackedEncoding):
         raise NotImplementedError
 
     def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
-        """Let `fill` write uint8 [..., row_bytes], in host memory; errors as of `fill`."""
+        """Let `fill` write uint8 [..., row_bytes]; errors as of `fill`."""
         fill(rows.view(KIND_DTYPES[kind]) if kind in KIND_DTYPES else rows)
 
     @staticmethod

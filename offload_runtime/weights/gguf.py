@@ -7,12 +7,13 @@ rotary frequencies and drops their scaling; here that is translated too, and wha
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
 from offload_runtime.weights.checkpoint import (
+    PIECE_BYTES,
     CheckpointSource,
     DescribedModel,
     HeaderReader,
+    Staging,
     StoredTensor,
     damaged,
     match_tensors,
     open_header,
 )
-from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.encoding import KIND_DTYPES, Fill
 from offload_runtime.weights.encodings.gguf_rows import KINDS, decode_file_rows, has_finite_scales, store_rows
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
@@ -43,7 +46,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-_CHUNK_ELEMENTS = 1 << 22  # read at a time: 16 MiB of float32, 2.4 MB of Q4_K
+_CPU = torch.device("cpu")
 
 
 # --- the header
@@ -280,34 +283,80 @@ def _check_kind(tensor: StoredTensor) -> None:
         )
 
 
-def _fill(tensor: StoredTensor, head_dim: int | None, out: torch.Tensor) -> None:
-    """Decode into `out`, or fill uint8 rows as they are kept, a few at a time; with `head_dim` rows of each head are
-    put back in order, whose two halves llama.cpp interleaves. A vector counts as one row."""
-    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    columns, file_bytes = math.prod(tensor.shape) // rows, tensor.nbytes // rows
-    unit = head_dim or 1  # whole heads, so that a chunk can be put in order by itself
-    step = max(1, _CHUNK_ELEMENTS // (columns * unit)) * unit
-    for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
-        blocks = torch.empty(len(part), file_bytes, dtype=torch.uint8)
-        tensor.read_into(blocks.view(-1).numpy().data, start * file_bytes)
-        if not has_finite_scales(tensor.dtype, blocks):
-            raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
-        in_place = part if head_dim is None else torch.empty_like(part)
+@dataclass(frozen=True)
+class _GgufFill:
+    """Reads a tensor; a vector counts as one row. With `head_dim` the rows of each head are put back in order, whose
+    two halves llama.cpp interleaves.
+
+    Threads that bring rows in order on a GPU take turns, so that of all of them one piece is there at a time: up to
+    three times its bytes. Copies and kernels are enqueued on the current stream.
+    """
+
+    tensor: StoredTensor
+    head_dim: int | None = None
+    staging: Staging = field(default_factory=Staging)
+
+    def __call__(self, out: torch.Tensor, device: torch.device | None = None) -> None:
+        """Fill `out` as a `Fill` does, a few rows at a time.
+
+        Raises:
+            CheckpointError: The file ends too early, or scales are not finite.
+        """
+        tensor = self.tensor
+        if device is None:
+            device = out.device if tensor.dtype in KIND_DTYPES else _CPU
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        row_bytes = max(tensor.nbytes, out.nbytes) // rows
+        unit = 1 if self.head_dim is None else self.head_dim  # whole heads, so that a piece can be put in order
+        step = min(rows, max(1, PIECE_BYTES // (row_bytes * unit)) * unit)
+        with self.staging.piece(step * row_bytes, device) as memory:
+            for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
+                blocks = memory[: len(part) * (tensor.nbytes // rows)].view(len(part), -1)
+                tensor.read_into(blocks.view(-1).numpy().data, start * blocks.shape[1])
+                if not has_finite_scales(tensor.dtype, blocks):
+                    raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
+                if device.type == "cuda":
+                    self._convert_on_gpu(blocks, part, memory, device)
+                elif part.is_cpu and self.head_dim is None:
+                    self._convert(blocks, part)
+                else:
+                    part.copy_(self._converted(blocks, part))
+
+    def _convert_on_gpu(
+        self, blocks: torch.Tensor, part: torch.Tensor, memory: torch.Tensor, device: torch.device
+    ) -> None:
+        """Make `part` of `blocks`, which `memory` begins with, and wait for it; what is for the host returns there."""
+        landed = memory[: part.nbytes].view(part.dtype).view(part.shape) if part.is_cpu else part
+        done = torch.cuda.Event(blocking=True)
+        with self.staging.turn:
+            landed.copy_(self._converted(blocks.to(device, non_blocking=True), part), non_blocking=True)
+            done.record()
+        done.synchronize()
+        if landed is not part:  # without the interpreter's lock
+            ctypes.memmove(part.data_ptr(), landed.data_ptr(), part.nbytes)
+
+    def _convert(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows as the file has them as `out` has them, but for their order."""
         if out.dtype == torch.uint8:
-            store_rows(tensor.dtype, blocks, columns, in_place)
+            store_rows(self.tensor.dtype, blocks, self.tensor.shape[-1], out)
         else:
-            decode_file_rows(tensor.dtype, blocks, in_place)
-        if head_dim is not None:
-            width = part.shape[1] if len(tensor.shape) > 1 else 1
-            halves = in_place.view(-1, head_dim // 2, 2, width).transpose(1, 2)
-            part.copy_(halves.reshape(part.shape))
+            decode_file_rows(self.tensor.dtype, blocks, out)
+
+    def _converted(self, blocks: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """What belongs in `part`, on the device of `blocks`."""
+        made = torch.empty(part.shape, dtype=part.dtype, device=blocks.device)
+        self._convert(blocks, made)
+        if self.head_dim is None:
+            return made
+        width = part.shape[1] if len(self.tensor.shape) > 1 else 1
+        return made.view(-1, self.head_dim // 2, 2, width).transpose(1, 2).reshape(part.shape)
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
     """A small stored vector as Python floats."""
     _check_kind(tensor)
     out = torch.empty(tensor.shape)
-    _fill(tensor, None, out)
+    _GgufFill(tensor)(out)
     return [float(value) for value in out.view(-1).tolist()]
 
 
@@ -349,13 +398,13 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    fills: dict[str, Fill] = {}
+    fills, staging = dict[str, Fill](), Staging()
     stored_name = _stored_names(header, config)
     tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
-        fills[name] = partial(_fill, tensor, config.head_dim if permuted else None)
+        fills[name] = _GgufFill(tensor, config.head_dim if permuted else None, staging)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from offload_runtime_kernels.coded_bf16 import CODED
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
-from offload_runtime.weights.encodings.coded_bf16 import CODED, CodedRows
+from offload_runtime.weights.encodings.coded_bf16 import CodedRows
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 from offload_runtime.weights.encodings.scaled_rows import ScaledStack
 

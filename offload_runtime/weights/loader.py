@@ -1,34 +1,33 @@
 """From a checkpoint to packed blocks, without ever holding the model twice.
 
-Each tensor is read straight into the rows of a host arena. A block that is streamed stays in its own, page-locked as
-soon as its last tensor has arrived, while other threads go on reading; one that belongs on the device goes there and
-leaves its arena to the next.
+Each tensor is read to where it belongs, in host memory straight into the rows of an arena, which is page-locked as soon
+as its last tensor has arrived, while other threads go on reading. What belongs on a device, or is made there, passes
+through memory of its thread, a piece at a time.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
+from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.checkpoint import PIECE_BYTES, CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight
 from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 
-# Page faults of fresh arenas and the copy out of the page cache keep one core busy: from a warm cache four threads
-# read 1.7 to 1.9 GB/s on a two-core machine where one reads 1.3.
-READ_THREADS = 4
-# Blocks on their way to the device: one is read while the other is copied.
-_PASSING = 2
+# Page faults of fresh arenas and the copy out of the page cache keep a core busy with 1 to 3 GB/s. Where whole matrices
+# are made in host memory before they are stored, each thread has one there.
+_READ_THREADS, _CODING_THREADS = 16, 4
 
 _CPU = torch.device("cpu")
 
@@ -43,9 +42,21 @@ class MatricesNotCodable(Exception):
         self.names = names
 
 
-def passing_bytes(blocks: Iterable[int]) -> int:
-    """Host memory that blocks of these sizes pass through at the most."""
-    return sum(sorted((HostArena.rounded(nbytes) for nbytes in blocks), reverse=True)[:_PASSING])
+def _whole_matrices(model: DescribedModel, layout: ModelLayout) -> list[int]:
+    """Elements of the matrices that are made in host memory, as a whole, before they are stored."""
+    scaled = {name for name, kind in model.kinds.items() if isinstance(kind, ScaledFormat)}
+    if not scaled and not layout.has_coded:
+        return []
+    tensors = checkpoint_tensors(model.config()).items()
+    return [math.prod(to.shape) for name, to in tensors if len(to.shape) == 2 and (layout.has_coded or name in scaled)]
+
+
+def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
+    """Host memory that weights pass through at the most."""
+    whole = _whole_matrices(model, layout)
+    if not whole:
+        return _READ_THREADS * PIECE_BYTES
+    return sum(sorted(whole)[-_CODING_THREADS:]) * layout.dtype.itemsize
 
 
 @dataclass
@@ -87,53 +98,6 @@ class HostWeights:
             arena.close()
 
 
-class _Passage:
-    """Arenas that blocks pass through on their way to the device.
-
-    Args:
-        onto: As of `load_weights`.
-    """
-
-    def __init__(self, onto: Mapping[int | None, torch.Tensor]) -> None:
-        self._onto = onto
-        self._taken: dict[int | None, HostArena] = {}
-        self._free = list[HostArena]()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether one has to be handed on before the next is taken."""
-        return len(self._taken) == _PASSING
-
-    def take(self, layer: int | None) -> torch.Tensor:
-        """Memory to read a block into: uint8 of its bytes, host."""
-        nbytes = self._onto[layer].nbytes
-        arena = next((arena for arena in self._free if arena.nbytes >= nbytes), None)
-        if arena is None:
-            self._give_back()
-            arena = HostArena(nbytes, name="weights on their way to the device")
-        else:
-            self._free.remove(arena)
-        self._taken[layer] = arena
-        return arena.buffer[:nbytes]
-
-    def hand_on(self, layer: int | None) -> None:
-        """Copy a block that is complete to where it belongs."""
-        target, arena = self._onto[layer], self._taken.pop(layer)
-        target.copy_(arena.buffer[: target.nbytes])
-        self._free.append(arena)
-
-    def _give_back(self) -> None:
-        for arena in self._free:
-            arena.close()
-        self._free.clear()
-
-    def close(self) -> None:
-        """Give all memory back; nothing more is read into it."""
-        self._free += self._taken.values()
-        self._taken.clear()
-        self._give_back()
-
-
 def load_weights(
     source: CheckpointSource,
     layout: ModelLayout,
@@ -150,11 +114,12 @@ def load_weights(
         source: An opened checkpoint.
         layout: How its blocks are packed, and the dtype that the model computes in; stored values are converted.
         onto: Where blocks belong that do not stay in host memory, by layer, that of None the shared one: uint8 of
-            their bytes, on any device. Copies to them are enqueued on its current stream.
+            their bytes, on any device.
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
         registrar: Locks them piece by piece, until the system refuses; what it has not locked then stays pageable.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
-        coding_device: Where matrices are coded that are not kept as they are in the file.
+        coding_device: Where matrices are coded, or brought in order, that are not kept as they are in the file; on its
+            default stream.
 
     Raises:
         MatricesNotCodable: Of some that the layout codes; says which. Nothing stays allocated.
@@ -185,7 +150,7 @@ def _fill(
     weights: HostWeights, source: CheckpointSource, onto: Mapping[int | None, torch.Tensor], to_lock: set[int],
     registrar: Registrar | None, on_progress: Progress | None, coding_device: torch.device,
 ) -> None:  # fmt: skip
-    """Read every tensor into its rows, lock layers that are complete, and hand on what does not stay."""
+    """Read every tensor into its rows, and lock layers that are complete."""
     destinations = checkpoint_tensors(weights.config)
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     names = defaultdict[int | None, list[str]](list)  # in the order of the files, but block by block
@@ -194,7 +159,8 @@ def _fill(
     left = {layer: len(found) for layer, found in names.items()}
     jobs: dict[Future[int], str] = {}
     not_codable, done_bytes = set[str](), 0
-    with ThreadPoolExecutor(min(READ_THREADS, os.cpu_count() or 1), "load") as pool, closing(_Passage(onto)) as passage:
+    most = _CODING_THREADS if _whole_matrices(source, weights.layout) else _READ_THREADS
+    with ThreadPoolExecutor(min(most, os.cpu_count() or 1), "load") as pool:
 
         def collect() -> None:
             nonlocal done_bytes
@@ -206,9 +172,7 @@ def _fill(
                     done_bytes += job.result()
                 except NotCodable:
                     not_codable.add(name)
-                if not left[layer] and layer in onto:
-                    passage.hand_on(layer)
-                elif not left[layer] and layer in to_lock:
+                if not left[layer] and layer in to_lock:
                     assert registrar is not None
                     if weights.arenas[layer].lock(registrar):
                         to_lock.clear()  # it has refused once: asking again only costs the system
@@ -217,10 +181,7 @@ def _fill(
 
         try:
             for layer, found in names.items():
-                while layer in onto and passage.is_full:
-                    collect()
-                block = passage.take(layer) if layer in onto else weights.block(layer)
-                views = weights.layout.block(layer).views(block)
+                views = weights.layout.block(layer).views(onto[layer] if layer in onto else weights.block(layer))
                 for name in found:
                     to = destinations[name]
                     fill_rows = views[to.packed].fill

@@ -260,11 +260,17 @@ class QuantisedTensor(StoredTensor):
     parts: Mapping[str, StoredTensor]
 
     def fill(self, out: torch.Tensor) -> None:
-        """Read it into uint8 [scaled_bytes], or decoded into `out` [M, K] of a float dtype.
+        """Read it into uint8 [scaled_bytes], or decoded into `out` [M, K] of a float dtype, through host memory for all
+        of it where `out` is on a GPU.
 
         Raises:
             CheckpointError: A file ends too early, scales are not finite, or weights no numbers.
         """
+        if not out.is_cpu:
+            host = torch.empty(out.shape, dtype=out.dtype)
+            self.fill(host)
+            out.copy_(host)
+            return
         raw = out.dtype == torch.uint8
         stored = out if raw else torch.empty(scaled_bytes(self.form, *self.shape), dtype=torch.uint8)
         to = scaled_rows(stored, self.form, *self.shape)

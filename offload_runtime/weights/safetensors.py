@@ -19,8 +19,10 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import (
+    PIECE_BYTES,
     CheckpointSource,
     DescribedModel,
+    Staging,
     StoredTensor,
     match_tensors,
     open_header,
@@ -34,7 +36,6 @@ from offload_runtime.weights.tokenizer import load_tokenizer
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _MOST_DIMENSIONS = 8
-_STAGING_BYTES = 16 << 20
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -78,24 +79,24 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def fill_from_file(stored: StoredTensor, out: torch.Tensor) -> None:
-    """Read a tensor into `out` (contiguous, CPU, the stored shape), converting to `out`'s dtype.
+def fill_from_file(stored: StoredTensor, out: torch.Tensor, *, staging: Staging | None = None) -> None:
+    """Read a tensor into `out` (contiguous, the stored shape, on any device), converting to `out`'s dtype.
 
-    Equal dtypes are read in place; others go through a staging buffer of 16 MiB.
+    In host memory equal dtypes are read in place; all else passes through `staging`, by default its own.
     """
     dtype = DTYPES[stored.dtype]
     assert tuple(out.shape) == stored.shape and out.is_contiguous(), f"{stored.name}: {tuple(out.shape)}"
     flat = out.view(-1)
-    if dtype == out.dtype:
+    if dtype == out.dtype and out.is_cpu:
         stored.read_into(flat.view(torch.uint8).numpy().data)
         return
-    staging = torch.empty(min(_STAGING_BYTES // dtype.itemsize, flat.numel()), dtype=dtype)
-    done_bytes = 0
-    for piece in flat.split(max(1, staging.numel())):
-        part = staging[: piece.numel()]
-        stored.read_into(part.view(torch.uint8).numpy().data, done_bytes)
-        piece.copy_(part)
-        done_bytes += part.nbytes
+    with (staging or Staging()).piece(min(PIECE_BYTES, stored.nbytes), out.device) as memory:
+        done_bytes = 0
+        for piece in flat.split(memory.nbytes // dtype.itemsize):
+            part = memory[: piece.numel() * dtype.itemsize]
+            stored.read_into(part.numpy().data, done_bytes)
+            piece.copy_(part.view(dtype))
+            done_bytes += part.nbytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,7 +196,8 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
     if quantisation is not None and not quantised:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
-    fills: dict[str, Fill] = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
+    fill = partial(fill_from_file, staging=Staging())
+    fills: dict[str, Fill] = {name: partial(fill, tensor) for name, tensor in tensors.items()}
     fills |= {name: tensor.fill for name, tensor in quantised.items()}
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])

@@ -35,6 +35,7 @@ from offload_runtime_kernels.attention_triton import attend_blocks_triton, atten
 from offload_runtime_kernels.chunk_scores import chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import ChunkSummaries, chunk_summaries_triton
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_triton
+from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.compact_rows import compact_rows_triton
 from offload_runtime_kernels.copy_words import copy_words_triton
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
@@ -190,6 +191,14 @@ def decode_coded(columns: int) -> None:
     decode_rows_triton(torch.empty(4096, row.nbytes, dtype=torch.uint8), row, torch.empty(4096, columns, dtype=BF16))
 
 
+def multiply_coded(rows: int, columns: int, *, bias: bool = False, add: bool = False) -> None:
+    row = CodedRow.of(columns)
+    assert row is not None
+    x, out, added = (torch.empty(*shape, dtype=BF16) for shape in ((rows, columns), (rows, 4096), (4096,)))
+    stored = torch.empty(4096, row.nbytes, dtype=torch.uint8)
+    coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add)
+
+
 def numbers_of(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
     (down, across), (_, zero_bytes) = form.scales(rows, columns), form.scale_row_bytes(columns)
     numbers, zeros = ints(rows, form.row_bytes(columns), dtype=torch.uint8), ints(down, zero_bytes, dtype=torch.uint8)
@@ -221,6 +230,8 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     yield "decode Q5_0 ragged", partial(decode, FORMATS["Q5_0"], 544, BF16)
     for columns in (4096, 11008, 576):
         yield f"decode 12-bit {columns}", partial(decode_coded, columns)
+    yield "12-bit 8", partial(multiply_coded, 8, 4096)
+    yield "12-bit 16 ragged", partial(multiply_coded, 16, 576, bias=True, add=True)
     for form in SCALED:
         name = f"decode {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros} {form.ordered}"
         yield name, partial(decode_numbers, form, 4096, 4096, FP32 if form.scale == FP32 else BF16)

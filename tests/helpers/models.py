@@ -39,6 +39,19 @@ def load_plain(source: CheckpointSource, dtype: torch.dtype, **options: Any) -> 
     return load_weights(source, ModelLayout.plain(source.config(), dtype), **options)
 
 
+def assert_a_gpu_loads_the_same(source: CheckpointSource, layout: ModelLayout) -> None:
+    """All bytes are those that a CPU loads, wherever the blocks stay."""
+    expected, everything = load_weights(source, layout), (None, *range(len(layout.layers)))
+    for held in ((), everything, everything[::2]):
+        onto = {layer: torch.zeros(layout.block(layer).total_bytes, dtype=torch.uint8, device="cuda") for layer in held}
+        weights = load_weights(source, layout, onto=onto, coding_device=torch.device("cuda", 0))
+        for layer in everything:
+            block = onto[layer].cpu() if layer in onto else weights.block(layer)
+            assert torch.equal(block, expected.block(layer)), layer
+        weights.close()
+    expected.close()
+
+
 def _sizes(**others: Any) -> dict[str, Any]:
     """Arguments that all configurations share, overridden by `others`."""
     common: dict[str, Any] = {

@@ -102,21 +102,25 @@ def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:
 
 
 def test_matrices_are_what_they_are_called() -> None:
-    """Which of them have exceptions, and how many: the last byte of a row."""
-    mean = {name: coded(make(64, 4096))[0][:, -1].float().mean().item() / 4096 for name, make in MATRICES.items()}
+    """Which of them have exceptions, and how many: two beside each 256 columns, and the last byte of a row."""
+    mean = dict[str, float]()
+    for name, make in MATRICES.items():
+        stored, row = coded(make(64, 4096))
+        near = stored[:, row.columns + row.columns // 2 : row.far_start].contiguous().view(torch.int16)
+        mean[name] = float((near != 0).sum() + stored[:, -1].sum()) / (64 * 4096)
     assert {name for name, share in mean.items() if share == 0} == {
         "constant", "zero", "signed zeros", "subnormal", "infinite", "NaN payloads"
     }  # fmt: skip
-    assert 1e-4 < mean["Gaussian"] < 2e-4 < mean["heavy-tailed"] < 8e-4 and mean["exceptions"] > 1.5e-3
+    assert 7e-5 < mean["Gaussian"] < 1.5e-4 < mean["heavy-tailed"] < 6e-4 and mean["exceptions"] > 1.5e-3
 
 
 @pytest.mark.slow
 @PROPERTY
 @given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=10), st.integers(1, 6), st.integers(0, 240))
 def test_whatever_ten_exceptions_are(others: list[int], columns: int, base: int) -> None:
-    """Beside elements of all 15 exponents of a window and of exponent 0."""
+    """Beside elements of 13 exponents, which are in seven pairs however they lie, and of exponent 0."""
     torch.manual_seed(base)
-    exponents = torch.where(torch.rand(3, 192 * columns) < 0.1, 0, base + torch.randint(1, 16, (3, 192 * columns)))
+    exponents = torch.where(torch.rand(3, 192 * columns) < 0.1, 0, base + torch.randint(1, 14, (3, 192 * columns)))
     others_too = exponents << 7 | torch.randint(128, exponents.shape) | torch.randint(2, exponents.shape) << 15
     values = sprinkled(bits(*others_too.view(-1).tolist()).view(exponents.shape), bits(*others), 10)
     stored, row = coded(values)
@@ -124,16 +128,16 @@ def test_whatever_ten_exceptions_are(others: list[int], columns: int, base: int)
     assert_same_bits(by_kernel(stored, row), values)
 
 
-@pytest.mark.parametrize("columns", [192, 4096, 65536])
+@pytest.mark.parametrize("columns", [192, 4096, pytest.param(65536, marks=pytest.mark.slow)])
 def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
     row = CodedRow.of(columns)
-    assert row is not None and row.room >= min(255, 8 + columns // 256)
+    assert row is not None and row.room >= 8
     values = torch.ones(3, columns, dtype=BF16)
-    values[1, -row.room :] = 1e-30
+    values[1, -row.room - 2 :] = 1e-30  # two beside their 256 columns
     stored, _ = coded(values)
     assert_same_bits(by_reference(stored, row), values)
     assert_same_bits(by_kernel(stored, row), values)
-    values[1, 0] = values[2, : row.room + 2] = 1e30
+    values[1, -row.room - 3] = values[2, : row.room + 3] = 1e30
     assert encode_rows(values, row, stored, stored.device) == 2
 
 

@@ -31,13 +31,13 @@ OF_MATRIX_UNITS = {
     "_linear_kernel", "_gguf_linear_kernel", "_scaled_linear_kernel", "prefill_kernel", "split_kernel",
     "_sources_kernel", "_chunk_logits_kernel",
 }  # fmt: skip
-OF_ENCODED = ("_gguf_linear_kernel", "_scaled_linear_kernel")
+OF_ENCODED = ("_gguf_linear_kernel", "_coded_linear_kernel", "_scaled_linear_kernel")
 # Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products
 # of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
 # several sources 160; products of encoded matrices none.
 STACK_BYTES = {
     "_linear_kernel": 64, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
-    "_gguf_linear_kernel": 64, "_scaled_linear_kernel": 64,
+    **dict.fromkeys(OF_ENCODED, 64),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from kernel_cases.case import DEVICE, Case, num_inputs, random_bf16
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
+from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton
@@ -65,24 +66,48 @@ def make_gguf_linear(kind: str, rows: int, m: int, k: int) -> Case:
     )
 
 
-def make_decode_coded(m: int, k: int) -> Case:
-    """A matrix [m, k] of Gaussian weights in 12 bits, coded on the device."""
+def coded_rows(m: int, k: int) -> tuple[CodedRow, torch.Tensor]:
+    """Matrices [m, k] of Gaussian weights in 12 bits, coded on the device, more than the caches hold."""
     row = CodedRow.of(k)
     assert row is not None
-    count = num_inputs(m * row.nbytes)
-    stored = torch.empty(count, m, row.nbytes, dtype=torch.uint8, device=DEVICE)
+    stored = torch.empty(num_inputs(m * row.nbytes), m, row.nbytes, dtype=torch.uint8, device=DEVICE)
     for each in stored:
         failed = encode_rows((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), row, each, each.device)
         assert failed == 0, f"{failed} rows have no room for their exceptions"
+    return row, stored
+
+
+def make_decode_coded(m: int, k: int) -> Case:
+    """A matrix [m, k] of Gaussian weights."""
+    row, stored = coded_rows(m, k)
     out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
     return Case(
         configuration={"encoding": "12-bit BF16", "m": m, "k": k},
         kernel=lambda i: decode_rows_triton(stored[i], row, out),
         reference=lambda i: decode_rows_reference(stored[i], row, out),
-        num_inputs=count,
+        num_inputs=len(stored),
         moved_bytes=stored[0].nbytes + out.nbytes,
         stored_bytes=stored[0].nbytes,
         reference_in_graph=False,
+    )
+
+
+def make_coded_linear(rows: int, m: int, k: int) -> Case:
+    """A product of `rows` rows with a matrix [m, k] of Gaussian weights."""
+    row, stored = coded_rows(m, k)
+    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
+
+    def decode_and_multiply(i: int) -> None:
+        decode_rows_triton(stored[i], row, decoded)
+        linear_triton(x, decoded, out)
+
+    return Case(
+        configuration={"encoding": "12-bit BF16", "rows": rows, "m": m, "k": k},
+        kernel=lambda i: coded_linear_triton(x, stored[i], row, out),
+        reference=decode_and_multiply,
+        num_inputs=len(stored),
+        moved_bytes=stored[0].nbytes,
+        operations=2 * rows * m * k,
     )
 
 
@@ -100,3 +125,8 @@ def gguf_linear() -> Iterator[Callable[[], Case]]:
 def decode_coded() -> Iterator[Callable[[], Case]]:
     """All cases."""
     yield from (partial(make_decode_coded, *shape) for shape in _SHAPES)
+
+
+def coded_linear() -> Iterator[Callable[[], Case]]:
+    """All cases."""
+    yield from (partial(make_coded_linear, rows, *shape) for rows in _PRODUCT_ROWS for shape in _PRODUCTS)

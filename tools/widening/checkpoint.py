@@ -144,7 +144,7 @@ class WidenedCheckpoint(MadeCheckpoint):
         return small
 
     def _fill(self, name: str, out: torch.Tensor) -> None:
-        """Compute one tensor of the large model into `out` (contiguous, CPU)."""
+        """Compute one tensor of the large model into `out` (contiguous)."""
         stem = name.removesuffix(".weight")
         if stem.startswith("model.layers."):
             stem = stem.split(".", 3)[3]
@@ -156,7 +156,7 @@ class WidenedCheckpoint(MadeCheckpoint):
         small = self._read_small(name)
         if small is None:
             return
-        values = (small if part.sources is None else small[part.sources]).mul_(part.scale).to(out.dtype)
+        values = (small if part.sources is None else small[part.sources]).mul_(part.scale).to(out)
         if out.dim() == 1:
             out[: values.shape[0]] = values
             return

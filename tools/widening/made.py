@@ -30,7 +30,7 @@ def named_generator(device: torch.device, *words: object) -> torch.Generator:
 
 
 def fill_gaussian(out: torch.Tensor, generator: torch.Generator, *, mean: float) -> None:
-    """Numbers of std 0.02 around `mean`, made on the generator's device, into a host tensor of any shape and dtype."""
+    """Numbers of std 0.02 around `mean`, made on the generator's device, into a tensor of any shape and dtype."""
     flat = out.view(-1)
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         part = flat[start : start + _CHUNK_ELEMENTS]

@@ -132,7 +132,7 @@ def stored_llama(
     """
     mix, stretches, kinds = mix_named(stored), _Stretches(seed, stretch_bytes), dict[str, str]()
 
-    def fill(name: str, out: torch.Tensor) -> None:
+    def fill(name: str, out: torch.Tensor, device: torch.device | None = None) -> None:
         if name not in kinds and out.dim() == 1:  # Llama's only vectors are norms
             out.fill_(1)
             return
@@ -143,9 +143,9 @@ def stored_llama(
         matrix = torch.empty(len(out), file_bytes(kind, columns), dtype=torch.uint8)
         stretches.copy(kind, name, matrix)
         if out.dtype == torch.uint8:
-            store_rows(kind, matrix, columns, out)
+            store_rows(kind, matrix.to(out.device), columns, out)
         else:
-            decode_file_rows(kind, matrix, out)
+            decode_file_rows(kind, matrix.to(out.device), out)
 
     made = UntrainedLlama(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words

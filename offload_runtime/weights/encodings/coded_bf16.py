@@ -1,5 +1,5 @@
 """bf16 matrices in 12 bits an element, without loss, coded when they are loaded and decoded into a scratch for every
-product.
+product, but for those of few rows.
 
 A packed matrix is a stack of matrices of the checkpoint, each coded or, where it has rows with too many exceptions, as
 it is. All rows of a coded one take the same bytes, whatever their values are, so that a plan knows them without reading
@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows, encode_rows
+from offload_runtime_kernels.coded_bf16 import CODED, CodedRow, decode_rows, encode_rows
+from offload_runtime_kernels.coded_linear import coded_linear_triton
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, EncodedRows, Encoding, Fill, NotCodable
 
 _PLAIN = DTYPE_KINDS[torch.bfloat16]
-CODED = "12-bit BF16"
 
 
 def _coded_row(columns: int) -> CodedRow:
@@ -48,6 +49,16 @@ class CodedRows(EncodedRows):
             out.copy_(stored.view(torch.bfloat16))
         else:
             decode_rows(stored, _coded_row(out.shape[1]), out)
+
+    @staticmethod
+    def most_rows(how: str, columns: int) -> int:
+        return MOST_ROWS if how == CODED else 0
+
+    @staticmethod
+    def multiply_rows(
+        kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> None:
+        coded_linear_triton(x, stored, _coded_row(x.shape[1]), out, bias=bias, add=add)
 
     def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
         """Raises `NotCodable` where some have more exceptions than room."""

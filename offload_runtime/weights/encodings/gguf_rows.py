@@ -15,7 +15,7 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 
-from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding
+from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding, Fill
 
 # What is read, in the words of the format.
 KINDS = (*KIND_DTYPES, *FORMATS)
@@ -61,7 +61,8 @@ def has_finite_scales(kind: str, blocks: torch.Tensor) -> bool:
     if kind in KIND_DTYPES:
         return True
     form = FORMATS[kind]
-    upper_bytes = [blocks.view(-1, form.nbytes)[:, at + 1] for at in form.file_halves]
+    # By numpy, which lets other threads read and has none of its own.
+    upper_bytes = [blocks.numpy().reshape(-1, form.nbytes)[:, at + 1] for at in form.file_halves]
     return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
 
 
@@ -81,6 +82,12 @@ class GgufRows(EncodedRows):
         kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
     ) -> None:
         gguf_linear_triton(x, stored, FORMATS[kind], out, bias=bias, add=add)
+
+    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
+        if kind in FORMATS:
+            fill(rows, device)
+        else:
+            super().fill_rows(kind, rows, fill, columns, device)
 
     @classmethod
     def smallest(cls, parts: Iterable[tuple[int, str]], columns: int, dtype: torch.dtype) -> Encoding:
