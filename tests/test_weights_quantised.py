@@ -326,7 +326,9 @@ def test_a_quantised_embedding_and_odd_sizes_are_refused(tmp_path: Path) -> None
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "scale"), [("FP8 of blocks", float("nan")), ("AWQ", float("inf"))])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("FP8 of blocks", float("nan")), ("FP8 of blocks", -(2.0**101)), ("AWQ", float("inf"))]
+)
 def test_scales_that_are_not_finite_are_refused(name: str, scale: float, tmp_path: Path) -> None:
     write_quantised(tmp_path, FORMATS[name], num_hidden_layers=2)
     stored = load_file(tmp_path / "model.safetensors")
