@@ -15,8 +15,10 @@ Numbers are kept in units (`pack_numbers`), so that a lane of a warp loads side 
 matrix units: of each 64 bytes of a row every fourth pair of numbers belongs to one of four lanes. Of eight numbers of 4
 bits in a word those of even columns come first.
 
-Kernels read numbers as fp16 without converting them: below ten bits of 1024 (or below the upper six of 64) an integer
-is added to that, and an E4M3 has the bits of an fp16 whose exponent is 8 too small.
+Kernels read numbers as floats of 16 bits without converting them: an integer in the lowest bits of fp16's 1024, from
+bit 4 on of fp16's 64, or in the lowest bits of bf16's 128 is added to that, and an E4M3 has the bits of an fp16 whose
+exponent is 8 too small. Zeros are read likewise, so that differences are those of the numbers. Where numbers of 4 bits
+have scales of 16, both operations are done in the scales' dtype, on two weights at a time; elsewhere in fp32.
 """
 
 from typing import NamedTuple
@@ -90,8 +92,8 @@ class ScaledRows(NamedTuple):
 
 
 def columns_of_scale(form: ScaledFormat, columns: int) -> int | None:
-    """How many columns of a tile have one scale, 0 where a whole row has; None if tiles are not
-    divided so, or columns say their groups themselves."""
+    """How many columns of a tile have one scale, 0 where a whole row has; None if groups do not divide tiles so, or
+    columns say themselves which one they are of."""
     if form.ordered:
         return None
     if form.columns >= columns:
@@ -195,7 +197,7 @@ def _masked(words, MASK: tl.constexpr, FLIPPED: tl.constexpr):
 
 
 @jit
-def number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
+def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
     """Two numbers of each word, in its halves, as 16 bits float each; those of 4 bits in bf16 where that is asked for.
 
     Of 4 bits those of columns 8 P and 8 P + 1 behind the lane's first; of 8 bits of columns P and P + 8."""
@@ -213,8 +215,8 @@ def number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr
 
 
 @jit
-def number_offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
-    """What is subtracted from numbers P: what is stored, and `ZERO`, as `number_bits` has them."""
+def _number_offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
+    """What is subtracted from numbers P: what is stored, and `ZERO`, as `_number_bits` has them."""
     if BF16:
         found = stored + (ZERO + 0x4300)
     elif NUMBER == "uint4" and P % 2 == 1:
@@ -227,7 +229,7 @@ def number_offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.c
 
 
 @jit
-def as_float(bits, DTYPE: tl.constexpr):
+def _as_float(bits, DTYPE: tl.constexpr):
     """The lower bits of words, as many as the dtype has."""
     if DTYPE.primitive_bitwidth == 16:
         bits = bits.to(tl.uint16)
@@ -236,7 +238,7 @@ def as_float(bits, DTYPE: tl.constexpr):
 
 @jit
 def _in_columns(parts, BITS: tl.constexpr, ROWS: tl.constexpr):
-    """[R, 128] of eight [R, 8, 2]: for each unit of 128 columns what `number_bits` has of it, P by P."""
+    """[R, 128] of eight [R, 8, 2]: of each unit of 128 columns what `_number_bits` has, P by P."""
     even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
     odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
     # Rows, lane, word, half of it; then the number of the part, the highest bit first.
@@ -279,9 +281,9 @@ def _weights(
     IN_PAIRS: tl.constexpr = NUMBER == "uint4" and scale.dtype.primitive_bitwidth == 16
     BF16: tl.constexpr = IN_PAIRS and scale.dtype == tl.bfloat16
     FORM: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    bits = number_bits(words, P, NUMBER, BF16)
-    numbers = tl.join(as_float(bits, FORM), as_float(bits >> 16, FORM))
-    offset = as_float(number_offset_bits(zero, ZERO, P, NUMBER, BF16), FORM)
+    bits = _number_bits(words, P, NUMBER, BF16)
+    numbers = tl.join(_as_float(bits, FORM), _as_float(bits >> 16, FORM))
+    offset = _as_float(_number_offset_bits(zero, ZERO, P, NUMBER, BF16), FORM)
     if IN_PAIRS:
         w = _scaled_pairs(numbers, offset, scale)
     else:
@@ -340,7 +342,7 @@ def decoded_half(
     """[R, 128]: half the weights of a tile, whose units are in registers, and what `shared_words_at` has of it."""
     parts = ()  # type: tuple[object, ...]
     for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
-        scale = as_float(_shared(shared[0], unit, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
+        scale = _as_float(_shared(shared[0], unit, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
         zero = tl.full([1, 1], 0, tl.uint32)
         if ZEROS:
             zero = _shared(shared[1], unit, BITS, GROUP, BITS) & ((1 << BITS) - 1)
