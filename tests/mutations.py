@@ -265,9 +265,19 @@ MUTATIONS = (
     Mutation(
         "encoding: the kernel takes the first of a slice's rows for the first of a matrix",
         f"{_KERNELS}/scaled_rows.py",
-        "start + read // row_chunks, read % row_chunks",
-        "read // row_chunks, read % row_chunks",
+        "read = start + tl.minimum(row, num_rows - 1)",
+        "read = tl.minimum(row, num_rows - 1)",
         ("tests/kernels/test_scaled_rows.py::test_kernel_has_the_bits_of_the_reference[dtype0-scale0]",),
+    ),
+    Mutation(
+        "encoding: products take the scale of a tile's first group for all of it",
+        f"{_KERNELS}/scaled_rows.py",
+        "2 * WORD * UNIT // GROUP if GROUP > 0 else 0",
+        "0",
+        (
+            "tests/kernels/test_scaled_linear.py::test_products_are_those_of_the_decoded_matrix"
+            "[uint4 of small groups-dtype0]",
+        ),
     ),
     Mutation(
         "encoding: zeros of GPTQ are what is stored",

@@ -12,7 +12,7 @@ import torch
 from gguf_mix import stored_kinds
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_runtime_kernels.gguf_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import OptionError

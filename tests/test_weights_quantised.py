@@ -159,7 +159,7 @@ def test_what_is_stored_how_is_said(packed: Checkpoint) -> None:
     kinds = packed.source.layout(BF16).bytes_by_kind
     assert set(kinds) == {"INT4", "BF16"}
     weights = sum(packed.decoded[name].numel() for name in packed.source.kinds)
-    assert weights * 0.5 < kinds["INT4"] < weights * 0.6
+    assert weights * 0.5 < kinds["INT4"] < weights * 0.7  # rows of whole units, which these are short for
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -326,7 +326,9 @@ def test_a_quantised_embedding_and_odd_sizes_are_refused(tmp_path: Path) -> None
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "scale"), [("FP8 of blocks", float("nan")), ("AWQ", float("inf"))])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("FP8 of blocks", float("nan")), ("FP8 of blocks", -(2.0**101)), ("AWQ", float("inf"))]
+)
 def test_scales_that_are_not_finite_are_refused(name: str, scale: float, tmp_path: Path) -> None:
     write_quantised(tmp_path, FORMATS[name], num_hidden_layers=2)
     stored = load_file(tmp_path / "model.safetensors")
@@ -336,6 +338,16 @@ def test_scales_that_are_not_finite_are_refused(name: str, scale: float, tmp_pat
     for load in (lambda: load_weights(source, source.layout(BF16)), lambda: load_plain(source, BF16)):
         with pytest.raises(CheckpointError, match=r"scales of .*k_proj\.weight are infinite or no numbers"):
             load()
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    write_quantised(tmp_path, FORMATS["FP8 of channels"], num_hidden_layers=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{_K_PROJ}.weight"].view(torch.uint8)[-1, -1] = 0xFF
+    save_file(stored, tmp_path / "model.safetensors")
+    source = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"weights of .*k_proj\.weight are no numbers"):
+        load_weights(source, source.layout(BF16))
 
 
 @pytest.mark.few(2)

@@ -22,7 +22,7 @@ from harness import check_out, emit, percentiles, provenance
 from kernel_cases import kv, rows
 from kernel_cases.attention import attention
 from kernel_cases.case import DEVICE, Case
-from kernel_cases.encodings import coded_linear, decode_blocks, decode_coded, gguf_linear
+from kernel_cases.encodings import coded_linear, decode_blocks, decode_coded, gguf_linear, scaled_linear
 from kernel_cases.linear import linear, tuned
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
@@ -32,7 +32,8 @@ from offload_runtime.errors import DeviceError, OptionError
 OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
     "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
     "compact_rows": kv.compact_rows, "decode_blocks": decode_blocks, "decode_coded": decode_coded,
-    "linear": linear, "gguf_linear": gguf_linear, "coded_linear": coded_linear, "gather_chunks": kv.gather_chunks_cases,
+    "linear": linear, "gguf_linear": gguf_linear, "coded_linear": coded_linear, "scaled_linear": scaled_linear,
+    "gather_chunks": kv.gather_chunks_cases,
     "gumbel_argmax": rows.gumbel_argmax, "rms_norm": rows.rms_norm, "rope_store": rows.rope_store,
     "swiglu": rows.swiglu,
 }  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 import harness
 from gguf_mix import stored_kinds
 from harness import check_out
-from offload_runtime_kernels.gguf_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 
 from offload_runtime.config import GIB, RuntimeConfig, format_bytes
 from offload_runtime.hardware import load_profile

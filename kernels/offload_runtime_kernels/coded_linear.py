@@ -1,39 +1,17 @@
-"""Products of a few rows with a bf16 matrix in 12 bits, which is decoded in registers on its way to the matrix units.
-
-    y = x W^T + b;    out = y   or   out + y
-
-with the bits of `linear` and the decoded matrix. What a program does is as in `gguf_linear`.
-"""
+"""Products of a few rows with a bf16 matrix in 12 bits, which is decoded in registers: see `encoded_linear`."""
 
 import torch
 
-from offload_runtime_kernels._jit import (
-    gdc_launch_dependents,
-    gdc_wait,
-    jit,
-    overlap_options,
-    require_triton,
-    tl,
-    triton,
-)
+from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
 from offload_runtime_kernels.coded_bf16 import CodedRow, half_of, load_coded, tail_of, uppers_of
-from offload_runtime_kernels.gguf_linear import (
-    BLOCK_M,
-    FEW_ROWS,
-    MOST_ROWS,
-    NUM_STAGES,
-    NUM_WARPS,
-    by_sixteen,
-    columns_at,
-    hidden,
-)
+from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
 
 _REGISTERS = 128  # of a thread: the second loop would take more, at the cost of the first
 
 
 @jit
 def _sums(
-    sums, start, end, x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr,
+    sums, start, end, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr,
     FAR_START: tl.constexpr, ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
@@ -45,10 +23,10 @@ def _sums(
         near_uppers = uppers_of(near_index, near_pair, near_ptr, near_tail, most, tile, FAR_START, ROOM, FAR)
         far_uppers = uppers_of(far_index, far_pair, far_ptr, far_tail, most, tile, FAR_START, ROOM, FAR)
         for half in tl.static_range(2):
-            x = columns_at(x_ptrs, (2 * tile + half) * 128, k, real, COLUMNS, COLUMNS % 256 == 0)
-            w_near, w_far = half_of(near_low, near_uppers, half, rows), half_of(far_low, far_uppers, half, rows)
-            w = by_sixteen(w_near, w_far, M).to(tl.bfloat16, bitcast=True)
-            sums = tl.dot(hidden(w.to(x.dtype)), x, sums, input_precision="ieee")
+            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, COLUMNS, COLUMNS % 256 == 0, N)
+            near_w = half_of(near_low, near_uppers, half, rows).to(tl.bfloat16, bitcast=True).to(x.dtype)
+            far_w = half_of(far_low, far_uppers, half, rows).to(tl.bfloat16, bitcast=True).to(x.dtype)
+            sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
     return sums
 
 
@@ -60,40 +38,27 @@ def _coded_linear_kernel(
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
-    i = tl.arange(0, M // 2)[:, None]
-    near = tl.program_id(0) * M + i // 8 * 16 + i % 8
-    # What lies behind the last row reads that row and stores nothing.
-    near_ptr = stored_ptr + tl.minimum(near, height - 1).to(tl.int64) * ROW_BYTES
-    far_ptr = stored_ptr + tl.minimum(near + 8, height - 1).to(tl.int64) * ROW_BYTES
+    near, far = half_rows(M, height)
+    near_ptr, far_ptr = stored_ptr + near.to(tl.int64) * ROW_BYTES, stored_ptr + far.to(tl.int64) * ROW_BYTES
     near_tail, far_tail = tail_of(near_ptr, ROW_BYTES), tail_of(far_ptr, ROW_BYTES)
     most = tl.max(tl.maximum(near_tail[2], far_tail[2]))
-    row = tl.arange(0, N)[None, :]
-    real = row < num_rows
-    k = tl.arange(0, 128)[:, None]
-    x_ptrs = x_ptr + row.to(tl.int64) * COLUMNS + k
     # Each in a loop of its own: what only few rows need must not hold others up.
     tiles = tl.cdiv(COLUMNS, 256)
     plain = tl.where(most == 0, tiles, 0)
     sums = tl.zeros([M, N], dtype=tl.float32)
     sums = _sums(
-        sums, 0, plain, x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N,
+        sums, 0, plain, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N,
         STAGES, False,
     )  # fmt: skip
     sums = _sums(
-        sums, plain, tiles, x_ptrs, k, real, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M,
+        sums, plain, tiles, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M,
         N, STAGES, True,
     )  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
-    column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
-    written = real & (column < height)
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + column, mask=column < height, other=0.0).to(tl.float32)
-    y = sums.to(x_ptr.dtype.element_ty).to(tl.float32)
-    out_ptrs = out_ptr + row.to(tl.int64) * stride + column
-    if HAS_RESIDUAL:
-        y += tl.load(out_ptrs, mask=written, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=written)
+    store_product(
+        sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, HAS_BIAS, HAS_RESIDUAL
+    )  # fmt: skip
 
 
 def coded_linear_triton(
@@ -112,13 +77,11 @@ def coded_linear_triton(
     """
     require_triton("a product with 12-bit weights")
     num_rows, height = len(x), len(stored)
-    assert num_rows <= MOST_ROWS and x.is_contiguous() and x.shape[1] == row.columns
+    assert x.shape[1] == row.columns and out.shape[1] == height
     assert stored.is_contiguous() and stored.shape[1] == row.nbytes
-    assert out.shape == (num_rows, height) and out.stride(1) == 1 and out.dtype == x.dtype
+    grid, options = launch_options(x, out, bias, add=add)
     with torch.cuda.device_of(x):
-        _coded_linear_kernel[(triton.cdiv(height, BLOCK_M),)](
+        _coded_linear_kernel[grid](
             x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), COLUMNS=row.columns,
-            FAR_START=row.far_start, ROOM=row.room, ROW_BYTES=row.nbytes, M=BLOCK_M,
-            N=FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS, STAGES=NUM_STAGES, HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=add, num_warps=NUM_WARPS, maxnreg=_REGISTERS, **overlap_options(x.device),
+            FAR_START=row.far_start, ROOM=row.room, ROW_BYTES=row.nbytes, maxnreg=_REGISTERS, **options,
         )  # fmt: skip

@@ -361,12 +361,12 @@ def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
-    """The words of a tile of a plane that has `EACH` bytes for one: [R, 1] or [R, 8] each."""
+def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+    """The words of a tile of a plane that has `EACH` bits for one: [R, 1] or [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
-    words: tl.constexpr = EACH // 4
-    if EACH == 2:  # within a word, as fewer than four bytes are not copied to shared memory ahead of their use
-        found = (tl.load(ptr + tile // 2) >> (tile % 2 * 16),)  # type: tuple[Any, ...]
+    words: tl.constexpr = EACH // 32
+    if EACH < 32:  # within a word, as fewer than four bytes are not copied to shared memory ahead of their use
+        found = (tl.load(ptr + tile // (32 // EACH)) >> (tile % (32 // EACH) * EACH),)  # type: tuple[Any, ...]
     elif words % 4 == 0:
         count = (plane_bytes + 3) // 4
         found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
@@ -389,13 +389,13 @@ def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, RO
     if FORM.has_upper_units:
         found += (units_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
     else:
-        found += (_words_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_1, 8 * each * FORM.bytes_1, WHOLE, ROWS),)
     if FORM.bytes_2 != 0:
         ptr += blocks * FORM.bytes_1
-        found += (_words_at(ptr, tile, blocks * FORM.bytes_2, each * FORM.bytes_2, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_2, 8 * each * FORM.bytes_2, WHOLE, ROWS),)
     if FORM.bytes_3 != 0:
         ptr += blocks * FORM.bytes_2
-        found += (_words_at(ptr, tile, blocks * FORM.bytes_3, each * FORM.bytes_3, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_3, 8 * each * FORM.bytes_3, WHOLE, ROWS),)
     return found
 
 

@@ -3,25 +3,38 @@
     w = ((q - z) * s rounded to the scales' dtype), rounded to the dtype of the result
 
 q is a number of 8 bits in two's complement (int8), without a sign (uint8) or as E4M3 (FP8: four bits of exponent with
-bias 7, three of mantissa, no infinity, 0x7F and 0xFF no number), or of 4 bits without a sign (uint4, the even column in
-the lower half of a byte). z is a constant, or is added to an integer that is stored like q beside every scale.
-q - z and its product with a scale of 16 bits are exact in fp32 (at most 9 + 11 bits), so that only what the formula
-names rounds; where scales are fp32, the product itself does.
+bias 7, three of mantissa, no infinity, 0x7F and 0xFF no number), or of 4 bits without a sign (uint4). z is a constant,
+or is added to an integer that is stored like q beside every scale. q - z and its product with a scale of 16 bits are
+exact in fp32 (at most 9 + 11 bits), so that only what the formula names rounds; where scales are fp32, the product
+itself does.
 
 One scale is for a rectangle of weights: all, a row, a group of columns, or a block; or the columns say themselves
 which group they are of (the order of activations).
+
+Numbers are kept in units (`pack_numbers`), so that a lane of a warp loads side by side what it has to hand to the
+matrix units: of each 64 bytes of a row every fourth pair of numbers belongs to one of four lanes. Of eight numbers of 4
+bits in a word those of even columns come first.
+
+Kernels read numbers as floats of 16 bits without converting them: an integer in the lowest bits of fp16's 1024, from
+bit 4 on of fp16's 64, or in the lowest bits of bf16's 128 is added to that, and an E4M3 has the bits of an fp16 whose
+exponent is 8 too small. Zeros are read likewise, so that differences are those of the numbers. Where numbers of 4 bits
+have scales of 16, both operations are done in the scales' dtype, on two weights at a time; elsewhere in fp32.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+from offload_runtime_kernels.encoded_linear import INTERPRETED
+from offload_runtime_kernels.gguf_blocks import TILE, units_at, words_at
 
-_PROGRAM_WEIGHTS = 4096
-_MOST_LANES = 128  # columns of one scale that are decoded together
+_UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
+_WORD_BYTES = 4
+_DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
+LARGEST_SCALE = 2.0**100  # which scales are below: kernels multiply them with up to 2^10
+_GROUPS = (32, 64, 128)  # columns of a scale, of which several are in a tile
 BITS = {"FP8": 8, "int8": 8, "uint8": 8, "uint4": 4}
 
 
@@ -37,22 +50,38 @@ class ScaledFormat(NamedTuple):
     zeros: bool = False
     ordered: bool = False
 
-    def row_bytes(self, count: int) -> int:
-        """Bytes of so many numbers in a row."""
+    @property
+    def tile_scales(self) -> int:
+        """Scales of a row that lie in a tile, at most."""
+        return max(1, TILE // self.columns)
+
+    def file_bytes(self, count: int) -> int:
+        """Bytes of so many numbers that follow one another."""
         return -(-count * BITS[self.number] // 8)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of numbers."""
+        return -(-self.file_bytes(columns) // _UNITS_BYTES) * _UNITS_BYTES
 
     def scales(self, rows: int, columns: int) -> tuple[int, int]:
         """How many scales a matrix has: down and across."""
         return -(-rows // self.rows), -(-columns // self.columns)
 
+    def scale_row_bytes(self, columns: int) -> tuple[int, int]:
+        """Bytes from one row of scales to the next, and from one of zeros: of whole tiles and words."""
+        count = -(-self.scales(1, columns)[1] // self.tile_scales) * self.tile_scales
+        scales, zeros = count * self.scale.itemsize, self.file_bytes(count) if self.zeros else 0
+        return -(-scales // _WORD_BYTES) * _WORD_BYTES, -(-zeros // _WORD_BYTES) * _WORD_BYTES
+
 
 class ScaledRows(NamedTuple):
-    """What is stored of a matrix [M, K], contiguous, on one device.
+    """What is stored of a matrix [M, K], on one device. What lies between rows of scales is zero.
 
     Attributes:
-        numbers: uint8 [M, row_bytes(K)].
-        scales: [rows, columns] of scales.
-        zeros: uint8 [rows of scales, row_bytes(columns of scales)]; empty without them.
+        numbers: uint8 [M, row_bytes(K)], in units, contiguous.
+        scales: [rows, columns] of scales, rows `scale_row_bytes` apart.
+        zeros: uint8 [rows of scales, file_bytes(columns of scales)], rows `scale_row_bytes` apart, the even one in the
+            lower half of a byte; empty without them.
         groups: int32 [K], the group of each column; empty unless it is `ordered`.
     """
 
@@ -60,6 +89,70 @@ class ScaledRows(NamedTuple):
     scales: torch.Tensor
     zeros: torch.Tensor
     groups: torch.Tensor
+
+
+def columns_of_scale(form: ScaledFormat, columns: int) -> int | None:
+    """How many columns of a tile have one scale, 0 where a whole row has; None if groups do not divide tiles so, or
+    columns say themselves which one they are of."""
+    if form.ordered:
+        return None
+    if form.columns >= columns:
+        return 0
+    if form.columns in _GROUPS:
+        return form.columns
+    return TILE if form.columns % TILE == 0 else None
+
+
+# --- units
+
+
+def _in_lanes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pairs of numbers of rows in the order of columns, uint8 [R, whole units], as [R, units, lane, pair]."""
+    pairs = numbers if bits == 4 else numbers.view(torch.int16)
+    return pairs.unflatten(1, (-1, 64 // bits, 4)).transpose(2, 3)
+
+
+def _exchange(words: torch.Tensor, mask: int, shift: int) -> None:
+    """Of each word the bits of a mask with those that many above them."""
+    differing = (words >> shift).bitwise_xor_(words).bitwise_and_(mask)
+    words ^= differing
+    words ^= differing.bitwise_left_shift_(shift)
+
+
+def pack_numbers(numbers: torch.Tensor, form: ScaledFormat, out: torch.Tensor) -> None:
+    """Bring rows of numbers into units.
+
+    Args:
+        numbers: uint8 [R, file_bytes], contiguous, in the order of columns, the even one in the lower half of a byte.
+        form: How the matrix is stored.
+        out: uint8 [R, row_bytes], contiguous; written.
+    """
+    bits, rows = BITS[form.number], max(1, _REFERENCE_WEIGHTS // out.shape[1])
+    for some, to in zip(numbers.split(rows), out.split(rows), strict=True):
+        if some.shape[1] != to.shape[1]:
+            some = torch.nn.functional.pad(some, (0, to.shape[1] - some.shape[1]))
+        in_lanes = _in_lanes(some, bits)
+        to.view(in_lanes.dtype).view(in_lanes.shape).copy_(in_lanes)
+        if bits == 4:
+            words = to.view(torch.int32)
+            _exchange(words, 0x00F000F0, 4)
+            _exchange(words, 0x0000FF00, 8)
+
+
+def unpack_numbers(stored: torch.Tensor, form: ScaledFormat, columns: int) -> torch.Tensor:
+    """What `pack_numbers` was given, uint8 [R, file_bytes], of the rows that it made, uint8 [R, row_bytes]."""
+    bits, found = BITS[form.number], torch.empty_like(stored)
+    if bits == 4:
+        words = stored.view(torch.int32).clone()
+        _exchange(words, 0x0000FF00, 8)
+        _exchange(words, 0x00F000F0, 4)
+        stored = words.view(torch.uint8)
+    in_lanes = _in_lanes(found, bits)
+    in_lanes.copy_(stored.view(in_lanes.dtype).view(in_lanes.shape))
+    return found[:, : form.file_bytes(columns)].contiguous()
+
+
+# --- the reference
 
 
 def _numbers_reference(stored: torch.Tensor, count: int, number: str) -> torch.Tensor:
@@ -77,78 +170,256 @@ def decode_scaled_reference(stored: ScaledRows, form: ScaledFormat, start: int, 
     for first in range(start, start + height, step):
         last = min(first + step, start + height)
         own = torch.arange(first, last, device=out.device) // form.rows
-        w = _numbers_reference(stored.numbers[first:last], width, form.number) - form.zero
+        numbers = unpack_numbers(stored.numbers[first:last], form, width)
+        w = _numbers_reference(numbers, width, form.number) - form.zero
         if form.zeros:
             w -= _numbers_reference(stored.zeros[own], stored.scales.shape[1], form.number)[:, groups]
         w *= stored.scales[own][:, groups].float()
         out[first - start : last - start] = w.to(form.scale).to(out.dtype)
 
 
+# --- kernels
+#
+# A tensor [R, 8] has two words of each of the four lanes of a row.
+
+
 @jit
-def _numbers_at(row_ptr, at, NUMBER: tl.constexpr):
-    """fp32 numbers of rows."""
-    if NUMBER == "uint4":
-        return ((tl.load(row_ptr + at // 2).to(tl.int32) >> (at % 2 * 4)) & 15).to(tl.float32)
-    byte = tl.load(row_ptr + at)
+def _masked(words, MASK: tl.constexpr, FLIPPED: tl.constexpr):
+    """What a mask has of words, with bits flipped: one instruction, which compilers make two of for its constants."""
+    if INTERPRETED:
+        found = (words & MASK) ^ FLIPPED
+    else:
+        mask, flipped = tl.full([1, 1], MASK, tl.uint32), tl.full([1, 1], FLIPPED, tl.uint32)
+        found = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [words, mask, flipped], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+@jit
+def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
+    """Two numbers of each word, in its halves, as 16 bits float each; those of 4 bits in bf16 where that is asked for.
+
+    Of 4 bits those of columns 8 P and 8 P + 1 behind the lane's first; of 8 bits of columns P and P + 8."""
     if NUMBER == "FP8":
-        # By integers, as GPUs before 8.9 do not convert them: an fp16 whose exponent is 8 too small.
-        bits = byte.to(tl.int16)
-        half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
-        number = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
-    if NUMBER == "int8":
-        return byte.to(tl.int8, bitcast=True).to(tl.float32)
-    return byte.to(tl.float32)
+        if P == 0:
+            words = words << 8
+        found = (words & 0x80008000) | ((words & 0x7F007F00) >> 1)
+    elif NUMBER == "uint4" and BF16:
+        found = _masked(words >> (4 * P), 0x000F000F, 0x43004300)
+    elif NUMBER == "uint4":
+        found = _masked(words >> (P // 2 * 8), 0x000F000F << (P % 2 * 4), 0x64006400 - P % 2 * 0x10001000)
+    else:
+        found = _masked(words >> (8 * P), 0x00FF00FF, 0x64806480 if NUMBER == "int8" else 0x64006400)
+    return found
 
 
 @jit
-def scaled(
-    numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, row, chunk, lane, row_bytes, num_groups, zero_bytes, rows, chunks,
-    NUMBER: tl.constexpr, ZERO: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, LANES: tl.constexpr,
+def _number_offset_bits(stored, ZERO: tl.constexpr, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
+    """What is subtracted from numbers P: what is stored, and `ZERO`, as `_number_bits` has them."""
+    if BF16:
+        found = stored + (ZERO + 0x4300)
+    elif NUMBER == "uint4" and P % 2 == 1:
+        found = (stored << 4) + (ZERO * 16 + 0x5400)
+    elif NUMBER == "int8":
+        found = (stored ^ 0x80) + (ZERO + 0x6400)
+    else:
+        found = stored + (ZERO + 0x6400)
+    return found
+
+
+@jit
+def _as_float(bits, DTYPE: tl.constexpr):
+    """The lower bits of words, as many as the dtype has."""
+    if DTYPE.primitive_bitwidth == 16:
+        bits = bits.to(tl.uint16)
+    return bits.to(DTYPE, bitcast=True)
+
+
+@jit
+def _in_columns(parts, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """[R, 128] of eight [R, 8, 2]: of each unit of 128 columns what `_number_bits` has, P by P."""
+    even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+    odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+    # Rows, lane, word, half of it; then the number of the part, the highest bit first.
+    found = tl.reshape(tl.join(even, odd), [ROWS, 4, 2, 2, 2, 2, 2])
+    if BITS == 4:
+        found = tl.permute(found, (0, 4, 2, 5, 6, 1, 3))
+    else:
+        found = tl.permute(found, (0, 4, 5, 2, 3, 1, 6))
+    return tl.reshape(found, [ROWS, 128])
+
+
+@jit
+def _scaled_pairs(numbers, offset, scale):
+    """(numbers - offset) * scale, [R, 8, 2], in 16 bits, of which two lie in one word."""
+    if INTERPRETED:
+        found = ((numbers.to(tl.float32) - offset.to(tl.float32)) * scale.to(tl.float32)).to(scale.dtype)
+    elif scale.dtype == tl.float16:
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 q; sub.rn.f16x2 q, $1, $2; mul.rn.f16x2 $0, q, $3;}", "=r,r,r,r", [numbers, offset, scale],
+            dtype=scale.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # by multiply-add, as GPUs before 9.0 have no more in bf16
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 q, c; mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 q, $2, c, $1; mov.b32 c, 0x80008000; "
+            "fma.rn.bf16x2 $0, q, $3, c;}", "=r,r,r,r", [numbers, offset, scale], dtype=scale.dtype, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    return found
+
+
+@jit
+def _weights(
+    words, scale, zero, P: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [C, LANES] weights of C chunks of rows: `row` and `chunk` (which of its row) [C, 1], `lane` [1, LANES]. One
-    scale is for `rows` times `chunks`."""
-    column = chunk * LANES + lane
-    group = tl.load(groups_ptr + column) if ORDERED else chunk // chunks
-    own = (row // rows).to(tl.int64)
-    w = _numbers_at(numbers_ptr + row.to(tl.int64) * row_bytes, column, NUMBER) - ZERO
+    """[R, 8, 2]: numbers P of words, with scales and stored zeros [R, 1 or 8, 1 or 2].
+
+    Unless this has to be exact, zeros may be positive whatever the sign of the scale, scales are below `LARGEST_SCALE`
+    and all numbers are some."""
+    IN_PAIRS: tl.constexpr = NUMBER == "uint4" and scale.dtype.primitive_bitwidth == 16
+    BF16: tl.constexpr = IN_PAIRS and scale.dtype == tl.bfloat16
+    FORM: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    bits = _number_bits(words, P, NUMBER, BF16)
+    numbers = tl.join(_as_float(bits, FORM), _as_float(bits >> 16, FORM))
+    offset = _as_float(_number_offset_bits(zero, ZERO, P, NUMBER, BF16), FORM)
+    if IN_PAIRS:
+        w = _scaled_pairs(numbers, offset, scale)
+    else:
+        numbers, offset, s = numbers.to(tl.float32), offset.to(tl.float32), scale.to(tl.float32)
+        if NUMBER == "FP8" and EXACT:
+            w = tl.where(tl.abs(numbers) == 1.875, float("nan"), numbers * 256.0) * s
+        elif NUMBER == "FP8":
+            w = numbers * (s * 256.0)
+        elif EXACT or scale.dtype.primitive_bitwidth == 32:
+            w = (numbers - offset) * s
+        else:  # products of at most 11 + 11 bits, and a difference of 9 + 11
+            w = numbers * s - offset * s
+        w = w.to(scale.dtype)
+    if w.dtype != DTYPE:  # not at once from one of 16 bits to another, for which GPUs have an eighth of the units
+        w = w.to(tl.float32).to(DTYPE)
+    return w
+
+
+@jit
+def _bits_of(words, number: tl.constexpr, EACH: tl.constexpr):
+    """A number of so many bits, and what lies above it."""
+    return words[number * EACH // 32] >> (number * EACH % 32)
+
+
+@jit
+def _shared(words, UNIT: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """What columns of each word of a unit share, [R, 1] or [R, 8], out of a tile's words, of `EACH` bits a group."""
+    WORD: tl.constexpr = 128 // BITS
+    FIRST: tl.constexpr = 2 * WORD * UNIT // GROUP if GROUP > 0 else 0
+    found = _bits_of(words, FIRST, EACH)
+    if GROUP == WORD:
+        found = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, found, _bits_of(words, FIRST + 1, EACH))
+    return found
+
+
+@jit
+def shared_words_at(
+    scales_ptr, zeros_ptr, tile, BITS: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The words of a tile's scales and zeros."""
+    COUNT: tl.constexpr = 256 // GROUP if GROUP > 0 else 1
+    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, ROWS)
+    zeros = scales
     if ZEROS:
-        w -= _numbers_at(zeros_ptr + own * zero_bytes, group, NUMBER)
-    scale = tl.load(scales_ptr + own * num_groups + group)
-    return (w * scale.to(tl.float32)).to(scale.dtype).to(tl.float32)
+        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, ROWS)
+    return scales, zeros
 
 
-@jit(do_not_specialize=("start", "num_chunks", "row_chunks", "num_groups", "zero_bytes", "rows", "chunks"))
-def _decode_scaled_kernel(
-    numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, out_ptr, start, num_chunks, row_chunks, row_bytes, num_groups,
-    zero_bytes, rows, chunks, NUMBER: tl.constexpr, ZERO: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
-    LANES: tl.constexpr, CHUNKS: tl.constexpr,
+@jit
+def decoded_half(
+    units, shared, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)[:, None]
-    lane = tl.arange(0, LANES)[None, :]
-    # What lies behind the last chunk reads that one and stores nothing.
-    read = tl.minimum(number, num_chunks - 1)
-    w = scaled(
-        numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, start + read // row_chunks, read % row_chunks, lane,
-        row_bytes, num_groups, zero_bytes, rows, chunks, NUMBER, ZERO, ZEROS, ORDERED, LANES,
-    )  # fmt: skip
-    place = number.to(tl.int64) * LANES + lane
-    tl.store(out_ptr + place, w.to(out_ptr.dtype.element_ty), mask=(number < num_chunks) & (lane >= 0))
+    """[R, 128]: half the weights of a tile, whose units are in registers, and what `shared_words_at` has of it."""
+    parts = ()  # type: tuple[object, ...]
+    for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
+        scale = _as_float(_shared(shared[0], unit, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
+        zero = tl.full([1, 1], 0, tl.uint32)
+        if ZEROS:
+            zero = _shared(shared[1], unit, BITS, GROUP, BITS) & ((1 << BITS) - 1)
+        for p in tl.static_range(16 // BITS):
+            parts += (_weights(units[unit], scale[:, :, None], zero[:, :, None], p, NUMBER, ZERO, DTYPE, EXACT),)
+    return _in_columns(parts, BITS, ROWS)
+
+
+@jit
+def _gathered_half(
+    units, scales_ptr, zeros_ptr, groups_ptr, columns, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr,
+    ZERO: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same, where each column loads its own scale."""
+    word, in_pair = tl.arange(0, 8)[None, :, None], tl.arange(0, 2)[None, None, :]
+    first = tl.program_id(1) * 256 + word % 2 * (128 // BITS) + word // 2 * 2
+    parts = ()  # type: tuple[object, ...]
+    for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
+        for p in tl.static_range(16 // BITS):
+            column = first + unit * (256 // BITS) + (8 * p + in_pair if BITS == 4 else 8 * in_pair + p)
+            column = tl.minimum(column, columns - 1)  # what lies behind the last is not stored
+            group = tl.load(groups_ptr + column) if ORDERED else column // GROUP
+            zero = tl.full([1, 1, 1], 0, tl.uint32)
+            if ZEROS:
+                zero = tl.load(zeros_ptr + group * BITS // 8).to(tl.uint32) >> (group * BITS % 8).to(tl.uint32)
+                zero &= (1 << BITS) - 1
+            parts += (_weights(units[unit], tl.load(scales_ptr + group), zero, p, NUMBER, ZERO, DTYPE, True),)
+    return _in_columns(parts, BITS, ROWS)
+
+
+@jit(do_not_specialize=("start", "num_rows"))
+def _decode_scaled_kernel(
+    numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, out_ptr, start, num_rows, columns, row_bytes, scale_bytes,
+    zero_bytes, rows_of_scale, tiles_of_scale, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    ZEROS: tl.constexpr, ORDERED: tl.constexpr, GATHERED: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    scale: tl.constexpr = scales_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    # What lies behind the last row reads that one and stores nothing.
+    read = start + tl.minimum(row, num_rows - 1)
+    units = units_at(numbers_ptr + read * row_bytes, tl.program_id(1), row_bytes, 32 * BITS, WHOLE, ROWS)
+    own = read // rows_of_scale
+    scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8)) + own * scale_bytes
+    zeros_ptr += own * zero_bytes
+    if GATHERED:
+        scales_ptr, zeros_ptr = scales_ptr.to(tl.pointer_type(scale))[:, :, None], zeros_ptr[:, :, None]
+        left = _gathered_half(
+            units, scales_ptr, zeros_ptr, groups_ptr, columns, 0, NUMBER, BITS, ZERO, ZEROS, ORDERED, GROUP, dtype, ROWS
+        )  # fmt: skip
+        right = _gathered_half(
+            units, scales_ptr, zeros_ptr, groups_ptr, columns, 1, NUMBER, BITS, ZERO, ZEROS, ORDERED, GROUP, dtype, ROWS
+        )  # fmt: skip
+    else:
+        tile = tl.program_id(1) // tiles_of_scale if GROUP > 0 else 0
+        shared = shared_words_at(scales_ptr, zeros_ptr, tile, BITS, ZEROS, GROUP, scale, ROWS)
+        left = decoded_half(units, shared, 0, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, ROWS, True)
+        right = decoded_half(units, shared, 1, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, ROWS, True)
+    w = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [ROWS, 256])
+    column = tl.program_id(1) * 256 + tl.arange(0, 256)[None, :]
+    tl.store(out_ptr + row * columns + column, w, mask=(row < num_rows) & (column < columns))
 
 
 def decode_scaled_triton(stored: ScaledRows, form: ScaledFormat, start: int, out: torch.Tensor) -> None:
     """Triton version of `decode_scaled`."""
     require_triton("decoding quantised weights")
     height, width = out.shape
-    together = width if form.ordered else math.gcd(width, form.columns)
-    lanes = min(_MOST_LANES, together & -together)
-    num_chunks, chunks = height * (width // lanes), _PROGRAM_WEIGHTS // lanes
+    group, (scale_bytes, zero_bytes) = columns_of_scale(form, width), form.scale_row_bytes(width)
     with torch.cuda.device_of(out):
-        _decode_scaled_kernel[(triton.cdiv(num_chunks, chunks),)](
-            stored.numbers, stored.scales, stored.zeros, stored.groups, out, start, num_chunks, width // lanes,
-            stored.numbers.shape[1], stored.scales.shape[1], stored.zeros.shape[-1], form.rows,
-            max(1, form.columns // lanes), NUMBER=form.number, ZERO=form.zero, ZEROS=form.zeros, ORDERED=form.ordered,
-            LANES=lanes, CHUNKS=chunks, num_warps=4,
+        _decode_scaled_kernel[(triton.cdiv(height, _DECODED_ROWS), triton.cdiv(width, TILE))](
+            stored.numbers, stored.scales, stored.zeros, stored.groups, out, start, height, width,
+            stored.numbers.shape[1], scale_bytes, zero_bytes, form.rows, max(1, form.columns // TILE),
+            NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZEROS=form.zeros, ORDERED=form.ordered,
+            GATHERED=group is None, GROUP=form.columns if group is None else group, WHOLE=width % TILE == 0,
+            ROWS=_DECODED_ROWS, num_warps=4,
         )  # fmt: skip
 
 

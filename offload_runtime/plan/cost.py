@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from offload_runtime_kernels.gguf_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 

@@ -232,9 +232,21 @@ class StackedEncoding(Encoding, ABC):
     def part(self, start: int, rows: int, stored: torch.Tensor, how: Any, columns: int) -> StoredPart:
         """A part from row `start` of the matrix on, seen through uint8 [part_bytes]."""
 
+    @staticmethod
+    def most_rows(how: Any, columns: int) -> int:
+        """As of a part."""
+        return 0
+
     @property
     def num_decodings(self) -> int:
         return len(self.parts)
+
+    def weights_in_registers(self, shape: tuple[int, ...]) -> dict[str, int]:
+        found = Counter[str]()
+        if self.dtype.itemsize == 2 and all(self.most_rows(how, shape[1]) for _, how in self.parts):
+            for rows, how in self.parts:
+                found[self.part_kind(how)] += rows * shape[1]
+        return found
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         return sum(self._aligned_bytes(shape))
@@ -282,7 +294,7 @@ class _Rows(StoredPart):
 
     @property
     def most_rows(self) -> int:
-        return self.encoding.most_rows(self.kind)
+        return self.encoding.most_rows(self.kind, self.columns)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
         self.encoding.multiply_rows(self.kind, self.stored, x, out, bias, add=add)
@@ -311,23 +323,11 @@ class EncodedRows(StackedEncoding):
         """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous."""
 
     @staticmethod
-    def most_rows(kind: str) -> int:
-        """As of a part."""
-        return 0
-
-    @staticmethod
     def multiply_rows(
         kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
     ) -> None:
         """Multiply with uint8 [R, row_bytes], as of a part."""
         raise NotImplementedError
-
-    def weights_in_registers(self, shape: tuple[int, ...]) -> dict[str, int]:
-        found = Counter[str]()
-        if self.dtype.itemsize == 2 and all(self.most_rows(kind) for _, kind in self.parts):
-            for rows, kind in self.parts:
-                found[kind] += rows * shape[1]
-        return found
 
     def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
         """Let `fill` write uint8 [..., row_bytes]; errors as of `fill`."""

@@ -26,7 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from offload_runtime_kernels.scaled_rows import BITS, ScaledFormat, ScaledRows, decode_scaled
+from offload_runtime_kernels.scaled_rows import (
+    BITS,
+    LARGEST_SCALE,
+    ScaledFormat,
+    ScaledRows,
+    decode_scaled,
+    pack_numbers,
+)
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
@@ -45,6 +52,7 @@ _EMBEDDING = "model.embed_tokens"
 _SCALES = ("F16", "BF16", "F32")
 # Which of eight neighbouring rows each number in a word of AWQ is of, from the lowest bits on, and where a row's is.
 _AWQ_ORDER, _AWQ_PLACE = (0, 2, 4, 6, 1, 3, 5, 7), (0, 4, 1, 5, 2, 6, 3, 7)
+_CACHED_BYTES = 1 << 18
 _SQUARES = 64  # rows of squares that are transposed together, in the cache
 
 
@@ -256,7 +264,7 @@ class QuantisedTensor(StoredTensor):
         of it where `out` is on a GPU.
 
         Raises:
-            CheckpointError: A file ends too early, or scales are not finite.
+            CheckpointError: A file ends too early, scales are not finite, or weights no numbers.
         """
         if not out.is_cpu:
             host = torch.empty(out.shape, dtype=out.dtype)
@@ -266,9 +274,14 @@ class QuantisedTensor(StoredTensor):
         raw = out.dtype == torch.uint8
         stored = out if raw else torch.empty(scaled_bytes(self.form, *self.shape), dtype=torch.uint8)
         to = scaled_rows(stored, self.form, *self.shape)
-        _LAYOUTS[self.layout](self.parts, to, BITS[self.form.number])
-        if not bool(to.scales.isfinite().all()):
-            raise damaged(self.path, f"scales of {self.name} are infinite or no numbers")
+        stored[to.numbers.nbytes :] = 0  # also between rows of scales
+        numbers = torch.empty(self.shape[0], self.form.file_bytes(self.shape[1]), dtype=torch.uint8)
+        _LAYOUTS[self.layout](self.parts, to._replace(numbers=numbers), BITS[self.form.number])
+        if not bool((to.scales.float().abs() < LARGEST_SCALE).all()):
+            raise damaged(self.path, f"scales of {self.name} are infinite or no numbers, or beyond 2^100")
+        if self.form.number == "FP8" and _has_no_number(numbers):
+            raise damaged(self.path, f"weights of {self.name} are no numbers")
+        pack_numbers(numbers, self.form, to.numbers)
         if self.form.ordered:
             to.groups.copy_(read_tensor(self.parts["groups"]))
         if not raw:
@@ -280,6 +293,11 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
     out = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     stored.read_into(out.view(-1).view(torch.uint8).numpy().data)
     return out
+
+
+def _has_no_number(numbers: torch.Tensor) -> bool:
+    """Whether any of E4M3, uint8 [R, K], is none."""
+    return any(int(some.bitwise_and(0x7F).amax()) == 0x7F for some in numbers.view(-1).split(_CACHED_BYTES))
 
 
 def _read_numbers(stored: StoredTensor, to: torch.Tensor) -> None:

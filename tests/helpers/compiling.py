@@ -47,6 +47,7 @@ from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, 
 from offload_runtime_kernels.pace_link import pace_link
 from offload_runtime_kernels.rms_norm import rms_norm_triton
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_triton
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
 from offload_runtime_kernels.select_chunks import select_chunks_triton
 from offload_runtime_kernels.swiglu import swiglu_triton
@@ -198,11 +199,20 @@ def multiply_coded(rows: int, columns: int, *, bias: bool = False, add: bool = F
     coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add)
 
 
+def numbers_of(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
+    (down, across), (_, zero_bytes) = form.scales(rows, columns), form.scale_row_bytes(columns)
+    numbers, zeros = ints(rows, form.row_bytes(columns), dtype=torch.uint8), ints(down, zero_bytes, dtype=torch.uint8)
+    return ScaledRows(numbers, torch.empty(down, across, dtype=form.scale), zeros, ints(columns))
+
+
 def decode_numbers(form: ScaledFormat, rows: int, columns: int, dtype: torch.dtype) -> None:
-    down, across = form.scales(rows, columns)
-    numbers, zeros = ints(rows, form.row_bytes(columns), dtype=torch.uint8), ints(down, across, dtype=torch.uint8)
-    stored = ScaledRows(numbers, torch.empty(down, across, dtype=form.scale), zeros, ints(columns))
-    decode_scaled_triton(stored, form, 0, torch.empty(rows, columns, dtype=dtype))
+    decode_scaled_triton(numbers_of(form, rows, columns), form, 0, torch.empty(rows, columns, dtype=dtype))
+
+
+def multiply_numbers(form: ScaledFormat, rows: int, m: int, k: int, dtype: torch.dtype, **fused: bool) -> None:
+    x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
+    bias = added if fused.pop("bias", False) else None
+    scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=bias, **fused)
 
 
 # FP8 with a scale of all, of rows and of blocks; integers of 8 bits; of 4 bits with zeros, and in an order.
@@ -236,6 +246,27 @@ def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
         for name, k in (("Q5_0", 544), ("Q6_K", 768)):
             ragged = partial(multiply_blocks, FORMATS[name], rows, 4096, k, FP16, bias=True, add=True)
             yield f"gguf_linear {name} {rows} ragged", ragged
+
+
+# Every number, and those of 4 bits with every way to multiply them; all sizes of groups.
+MULTIPLIED = (
+    ScaledFormat("FP8", 1, 4096, BF16), ScaledFormat("FP8", 128, 128, FP32), ScaledFormat("int8", 1, 4096, BF16),
+    ScaledFormat("uint8", 1, 64, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 128, FP16, 8),
+    ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 32, BF16, zeros=True),
+    ScaledFormat("uint4", 1, 4096, FP32, 8),
+)  # fmt: skip
+
+
+def scaled_linear_calls() -> Iterator[tuple[str, Call]]:
+    """In both dtypes where numbers of 4 bits are multiplied in the scales' own; with all that is fused, and a ragged
+    last step along K."""
+    for form, dtype in product(MULTIPLIED, (BF16, FP16)):
+        name = f"scaled_linear {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros}"
+        if dtype == BF16 or form.number == "uint4":
+            yield f"{name} {called(dtype)}", partial(multiply_numbers, form, 8, 4096, 4096, dtype)
+    for form in (MULTIPLIED[1], MULTIPLIED[5]):
+        ragged = partial(multiply_numbers, form, 16, 4096, 576, BF16, bias=True, add=True)
+        yield f"scaled_linear {form.number} 16 ragged", ragged
 
 
 def attend(
@@ -388,8 +419,8 @@ def wrong_calls() -> Iterator[tuple[str, Call]]:
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
-        linear_calls, encoding_calls, gguf_linear_calls, attention_calls, sources_calls, retrieval_calls, layer_calls,
-        sampling_calls, step_calls,
+        linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, attention_calls, sources_calls,
+        retrieval_calls, layer_calls, sampling_calls, step_calls,
     )  # fmt: skip
     for name, call in (named for group in (*every, *((wrong_calls,) if wanted else ())) for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from offload_runtime_kernels.coded_bf16 import CodedRow, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
-from offload_runtime_kernels.gguf_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.linear import linear_triton
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE

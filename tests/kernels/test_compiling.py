@@ -18,25 +18,26 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # What is compiled, as `tests.helpers.compiling` is asked for it. For 9.0 everything, and for 8.9 what multiplies
-# matrices, which differs there, or converts from FP8; of products with GGUF blocks, which differ little, a format. The
+# matrices, which differs there, or converts from FP8; of products with encoded ones, which differ little, a format. The
 # others have the matrix units of 8.9. With 99 KB as it has, 8.6 and 12.0 come to its shared memory in everything, and
 # 8.6 to its stack, so that the largest of each kernel speaks for the rest; 8.0 is roomy as 9.0 is, where attention has
 # other tiles.
 LARGEST = ("linear 128 22016 bfloat16 gated", "prefill gemma-2-2b bfloat16", "sources 64 gemma-2-2b bfloat16")
 WANTED = {
     80: (LARGEST[0], "prefill bfloat16", "sources 64 bfloat16"), 86: LARGEST, 120: LARGEST,
-    89: ("linear", "gguf_linear Q4_K", "attention", "sources", "scores", "FP8"), 90: (),
+    89: ("linear", "gguf_linear Q4_K", "scaled_linear True bfloat16", "attention", "sources", "scores", "FP8"), 90: (),
 }  # fmt: skip
 OF_MATRIX_UNITS = {
-    "_linear_kernel", "_gguf_linear_kernel", "prefill_kernel", "split_kernel", "_sources_kernel",
-    "_chunk_logits_kernel",
+    "_linear_kernel", "_gguf_linear_kernel", "_scaled_linear_kernel", "prefill_kernel", "split_kernel",
+    "_sources_kernel", "_chunk_logits_kernel",
 }  # fmt: skip
+OF_ENCODED = ("_gguf_linear_kernel", "_coded_linear_kernel", "_scaled_linear_kernel")
 # Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products
 # of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
-# several sources 160; products of GGUF blocks none.
+# several sources 160; products of encoded matrices none.
 STACK_BYTES = {
     "_linear_kernel": 64, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
-    "_gguf_linear_kernel": 64,
+    **dict.fromkeys(OF_ENCODED, 64),
 }  # fmt: skip
 
 
@@ -65,9 +66,9 @@ class Compiled:
         return [binary for binary in self.binaries if binary["shared"] > SHARED_BYTES[arch]]
 
     def out_of_order(self) -> list[dict[str, Any]]:
-        """Products of GGUF blocks that do not take columns as `linear` does: 16 bits an element, two at a time. With
-        wider stretches of a thread's own, as Triton likes them of what is decoded, other columns are summed first."""
-        return [b for b in self.binaries if b["kernel"] == "_gguf_linear_kernel" and b["k_widths"] != [2]]
+        """Products of encoded matrices that do not take columns as `linear` does: 16 bits an element, two at a time.
+        With wider stretches of a thread's own, as Triton likes them of what is decoded, others are summed first."""
+        return [b for b in self.binaries if b["kernel"] in OF_ENCODED and b["k_widths"] != [2]]
 
     def spilling(self) -> list[dict[str, Any]]:
         """Those that keep more on the stack than they did."""

@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
-from offload_runtime_kernels.gguf_linear import MOST_ROWS, gguf_linear_triton
+from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE

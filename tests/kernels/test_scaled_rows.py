@@ -12,7 +12,9 @@ from offload_runtime_kernels.scaled_rows import (
     ScaledRows,
     decode_scaled_reference,
     decode_scaled_triton,
-)  # fmt: skip
+    pack_numbers,
+    unpack_numbers,
+)
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_gguf_blocks import assert_same_bits
@@ -50,6 +52,38 @@ NUMBERS = {
 }
 
 
+def apart(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    """Rows that lie so far from one another, with zeros between."""
+    wide = torch.zeros(len(rows), row_bytes // rows.itemsize, dtype=rows.dtype)[:, : rows.shape[1]]
+    return wide.copy_(rows)
+
+
+def stored_rows(
+    form: ScaledFormat, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
+) -> ScaledRows:
+    """Of numbers in the order of columns, and what of the others the format has."""
+    columns = numbers.shape[1] * 8 // BITS[form.number]
+    scale_bytes, zero_bytes = form.scale_row_bytes(columns)
+    units = torch.empty(len(numbers), form.row_bytes(columns), dtype=torch.uint8)
+    pack_numbers(numbers, form, units)
+    return ScaledRows(
+        units, apart(scales, scale_bytes), apart(zeros, zero_bytes) if form.zeros else zeros[:0, :0],
+        groups if form.ordered else groups[:0],
+    )  # fmt: skip
+
+
+def moved(rows: torch.Tensor) -> torch.Tensor:
+    """With what lies between rows."""
+    if rows.dim() == 1 or rows.numel() == 0:
+        return rows.to(KERNEL_DEVICE)
+    whole = rows.as_strided((len(rows), rows.stride(0)), rows.stride())
+    return whole.to(KERNEL_DEVICE)[:, : rows.shape[1]]
+
+
+def on_device(stored: ScaledRows) -> ScaledRows:
+    return ScaledRows(*map(moved, stored))
+
+
 def made(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
     """Every byte, and every scale."""
     down, across = form.scales(rows, columns)
@@ -60,14 +94,16 @@ def made(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
         scales = ((bits << 16) + torch.randint(1 << 16, bits.shape, generator=generator)).to(torch.int32).view(FP32)
     else:
         scales = bits.to(torch.int16).view(form.scale)
-    numbers = torch.arange(rows * form.row_bytes(columns)).mul(167).to(torch.uint8).view(rows, -1)
-    zeros = torch.randint(256, (down, form.row_bytes(across)), generator=generator, dtype=torch.uint8)
+    numbers = torch.arange(rows * form.file_bytes(columns)).mul(167).to(torch.uint8).view(rows, -1)
+    zeros = torch.randint(256, (down, form.file_bytes(across)), generator=generator, dtype=torch.uint8)
     groups = torch.randint(across, (columns,), generator=generator, dtype=torch.int32)
-    return ScaledRows(numbers, scales, zeros if form.zeros else zeros[:0, :0], groups if form.ordered else groups[:0])
+    return stored_rows(form, numbers, scales, zeros, groups)
 
 
 def by_definition(stored: ScaledRows, form: ScaledFormat, rows: int, columns: int) -> torch.Tensor:
     """An element at a time, in the dtype of the scales; products of those of 16 bits are exact in fp32."""
+
+    numbers = unpack_numbers(stored.numbers, form, columns)
 
     def number(tensor: torch.Tensor, row: int, at: int) -> float:
         if BITS[form.number] == 4:
@@ -79,7 +115,7 @@ def by_definition(stored: ScaledRows, form: ScaledFormat, rows: int, columns: in
         group = int(stored.groups[column]) if form.ordered else column // form.columns
         zero = form.zero + (number(stored.zeros, row // form.rows, group) if form.zeros else 0.0)
         scale = float(stored.scales[row // form.rows, group])
-        out[row, column] = (number(stored.numbers, row, column) - zero) * scale
+        out[row, column] = (number(numbers, row, column) - zero) * scale
     return out.float().to(form.scale)
 
 
@@ -117,8 +153,7 @@ def test_kernel_has_the_bits_of_the_reference(scale: torch.dtype, dtype: torch.d
             expected = torch.empty(last - first, shape[1], dtype=dtype)
             decode_scaled_reference(stored, form, first, expected)
             out = torch.full((last - first + 3, shape[1]), 7.0, dtype=dtype, device=KERNEL_DEVICE)
-            moved = ScaledRows(*(tensor.to(KERNEL_DEVICE) for tensor in stored))
-            decode_scaled_triton(moved, form, first, out[: last - first])
+            decode_scaled_triton(on_device(stored), form, first, out[: last - first])
             assert_same_bits(out[: last - first].cpu(), expected)
             assert bool((out[last - first :] == 7.0).all())
 
@@ -127,22 +162,34 @@ def test_kernel_reads_scales_in_bf16() -> None:
     """Of powers of two, whose products need no rounding."""
     for form in formats(BF16, (24, 128), (1, 32)):
         stored = made(form, 24, 128)
-        scales = torch.ldexp(torch.ones(stored.scales.shape), torch.arange(96).view(24, 4) - 48).to(BF16)
-        stored, expected = stored._replace(scales=scales), torch.empty(24, 128)
+        stored.scales.copy_(torch.ldexp(torch.ones(stored.scales.shape), torch.arange(96).view(24, 4) - 48))
+        expected = torch.empty(24, 128)
         decode_scaled_reference(stored, form, 0, expected)
         out = torch.full((24, 128), 7.0, device=KERNEL_DEVICE)
-        decode_scaled_triton(ScaledRows(*(tensor.to(KERNEL_DEVICE) for tensor in stored)), form, 0, out)
+        decode_scaled_triton(on_device(stored), form, 0, out)
         assert_same_bits(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("number", ["uint8", "uint4"])
+def test_numbers_come_back_from_units(number: str) -> None:
+    """Whole units, and rows that end within one."""
+    form = ScaledFormat(number, 1, 32, FP16)
+    for columns in (2, 30, 64, 128, 130, 576):
+        numbers = torch.randint(256, (9, form.file_bytes(columns)), dtype=torch.uint8)
+        units = torch.full((9, form.row_bytes(columns)), 7, dtype=torch.uint8)
+        pack_numbers(numbers, form, units)
+        assert torch.equal(unpack_numbers(units, form, columns), numbers)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", BITS)
 def test_matrices_of_real_models(number: str) -> None:
     """gate and up of Llama-3-70B, and rows of a matrix of more weights than 32 bits count."""
-    form = ScaledFormat(number, 1, 128, FP16, 8, zeros=number == "uint4")
+    form = ScaledFormat(number, 1, 128, FP16, 0 if number == "FP8" else 8, zeros=number == "uint4")
     for rows, columns, start in ((57344, 8192, 0), ((1 << 31) // 4096 + 16, 4096, 1 << 18)):
         once = made(form, 64, columns)
-        stored = ScaledRows(*(each.to(KERNEL_DEVICE).repeat(rows // 64 + 1, 1)[:rows] for each in once[:3]), once[3])
+        repeated = on_device(once)[:3]  # of which every row is as long as it is said to be
+        stored = ScaledRows(*(each.repeat(rows // 64 + 1, 1)[:rows] for each in repeated), once[3])
         out = torch.empty(rows - start, columns, dtype=BF16, device=KERNEL_DEVICE)
         decode_scaled_triton(stored, form, start, out)
         expected = torch.empty(64, columns, dtype=BF16)

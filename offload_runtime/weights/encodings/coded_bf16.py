@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow, decode_rows, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
-from offload_runtime_kernels.gguf_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, EncodedRows, Encoding, Fill, NotCodable
 
@@ -51,8 +51,8 @@ class CodedRows(EncodedRows):
             decode_rows(stored, _coded_row(out.shape[1]), out)
 
     @staticmethod
-    def most_rows(kind: str) -> int:
-        return MOST_ROWS if kind == CODED else 0
+    def most_rows(how: str, columns: int) -> int:
+        return MOST_ROWS if how == CODED else 0
 
     @staticmethod
     def multiply_rows(

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
-from offload_runtime_kernels.gguf_linear import MOST_ROWS, gguf_linear_triton
+from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding, Fill
 
@@ -73,8 +74,8 @@ class GgufRows(EncodedRows):
     decode_rows = staticmethod(decode_rows)
 
     @staticmethod
-    def most_rows(kind: str) -> int:
-        return MOST_ROWS if kind in FORMATS else 0
+    def most_rows(how: str, columns: int) -> int:
+        return MOST_ROWS if how in FORMATS else 0
 
     @staticmethod
     def multiply_rows(

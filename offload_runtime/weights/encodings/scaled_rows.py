@@ -1,45 +1,49 @@
-"""Matrices of quantised safetensors checkpoints: small numbers with scales, decoded into a scratch for every product.
+"""Matrices of quantised safetensors checkpoints: small numbers with scales. A product of a few rows on a GPU decodes
+them in registers, one of many into a scratch.
 
 A packed matrix is a stack of matrices of the checkpoint, some of which may not be quantised. Each has its numbers, its
 scales, their zeros and the groups of its columns behind one another, in the one layout that all formats are brought to
-without loss when they are read: rows of K numbers, the even column in the lower half of a byte.
+without loss when they are read.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, Fill, StackedEncoding, StoredPart, aligned
 
 _NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4"}
 
 
-def _tensors(form: ScaledFormat, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what is stored of a matrix, in the order of `ScaledRows`."""
-    down, across = form.scales(rows, columns)
+def _tensors(form: ScaledFormat, rows: int, columns: int) -> list[tuple[tuple[int, ...], int, torch.dtype]]:
+    """Of what is stored of a matrix, in the order of `ScaledRows`, shape, bytes of a row, and dtype."""
+    (down, across), (scale_bytes, zero_bytes) = form.scales(rows, columns), form.scale_row_bytes(columns)
+    zeros = (down, form.file_bytes(across)) if form.zeros else (0, 0)
     return [
-        ((rows, form.row_bytes(columns)), torch.uint8),
-        ((down, across), form.scale),
-        ((down, form.row_bytes(across)) if form.zeros else (0, 0), torch.uint8),
-        ((columns,) if form.ordered else (0,), torch.int32),
+        ((rows, form.row_bytes(columns)), form.row_bytes(columns), torch.uint8),
+        ((down, across), scale_bytes, form.scale),
+        (zeros, zero_bytes, torch.uint8),
+        ((columns,) if form.ordered else (0,), torch.int32.itemsize, torch.int32),
     ]
 
 
 def scaled_bytes(form: ScaledFormat, rows: int, columns: int) -> int:
     """Bytes of a stored matrix."""
-    return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in _tensors(form, rows, columns))
+    return sum(aligned(shape[0] * row_bytes) for shape, row_bytes, _ in _tensors(form, rows, columns))
 
 
 def scaled_rows(stored: torch.Tensor, form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
     """What uint8 [scaled_bytes] holds, without copying."""
     found, start = list[torch.Tensor](), 0
-    for shape, dtype in _tensors(form, rows, columns):
-        nbytes = math.prod(shape) * dtype.itemsize
-        found.append(stored[start : start + nbytes].view(dtype).view(shape))
+    for shape, row_bytes, dtype in _tensors(form, rows, columns):
+        strides = (row_bytes // dtype.itemsize, 1)[-len(shape) :]
+        nbytes = shape[0] * row_bytes
+        found.append(stored[start : start + nbytes].view(dtype).as_strided(shape, strides))
         start += aligned(nbytes)
     return ScaledRows(*found)
 
@@ -56,8 +60,15 @@ class _ScaledPart(StoredPart):
         if self.form is None:
             out.copy_(self._plain[start:end])
         else:
-            stored = scaled_rows(self.stored, self.form, self.end - self.start, self.columns)
-            decode_scaled(stored, self.form, start, out)
+            decode_scaled(self._scaled(self.form), self.form, start, out)
+
+    @property
+    def most_rows(self) -> int:
+        return ScaledStack.most_rows(self.form, self.columns)
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
+        assert self.form is not None
+        scaled_linear_triton(x, self._scaled(self.form), self.form, out, bias=bias, add=add)
 
     def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
         if self.form is None:
@@ -67,6 +78,9 @@ class _ScaledPart(StoredPart):
         assert (start, end) == (0, self.end - self.start), "a matrix of the checkpoint is filled at once"
         fill(self.stored)
         return self.stored.nbytes
+
+    def _scaled(self, form: ScaledFormat) -> ScaledRows:
+        return scaled_rows(self.stored, form, self.end - self.start, self.columns)
 
     @property
     def _plain(self) -> torch.Tensor:
@@ -78,6 +92,10 @@ class ScaledStack(StackedEncoding):
     """Matrices of the checkpoint, from above: so many rows, stored as a format, or plainly in `dtype` with None."""
 
     parts: tuple[tuple[int, ScaledFormat | None], ...]
+
+    @staticmethod
+    def most_rows(how: ScaledFormat | None, columns: int) -> int:
+        return 0 if how is None or columns_of_scale(how, columns) is None else MOST_ROWS
 
     def part_bytes(self, rows: int, how: ScaledFormat | None, columns: int) -> int:
         return rows * columns * self.dtype.itemsize if how is None else scaled_bytes(how, rows, columns)

@@ -1,0 +1,106 @@
+"""`scaled_linear`: the product of rows with small numbers that have scales against that of the decoded matrix."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
+from offload_runtime_kernels.linear import linear_triton
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled_reference
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE
+from tests.kernels.test_gguf_linear import assert_close
+from tests.kernels.test_scaled_rows import on_device, stored_rows
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HEIGHT = 72  # no whole number of programs' rows
+# Every number, with a scale for all, rows, blocks and groups, and with each kind of zeros; those of 4 bits, which are
+# decoded otherwise, with every group. 1024 stands for all columns.
+FORMATS = {
+    "FP8 of a tensor": ScaledFormat("FP8", HEIGHT, 1024, FP16),
+    "FP8 of rows": ScaledFormat("FP8", 1, 1024, BF16),
+    "FP8 of blocks": ScaledFormat("FP8", 32, 128, FP32),
+    "int8 of rows": ScaledFormat("int8", 1, 1024, FP16),
+    "int8 with zeros": ScaledFormat("int8", 1, 1024, FP32, zeros=True),
+    "int8 of long groups": ScaledFormat("int8", 1, 512, BF16, zeros=True),
+    "uint8 of groups": ScaledFormat("uint8", 1, 32, FP16, 128),
+    "uint8 with zeros": ScaledFormat("uint8", 1, 64, FP16, 1, zeros=True),
+    "uint4 of rows": ScaledFormat("uint4", 1, 1024, FP16, 8),
+    "uint4 of rows with zeros": ScaledFormat("uint4", 1, 1024, BF16, zeros=True),
+    "uint4 of groups": ScaledFormat("uint4", 1, 128, BF16, 8),
+    "uint4 of groups with zeros": ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True),
+    "uint4 of small groups": ScaledFormat("uint4", 1, 32, FP16, 1, zeros=True),
+    "uint4 of middling groups": ScaledFormat("uint4", 1, 64, FP32, zeros=True),
+    "uint4 of long groups": ScaledFormat("uint4", 1, 256, FP16, 8),
+}
+# The interpreter has no arithmetic in bf16.
+INTERPRETED = [name for name, form in FORMATS.items() if form.scale != BF16]
+# What is added has code of its own, which no format changes.
+FUSED = ("uint4 of groups", "FP8 of blocks")
+
+
+def matrix(form: ScaledFormat, columns: int, dtype: torch.dtype) -> tuple[ScaledRows, torch.Tensor]:
+    """Random numbers with ordinary scales, and some that are subnormal in fp16: as stored, and decoded."""
+    (down, across), generator = form.scales(HEIGHT, columns), torch.Generator().manual_seed(columns)
+    numbers = torch.randint(256, (HEIGHT, form.file_bytes(columns)), generator=generator, dtype=torch.uint8)
+    if form.number == "FP8":
+        numbers[numbers & 0x7F == 0x7F] = 0x7E
+    scales = torch.randn(down, across, generator=generator) * 2.0 ** torch.randint(
+        -16, -4, (down, 1), generator=generator
+    )
+    zeros = torch.randint(256, (down, form.file_bytes(across)), generator=generator, dtype=torch.uint8)
+    stored = stored_rows(form, numbers, scales.to(form.scale), zeros, torch.empty(0, dtype=torch.int32))
+    out = torch.empty(HEIGHT, columns, dtype=dtype)
+    decode_scaled_reference(stored, form, 0, out)
+    return on_device(stored), out.to(KERNEL_DEVICE)
+
+
+def products(
+    form: ScaledFormat, stored: ScaledRows, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With what is stored, as columns of a wider tensor whose others must stay, and with the decoded matrix."""
+    (height, columns), dtype = decoded.shape, decoded.dtype
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
+    x = x.to(KERNEL_DEVICE, dtype)
+    added = torch.randn(height, generator=generator).to(KERNEL_DEVICE, dtype) if bias else None
+    before = torch.randn(num_rows, height, generator=generator).to(KERNEL_DEVICE, dtype)
+    wide = torch.full((num_rows, height + 32), float("nan"), dtype=dtype, device=KERNEL_DEVICE)
+    found, expected = wide[:, 16 : 16 + height], before.clone()
+    if add:
+        found.copy_(before)
+    scaled_linear_triton(x, stored, form, found, bias=added, add=add)
+    assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
+    linear_triton(x, decoded, expected, bias=added, add=add)
+    return found.contiguous(), expected
+
+
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_products_are_those_of_the_decoded_matrix(name: str, dtype: torch.dtype) -> None:
+    """A K that ends within a tile and within a unit."""
+    assert_close(*products(FORMATS[name], *matrix(FORMATS[name], 544, dtype), 3, bias=True, add=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_have_the_bits_of_the_decoded_matrix(name: str, dtype: torch.dtype) -> None:
+    """Of whole tiles, and of a K that ends within one, and within a unit."""
+    for columns, num_rows in product((1024, 768, 544), (1, 5, 8, 9, MOST_ROWS)):
+        stored, decoded = matrix(FORMATS[name], columns, dtype)
+        bias, add = name in FUSED and num_rows in (1, 8), name in FUSED and num_rows in (8, 9)
+        found, expected = products(FORMATS[name], stored, decoded, num_rows, bias=bias, add=add)
+        assert torch.equal(found, expected), (num_rows, columns)
+
+
+def test_what_is_multiplied_as_it_is_stored() -> None:
+    """Not columns in an order of their own, nor groups that tiles do not divide."""
+    form = ScaledFormat("uint4", 1, 128, FP16)
+    expected = {32: 32, 64: 64, 128: 128, 256: 256, 768: 256, 4096: 0, 16: None, 96: None, 384: None}
+    for columns, group in expected.items():
+        assert columns_of_scale(form._replace(columns=columns), 4096) == group
+    assert columns_of_scale(form._replace(ordered=True), 4096) is None
