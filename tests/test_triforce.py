@@ -96,7 +96,7 @@ def test_n_grams_of_a_text_that_repeats_itself_get_no_rounds_of_their_own(
     target: Path, draft: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"context": CONTEXT, "kv": "host", "trace": tmp_path / "trace.json"}
-    options["speculation"] = SpeculationOptions("triforce", "streaming", **SMALL)
+    options["speculation"] = SpeculationOptions("triforce", "streaming", refresh_steps=4, **SMALL)
     with load(target, draft=draft, **options) as runtime:
         wait_for_link(runtime, free=63)
         WorkClock(runtime, step_s=0.002)
