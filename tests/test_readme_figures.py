@@ -81,14 +81,29 @@ def stored_weights() -> Iterator[str]:
     assert raw["tokens"] == coded["tokens"]
     yield f"{raw['tok_per_s']:.2f} and {coded['tok_per_s']:.2f} tokens/s, {coded['tok_per_s'] / raw['tok_per_s']:.2f} x"
     yield f"with {raw['bytes_per_pass'] / 1e9:.1f} and {coded['bytes_per_pass'] / 1e9:.1f} GB a pass"
+    seconds = [row["windows"][0]["pass_s"]["median"] for row in (raw, coded)]
+    yield f"passes {seconds[0] / seconds[1]:.2f} x as fast"
+    whole = ours("resident-13b-coded-h200")
+    yield f"and says {whole['tok_per_s']:.1f} tokens/s there"
+    yield f"at {percent(share_of_copies(whole), 0)} of the bandwidth of copies"
+    yield f"predicted to be its memory, {1e3 * whole['windows'][0]['predicted_there']['seconds']:.0f} ms a token"
+    streamed, resident = (result(f"start-70b-{name}h200") for name in ("", "whole-"))
+    yield f"42.5 GB are in place {streamed['weights_s']:.1f} s after the runtime was asked for, with 45 layers"
+    peaks_gb = [row["peak_rss_bytes"] / 1e9 for row in (streamed, resident)]
+    yield f"peak of resident memory {peaks_gb[0]:.2f} GB), and {resident['weights_s']:.1f} s after with all"
+    yield f"start-70b-whole-h200.json); {peaks_gb[1]:.2f} GB); imports come before"
     found = [ours(f"resident-8b-{name}-h200") for name in ("bf16", "q4-k-m", "q8-0")]
     yield f"plain decoding says {in_words(row['tok_per_s'] for row in found)} tokens/s with "
     yield f"{in_words(row['peak_vram_bytes']['driver'] / 1e9 for row in found)} GB of the card"
     wide = (next(w for w in row["windows"] if w["window_tokens"] == 16)["pass_s"]["median"] for row in found)
     yield f"tokens take {in_words(1e3 * seconds for seconds in wide)} ms"
-    weights = found[1]["weights"]
-    read_gbps = weights["read_bytes_per_pass"] * found[1]["tok_per_s"] / 1e9
-    yield f"{percent(read_gbps / weights['copy_gbps'], 0)} of the bandwidth of copies"
+    yield f"at {percent(share_of_copies(found[1]), 0)} of the bandwidth of copies"
+
+
+def share_of_copies(row: Any) -> float:
+    """Of a resident model's weights, read once a token."""
+    weights = row["weights"]
+    return weights["read_bytes_per_pass"] * row["tok_per_s"] / 1e9 / weights["copy_gbps"]
 
 
 def in_words(values: Iterable[float]) -> str:
@@ -107,7 +122,7 @@ def long_context() -> Iterator[str]:
         yield f"over {tokens} | {window['pass_s']['median']:.3f} s, {share} of the link's peak |"
     yield from long_context_prefill(found)
     row, settings = drawn_places("sweep-gamma-host-12-starts-h200")
-    yield f"windows of {settings['gamma']}"
+    yield f"windows of {row['value']}"
     yield f"{row['tokens_per_pass']:.1f} tokens a pass, {row['s_per_token']:.3f} s / token, "
     worst, best = worst_and_best(row)
     yield f"**{row['times_plain']:.1f} x plain decoding** with the same bytes resident"
@@ -115,6 +130,12 @@ def long_context() -> Iterator[str]:
     yield f"{percent(row['share_of_bound'], 0)} of what pass time and acceptance allow"
     yield f"The {row['compared_tokens']} tokens that were decoded plainly as well"
     yield f"{settings['plain_tokens']} behind each place, are the same"
+    steps, step_ms = row["verifier_steps_per_pass"], row["step_ms"]
+    yield f"A round is a pass and {steps:.0f} steps of {step_ms:.1f} ms"
+    shorter, _ = drawn_places("sweep-gamma-24-host-12-starts-h200")
+    slower = percent(shorter["plain_s_per_token"] / row["plain_s_per_token"] - 1, 0)
+    yield f"took {shorter['s_per_token']:.3f} s / token, on another machine"
+    yield f"whose plain decoding was slower by {slower}"
 
 
 def drawn_places(name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -197,7 +197,7 @@ class RowMeasurement:
         self._rig = rig
         self._texts = texts
         self._lengths = lengths
-        self._plain: dict[tuple[float, int], Decoding] = {}
+        self._plain: dict[tuple[float, int], list[Decoding]] = {}
         self._passes_s: dict[tuple[int, int], float] = {}
 
     def measure(self, setting: Setting) -> dict[str, Any]:
@@ -214,7 +214,8 @@ class RowMeasurement:
         ]
         starts = [start for _, start in places]
         params, session = SamplingParams(setting.temperature, seed=_SEED), self._session
-        plain = self._decode_plainly(setting, starts)
+        plainly = self._decode_plainly(setting, starts)
+        plain = together(plainly)
         pass_s = self._pass_s(setting, starts[-1])
         proposer = self._rig.build(setting.options, setting.policy)
         decoded = [
@@ -231,9 +232,10 @@ class RowMeasurement:
             "places": [
                 {
                     "text": name, "tokens": len(start[0]), "s_per_token": one.s_per_token,
-                    "tokens_per_pass": one.tokens_per_pass, "times_plain": plain.s_per_token / one.s_per_token,
+                    "tokens_per_pass": one.tokens_per_pass, "plain_s_per_token": alone.s_per_token,
+                    "times_plain": alone.s_per_token / one.s_per_token,
                 }
-                for (name, start), one in zip(places, decoded, strict=True)
+                for (name, start), one, alone in zip(places, decoded, plainly, strict=True)
             ],
         }  # fmt: skip
         return {
@@ -241,16 +243,15 @@ class RowMeasurement:
             "first_difference": same.first_difference,
         }  # fmt: skip
 
-    def _decode_plainly(self, setting: Setting, starts: Sequence[Sequence[Sequence[int]]]) -> Decoding:
+    def _decode_plainly(self, setting: Setting, starts: Sequence[Sequence[Sequence[int]]]) -> list[Decoding]:
+        """From each of the starts."""
         key = setting.temperature, setting.context_tokens
         if key not in self._plain:
             params, proposer = SamplingParams(setting.temperature, seed=_SEED), Proposer()
-            self._plain[key] = together(
-                [
-                    self._session.decode(start, proposer, params, gamma=0, count=self._lengths.plain_tokens)
-                    for start in starts
-                ]
-            )
+            self._plain[key] = [
+                self._session.decode(start, proposer, params, gamma=0, count=self._lengths.plain_tokens)
+                for start in starts
+            ]
         return self._plain[key]
 
     def _pass_s(self, setting: Setting, start: Sequence[Sequence[int]]) -> float:
