@@ -7,11 +7,11 @@ import torch
 from offload_runtime_kernels.coded_bf16 import CodedRow, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
-from offload_runtime_kernels.linear import linear_triton
 
+from tests.helpers import encoded_products
+from tests.helpers.encoded_products import assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_coded_bf16 import gaussian, sprinkled
-from tests.kernels.test_gguf_linear import assert_close
 
 BF16 = torch.bfloat16
 # Of a few magnitudes that no window of Gaussian weights has, so that sums stay ordinary.
@@ -21,25 +21,17 @@ UNUSUAL = torch.tensor([1e-30, -3e-20, 2.0, -7.0, 0.0, 1e-38], dtype=BF16)
 def products(
     values: torch.Tensor, num_rows: int, dtype: torch.dtype, *, bias: bool, add: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the coded matrix, as columns of a wider tensor whose others must stay, and with `values` [M, K]."""
+    """With the coded matrix, and with `values` [M, K]."""
     height, columns = values.shape
     row = CodedRow.of(columns)
     assert row is not None
     stored = torch.empty(height, row.nbytes, dtype=torch.uint8)
     assert encode_rows(values, row, stored, stored.device) == 0
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
-    added = torch.randn(height, generator=generator).to(KERNEL_DEVICE, dtype) if bias else None
-    before = torch.randn(num_rows, height, generator=generator).to(KERNEL_DEVICE, dtype)
-    x, values = x.to(KERNEL_DEVICE, dtype), values.to(KERNEL_DEVICE, dtype)
-    wide = torch.full((num_rows, height + 32), float("nan"), dtype=dtype, device=KERNEL_DEVICE)
-    found, expected = wide[:, 16 : 16 + height], before.clone()
-    if add:
-        found.copy_(before)
-    coded_linear_triton(x, stored.to(KERNEL_DEVICE), row, found, bias=added, add=add)
-    assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
-    linear_triton(x, values, expected, bias=added, add=add)
-    return found.contiguous(), expected
+    stored = stored.to(KERNEL_DEVICE)
+    return encoded_products.products(
+        lambda x, out, **fused: coded_linear_triton(x, stored, row, out, **fused), values.to(KERNEL_DEVICE, dtype),
+        num_rows, bias=bias, add=add,
+    )  # fmt: skip
 
 
 def matrix(height: int, columns: int, exceptions: int) -> torch.Tensor:

@@ -9,8 +9,9 @@ import torch
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
-from offload_runtime_kernels.linear import linear_triton
 
+from tests.helpers import encoded_products
+from tests.helpers.encoded_products import assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_gguf_blocks import blocks_of, in_rows
 
@@ -35,28 +36,11 @@ def matrix(kind: str, height: int, columns: int, dtype: torch.dtype) -> tuple[to
 def products(
     kind: str, stored: torch.Tensor, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With blocks, as columns of a wider tensor whose others must stay, and with the decoded matrix."""
-    (height, columns), dtype = decoded.shape, decoded.dtype
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
-    x = x.to(KERNEL_DEVICE, dtype)
-    added = torch.randn(height, generator=generator).to(KERNEL_DEVICE, dtype) if bias else None
-    before = torch.randn(num_rows, height, generator=generator).to(KERNEL_DEVICE, dtype)
-    wide = torch.full((num_rows, height + 32), float("nan"), dtype=dtype, device=KERNEL_DEVICE)
-    found, expected = wide[:, 16 : 16 + height], before.clone()
-    if add:
-        found.copy_(before)
-    gguf_linear_triton(x, stored, FORMATS[kind], found, bias=added, add=add)
-    assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
-    linear_triton(x, decoded, expected, bias=added, add=add)
-    return found.contiguous(), expected
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """In the interpreter, whose sums take another order with every shape of a tile: roundings apart."""
-    half = found.dtype == FP16  # two roundings to 11 bits, of the product and of the sum
-    tolerance = 2.0**-10 if half else 1e-4
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=float(expected.abs().max()) * tolerance)
+    """With blocks, and with the decoded matrix."""
+    return encoded_products.products(
+        lambda x, out, **fused: gguf_linear_triton(x, stored, FORMATS[kind], out, **fused), decoded, num_rows,
+        bias=bias, add=add,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 import torch
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
-from offload_runtime_kernels.linear import linear_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled_reference
 
+from tests.helpers import encoded_products
+from tests.helpers.encoded_products import assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
-from tests.kernels.test_gguf_linear import assert_close
 from tests.kernels.test_scaled_rows import on_device, stored_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,21 +61,11 @@ def matrix(form: ScaledFormat, columns: int, dtype: torch.dtype) -> tuple[Scaled
 def products(
     form: ScaledFormat, stored: ScaledRows, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With what is stored, as columns of a wider tensor whose others must stay, and with the decoded matrix."""
-    (height, columns), dtype = decoded.shape, decoded.dtype
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
-    x = x.to(KERNEL_DEVICE, dtype)
-    added = torch.randn(height, generator=generator).to(KERNEL_DEVICE, dtype) if bias else None
-    before = torch.randn(num_rows, height, generator=generator).to(KERNEL_DEVICE, dtype)
-    wide = torch.full((num_rows, height + 32), float("nan"), dtype=dtype, device=KERNEL_DEVICE)
-    found, expected = wide[:, 16 : 16 + height], before.clone()
-    if add:
-        found.copy_(before)
-    scaled_linear_triton(x, stored, form, found, bias=added, add=add)
-    assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
-    linear_triton(x, decoded, expected, bias=added, add=add)
-    return found.contiguous(), expected
+    """With what is stored, and with the decoded matrix."""
+    return encoded_products.products(
+        lambda x, out, **fused: scaled_linear_triton(x, stored, form, out, **fused), decoded, num_rows,
+        bias=bias, add=add,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
