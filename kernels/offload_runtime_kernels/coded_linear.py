@@ -2,7 +2,7 @@
 
 import torch
 
-from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
+from offload_runtime_kernels._jit import gdc_wait, jit, require_triton, tl
 from offload_runtime_kernels.coded_bf16 import CodedRow, half_of, load_coded, tail_of, uppers_of
 from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
 
@@ -54,10 +54,8 @@ def _coded_linear_kernel(
         sums, plain, tiles, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M,
         N, STAGES, True,
     )  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, HAS_BIAS, HAS_RESIDUAL
+        sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, HAS_BIAS, HAS_RESIDUAL, OVERLAP
     )  # fmt: skip
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from offload_runtime_kernels._jit import jit, overlap_options, tl, triton, triton_available
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    jit,
+    overlap_options,
+    tl,
+    triton,
+    triton_available,
+)
 
 # Of more rows of x a matrix is decoded into memory and multiplied there.
 MOST_ROWS = 16
@@ -59,8 +66,10 @@ def columns_at(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, N: tl.const
 @jit
 def store_product(
     sums, bias_ptr, out_ptr, num_rows, height, stride, DTYPE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.arange(0, N)[None, :]
     column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
     written = (row < num_rows) & (column < height)

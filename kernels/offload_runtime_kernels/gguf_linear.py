@@ -2,7 +2,7 @@
 
 import torch
 
-from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
+from offload_runtime_kernels._jit import gdc_wait, jit, require_triton, tl
 from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
 from offload_runtime_kernels.gguf_blocks import TILE, BlockFormat, decode_half, load_tile
 
@@ -28,11 +28,7 @@ def _gguf_linear_kernel(
             near_w = decode_half(near_planes, half, FORM, rows, dtype, False)
             far_w = decode_half(far_planes, half, FORM, rows, dtype, False)
             sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
-    if OVERLAP:
-        gdc_launch_dependents()
-    store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL
-    )  # fmt: skip
+    store_product(sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL, OVERLAP)
 
 
 def gguf_linear_triton(

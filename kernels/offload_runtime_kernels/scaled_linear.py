@@ -2,7 +2,7 @@
 
 import torch
 
-from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
+from offload_runtime_kernels._jit import gdc_wait, jit, require_triton, tl
 from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
 from offload_runtime_kernels.gguf_blocks import TILE, units_at
 from offload_runtime_kernels.scaled_rows import (
@@ -55,11 +55,7 @@ def _scaled_linear_kernel(
                 far_units, far_shared, half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
             )  # fmt: skip
             sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
-    if OVERLAP:
-        gdc_launch_dependents()
-    store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL
-    )  # fmt: skip
+    store_product(sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL, OVERLAP)
 
 
 def scaled_linear_triton(
