@@ -30,22 +30,22 @@ def _scaled_linear_kernel(
     rows: tl.constexpr = M // 2
     near, far = half_rows(M, height)
     near_ptr, far_ptr = numbers_ptr + near.to(tl.int64) * row_bytes, numbers_ptr + far.to(tl.int64) * row_bytes
-    near_own, far_own = (near // rows_of_scale).to(tl.int64), (far // rows_of_scale).to(tl.int64)
-    scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
-    near_scales_ptr, far_scales_ptr = scales_ptr + near_own * scale_bytes, scales_ptr + far_own * scale_bytes
-    near_zeros_ptr, far_zeros_ptr = zeros_ptr + near_own * zero_bytes, zeros_ptr + far_own * zero_bytes
-    near_first = shared_words_at(near_scales_ptr, near_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
-    far_first = shared_words_at(far_scales_ptr, far_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
+    near_scale_row, far_scale_row = (near // rows_of_scale).to(tl.int64), (far // rows_of_scale).to(tl.int64)
+    scale_bytes_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
+    near_scales_ptr = scale_bytes_ptr + near_scale_row * scale_bytes
+    far_scales_ptr = scale_bytes_ptr + far_scale_row * scale_bytes
+    near_zeros_ptr, far_zeros_ptr = zeros_ptr + near_scale_row * zero_bytes, zeros_ptr + far_scale_row * zero_bytes
+    if GROUP == 0:  # one scale a row
+        near_shared = shared_words_at(near_scales_ptr, near_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
+        far_shared = shared_words_at(far_scales_ptr, far_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
     sums = tl.zeros([M, N], dtype=tl.float32)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
         near_units = units_at(near_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
         far_units = units_at(far_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
-        if GROUP == 0:
-            near_shared, far_shared = near_first, far_first  # one scale a row
-        else:
-            own = tile // tiles_of_scale
-            near_shared = shared_words_at(near_scales_ptr, near_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
-            far_shared = shared_words_at(far_scales_ptr, far_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
+        if GROUP > 0:
+            scale_tile = tile // tiles_of_scale
+            near_shared = shared_words_at(near_scales_ptr, near_zeros_ptr, scale_tile, BITS, ZEROS, GROUP, scale, rows)
+            far_shared = shared_words_at(far_scales_ptr, far_zeros_ptr, scale_tile, BITS, ZEROS, GROUP, scale, rows)
         for half in tl.static_range(2):
             x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N)
             near_w = decoded_half(
