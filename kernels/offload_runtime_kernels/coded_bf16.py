@@ -31,11 +31,10 @@ from typing import NamedTuple
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.gguf_blocks import units_at, within
+from offload_runtime_kernels.gguf_blocks import TILE, units_at, within
 
 CODED = "12-bit BF16"  # what it is called
 _SPAN = 64  # columns whose indices lie in the same 32 bytes
-_TILE = 256
 _NEAR = 2  # exceptions of a tile beside it
 _FAR = 8  # further ones of a row, for which there is room at the least
 _TAIL_BYTES = 3
@@ -57,7 +56,7 @@ class CodedRow(NamedTuple):
     @classmethod
     def of(cls, columns: int) -> "CodedRow | None":
         """None where rows of so many columns are not coded: 64 must divide them, and code take fewer bytes."""
-        near_end = columns + columns // 2 + 2 * _NEAR * -(-columns // _TILE)
+        near_end = columns + columns // 2 + 2 * _NEAR * -(-columns // TILE)
         nbytes = -(-(near_end + 3 * _FAR + _TAIL_BYTES) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if columns % _SPAN or columns > _MOST_COLUMNS or nbytes >= 2 * columns:
             return None
@@ -66,7 +65,7 @@ class CodedRow(NamedTuple):
     @property
     def tiles(self) -> int:
         """Stretches of 256 columns, the last of which may be shorter."""
-        return -(-self.columns // _TILE)
+        return -(-self.columns // TILE)
 
     @property
     def far_start(self) -> int:
@@ -130,10 +129,10 @@ def _encode(values: torch.Tensor, row: CodedRow, out: torch.Tensor) -> int:
     at, column = ((index == 0) & (upper != first)).nonzero(as_tuple=True)
     change = (upper ^ first)[at, column]
     near, far_columns, far_changes = _exceptions(out, row)
-    tile = column // _TILE
+    tile = column // TILE
     place = _ranks(at * row.tiles + tile, count * row.tiles)
     beside = place < _NEAR
-    slots = (column % _TILE | change.long() << 8).to(torch.int16)  # wraps
+    slots = (column % TILE | change.long() << 8).to(torch.int16)  # wraps
     near[at[beside], tile[beside], place[beside]] = slots[beside]
     at, column, change = at[~beside], column[~beside], change[~beside]
     further, place = torch.bincount(at, minlength=count), _ranks(at, count)
@@ -177,7 +176,7 @@ def _decode_reference(stored: torch.Tensor, row: CodedRow, out: torch.Tensor) ->
     near, far_columns, far_changes = _exceptions(stored, row)
     at, tile, place = near.nonzero(as_tuple=True)
     slots = near[at, tile, place].long()
-    upper[at, tile * _TILE + (slots & 255)] ^= (slots >> 8 & 255).to(torch.uint8)
+    upper[at, tile * TILE + (slots & 255)] ^= (slots >> 8 & 255).to(torch.uint8)
     at, place = (torch.arange(row.room, device=stored.device) < further).nonzero(as_tuple=True)
     upper[at, far_columns[at, place].long() & 0xFFFF] ^= far_changes[at, place]
     upper |= nibbles >> 3 << 7

@@ -25,7 +25,7 @@ import torch
 from offload_runtime_kernels._jit import constant, jit, require_triton, tl, triton
 
 TILE = 256  # weights of a row that are decoded together
-_UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
+UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _ROW_ALIGNMENT_BYTES = 16
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
@@ -102,7 +102,7 @@ class BlockFormat:
 
     def num_blocks(self, columns: int) -> int:
         """Of a row in planes: as many as whole units take."""
-        together = max(1, _UNITS_BYTES // self.fields[0][1])
+        together = max(1, UNITS_BYTES // self.fields[0][1])
         return -(-columns // (self.weights * together)) * together
 
     def row_bytes(self, columns: int) -> int:
@@ -216,7 +216,7 @@ def _fields(blocks: torch.Tensor, rows: torch.Tensor, form: BlockFormat) -> Iter
     for number, (at, nbytes) in enumerate(form.fields):
         field, end = blocks[:, :, at // 2 : (at + nbytes) // 2], start + blocks.shape[1] * nbytes // 2
         if number == 0 or (number == 1 and form.has_upper_units):
-            field = _lane_pairs(field, min(_UNITS_BYTES, TILE // form.weights * nbytes))
+            field = _lane_pairs(field, min(UNITS_BYTES, TILE // form.weights * nbytes))
         yield field, rows[:, start:end].unflatten(1, field.shape[1:])
         start = end
 

@@ -27,9 +27,8 @@ import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import TILE, units_at, words_at
+from offload_runtime_kernels.gguf_blocks import TILE, UNITS_BYTES, units_at, words_at
 
-_UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _WORD_BYTES = 4
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
@@ -61,7 +60,7 @@ class ScaledFormat(NamedTuple):
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of numbers."""
-        return -(-self.file_bytes(columns) // _UNITS_BYTES) * _UNITS_BYTES
+        return -(-self.file_bytes(columns) // UNITS_BYTES) * UNITS_BYTES
 
     def scales(self, rows: int, columns: int) -> tuple[int, int]:
         """How many scales a matrix has: down and across."""
