@@ -6,22 +6,19 @@ from offload_runtime_kernels._jit import gdc_wait, jit, require_triton, tl
 from offload_runtime_kernels.coded_bf16 import CodedRow, half_of, load_coded, tail_of, uppers_of
 from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
 
-_REGISTERS = 128  # of a thread: the second loop would take more, at the cost of the first
-
 
 @jit
 def _sums(
     sums, start, end, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr,
-    FAR_START: tl.constexpr, ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    FAR: tl.constexpr,
+    LIST_START: tl.constexpr, ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the tiles from `start` to `end`: fp32 [M, N]."""
+    """Add the products of the tiles from `start` to `end`: fp32 [M, N]. Rows have at most so many exceptions."""
     rows: tl.constexpr = M // 2
     for tile in tl.range(start, end, num_stages=STAGES):
-        near_low, near_index, near_pair = load_coded(near_ptr, tile, COLUMNS, rows)
-        far_low, far_index, far_pair = load_coded(far_ptr, tile, COLUMNS, rows)
-        near_uppers = uppers_of(near_index, near_pair, near_ptr, near_tail, most, tile, FAR_START, ROOM, FAR)
-        far_uppers = uppers_of(far_index, far_pair, far_ptr, far_tail, most, tile, FAR_START, ROOM, FAR)
+        near_low, near_index, near_table = load_coded(near_ptr, tile, COLUMNS, rows)
+        far_low, far_index, far_table = load_coded(far_ptr, tile, COLUMNS, rows)
+        near_uppers = uppers_of(near_index, near_table, near_tail, near_ptr, most, tile, LIST_START, ROOM)
+        far_uppers = uppers_of(far_index, far_table, far_tail, far_ptr, most, tile, LIST_START, ROOM)
         for half in tl.static_range(2):
             x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, COLUMNS, COLUMNS % 256 == 0, N)
             near_w = half_of(near_low, near_uppers, half, rows).to(tl.bfloat16, bitcast=True).to(x.dtype)
@@ -32,7 +29,7 @@ def _sums(
 
 @jit(do_not_specialize=("num_rows", "height", "stride"))
 def _coded_linear_kernel(
-    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, COLUMNS: tl.constexpr, FAR_START: tl.constexpr,
+    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, COLUMNS: tl.constexpr, LIST_START: tl.constexpr,
     ROOM: tl.constexpr, ROW_BYTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -41,18 +38,18 @@ def _coded_linear_kernel(
     near, far = half_rows(M, height)
     near_ptr, far_ptr = stored_ptr + near.to(tl.int64) * ROW_BYTES, stored_ptr + far.to(tl.int64) * ROW_BYTES
     near_tail, far_tail = tail_of(near_ptr, ROW_BYTES), tail_of(far_ptr, ROW_BYTES)
-    most = tl.max(tl.maximum(near_tail[2], far_tail[2]))
+    most = tl.max(tl.maximum(near_tail[1], far_tail[1]))
     # Each in a loop of its own: what only few rows need must not hold others up.
     tiles = tl.cdiv(COLUMNS, 256)
     plain = tl.where(most == 0, tiles, 0)
     sums = tl.zeros([M, N], dtype=tl.float32)
     sums = _sums(
-        sums, 0, plain, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N,
-        STAGES, False,
+        sums, 0, plain, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, LIST_START, ROOM, M, N,
+        STAGES,
     )  # fmt: skip
     sums = _sums(
-        sums, plain, tiles, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M,
-        N, STAGES, True,
+        sums, plain, tiles, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, LIST_START, ROOM, M,
+        N, STAGES,
     )  # fmt: skip
     store_product(
         sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, HAS_BIAS, HAS_RESIDUAL, OVERLAP
@@ -81,5 +78,5 @@ def coded_linear_triton(
     with torch.cuda.device_of(x):
         _coded_linear_kernel[grid](
             x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), COLUMNS=row.columns,
-            FAR_START=row.far_start, ROOM=row.room, ROW_BYTES=row.nbytes, maxnreg=_REGISTERS, **options,
+            LIST_START=row.list_start, ROOM=row.room, ROW_BYTES=row.nbytes, **options,
         )  # fmt: skip

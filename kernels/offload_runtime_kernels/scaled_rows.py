@@ -111,7 +111,7 @@ def _in_lanes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return pairs.unflatten(1, (-1, 64 // bits, 4)).transpose(2, 3)
 
 
-def _exchange(words: torch.Tensor, mask: int, shift: int) -> None:
+def exchange(words: torch.Tensor, mask: int, shift: int) -> None:
     """Of each word the bits of a mask with those that many above them."""
     differing = (words >> shift).bitwise_xor_(words).bitwise_and_(mask)
     words ^= differing
@@ -134,8 +134,8 @@ def pack_numbers(numbers: torch.Tensor, form: ScaledFormat, out: torch.Tensor) -
         to.view(in_lanes.dtype).view(in_lanes.shape).copy_(in_lanes)
         if bits == 4:
             words = to.view(torch.int32)
-            _exchange(words, 0x00F000F0, 4)
-            _exchange(words, 0x0000FF00, 8)
+            exchange(words, 0x00F000F0, 4)
+            exchange(words, 0x0000FF00, 8)
 
 
 def unpack_numbers(stored: torch.Tensor, form: ScaledFormat, columns: int) -> torch.Tensor:
@@ -143,8 +143,8 @@ def unpack_numbers(stored: torch.Tensor, form: ScaledFormat, columns: int) -> to
     bits, found = BITS[form.number], torch.empty_like(stored)
     if bits == 4:
         words = stored.view(torch.int32).clone()
-        _exchange(words, 0x0000FF00, 8)
-        _exchange(words, 0x00F000F0, 4)
+        exchange(words, 0x0000FF00, 8)
+        exchange(words, 0x00F000F0, 4)
         stored = words.view(torch.uint8)
     in_lanes = _in_lanes(found, bits)
     in_lanes.copy_(stored.view(in_lanes.dtype).view(in_lanes.shape))

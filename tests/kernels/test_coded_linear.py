@@ -38,7 +38,7 @@ def matrix(height: int, columns: int, exceptions: int) -> torch.Tensor:
     return sprinkled(gaussian(height, columns), UNUSUAL, exceptions)
 
 
-# No exceptions, ones that lie beside their 256 columns, and more.
+# None that is listed but by chance, in some rows, and in all programs'.
 @pytest.mark.parametrize("exceptions", [0, 2, 9])
 def test_products_are_those_of_the_matrix(exceptions: int) -> None:
     """Ks that are no whole number of tiles, and rows of W that are no whole number of programs'."""
