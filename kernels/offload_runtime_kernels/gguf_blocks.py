@@ -128,6 +128,15 @@ class BlockFormat:
         return self.fields[3][1] if len(self.fields) > 3 else 0
 
     @property
+    def words_1(self) -> int:
+        """Of the second plane, what belongs to two units of the first."""
+        return max(1, self.bytes_1 * UNITS_BYTES // (4 * self.bytes_0))
+
+    @property
+    def words_2(self) -> int:
+        return max(1, self.bytes_2 * UNITS_BYTES // (4 * self.bytes_0))
+
+    @property
     def d_bytes(self) -> int:
         return self.fields[self.d.field][1]
 
@@ -349,9 +358,13 @@ def _for_both_words(t, ROWS: tl.constexpr):
 
 
 @jit
-def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
-    """Four words of a row, which every lane loads at once: [R, 8] each."""
-    words = tl.load(ptr + within(first + tl.arange(0, 16)[None, :] % 4, count, WHOLE))
+def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
+    """Four words of a row, which every lane loads at once: [R, 8] each. Behind the last one as many as are `TOGETHER`
+    come again."""
+    at = first + tl.arange(0, 16)[None, :] % 4
+    if not WHOLE:
+        at = within(at // TOGETHER, count // TOGETHER, WHOLE) * TOGETHER + at % TOGETHER
+    words = tl.load(ptr + at)
     even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -361,7 +374,9 @@ def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+def words_at(
+    plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr
+):
     """The words of a tile of a plane that has `EACH` bits for one: [R, 1] or [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     words: tl.constexpr = EACH // 32
@@ -369,9 +384,9 @@ def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constex
         found = (tl.load(ptr + tile // (32 // EACH)) >> (tile % (32 // EACH) * EACH),)  # type: tuple[Any, ...]
     elif words % 4 == 0:
         count = (plane_bytes + 3) // 4
-        found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
+        found = _four_words_at(ptr, tile * words, count, WHOLE, TOGETHER, ROWS)
         if words == 8:
-            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, ROWS)
+            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, TOGETHER, ROWS)
     else:
         found = (tl.load(ptr + tile * words),)
         for word in tl.static_range(1, words):
@@ -382,20 +397,21 @@ def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constex
 @jit
 def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8; with
-    `WHOLE` the `blocks` of a row are whole tiles."""
+    `WHOLE` the `blocks` of a row are whole tiles. Behind the last blocks these come again in all planes, so that no
+    weight there is larger than a real one."""
     each: tl.constexpr = 256 // FORM.weights
     found = (units_at(row_ptr, tile, blocks * FORM.bytes_0, each * FORM.bytes_0, WHOLE, ROWS),)  # type: tuple[Any, ...]
     ptr = row_ptr + blocks * FORM.bytes_0
     if FORM.has_upper_units:
         found += (units_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
     else:
-        found += (words_at(ptr, tile, blocks * FORM.bytes_1, 8 * each * FORM.bytes_1, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_1, 8 * each * FORM.bytes_1, WHOLE, FORM.words_1, ROWS),)
     if FORM.bytes_2 != 0:
         ptr += blocks * FORM.bytes_1
-        found += (words_at(ptr, tile, blocks * FORM.bytes_2, 8 * each * FORM.bytes_2, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_2, 8 * each * FORM.bytes_2, WHOLE, FORM.words_2, ROWS),)
     if FORM.bytes_3 != 0:
         ptr += blocks * FORM.bytes_2
-        found += (words_at(ptr, tile, blocks * FORM.bytes_3, 8 * each * FORM.bytes_3, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_3, 8 * each * FORM.bytes_3, WHOLE, 1, ROWS),)
     return found
 
 

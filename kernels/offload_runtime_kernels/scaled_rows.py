@@ -124,12 +124,14 @@ def pack_numbers(numbers: torch.Tensor, form: ScaledFormat, out: torch.Tensor) -
     Args:
         numbers: uint8 [R, file_bytes], contiguous, in the order of columns, the even one in the lower half of a byte.
         form: How the matrix is stored.
-        out: uint8 [R, row_bytes], contiguous; written.
+        out: uint8 [R, row_bytes], contiguous; written. Behind the last column its number comes again, so that weights
+            that meet no row of x are not too large for a number either.
     """
     bits, rows = BITS[form.number], max(1, _REFERENCE_WEIGHTS // out.shape[1])
     for some, to in zip(numbers.split(rows), out.split(rows), strict=True):
-        if some.shape[1] != to.shape[1]:
-            some = torch.nn.functional.pad(some, (0, to.shape[1] - some.shape[1]))
+        if (missing := to.shape[1] - some.shape[1]) > 0:
+            last = some[:, -1:]
+            some = torch.cat((some, (last if bits == 8 else (last >> 4) * 17).expand(-1, missing)), dim=1)
         in_lanes = _in_lanes(some, bits)
         to.view(in_lanes.dtype).view(in_lanes.shape).copy_(in_lanes)
         if bits == 4:
@@ -325,10 +327,10 @@ def shared_words_at(
 ):  # fmt: skip
     """The words of a tile's scales and zeros."""
     COUNT: tl.constexpr = 256 // GROUP if GROUP > 0 else 1
-    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, ROWS)
+    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, 1, ROWS)
     zeros = scales
     if ZEROS:
-        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, ROWS)
+        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, 1, ROWS)
     return scales, zeros
 
 

@@ -70,3 +70,15 @@ def test_products_have_the_bits_of_the_decoded_matrix(kind: str, dtype: torch.dt
             bias, add = kind in FUSED and num_rows in (1, 8), kind in FUSED and num_rows in (8, 9)
             found, expected = products(kind, stored, decoded, num_rows, bias=bias, add=add)
             assert torch.equal(found, expected), (height, num_rows, columns)
+
+
+def test_weights_behind_the_last_column_are_no_infinities() -> None:
+    """One block of large weights in fp16, and others whose numbers would be too large with its scale."""
+    stored = torch.zeros(1, 20, 18, dtype=torch.uint8)  # numbers are -8
+    stored[0, 18, 2:] = 0xFF
+    stored.view(torch.float16)[0, :, 0] = 2.0**-10
+    stored.view(torch.float16)[0, 18, 0] = 9000.0
+    rows = in_rows("Q4_0", stored.view(20, 18), 20).to(KERNEL_DEVICE)
+    out, x = torch.empty(1, 1, dtype=FP16, device=KERNEL_DEVICE), torch.full((1, 640), 2.0**-12, dtype=FP16)
+    gguf_linear_triton(x.to(KERNEL_DEVICE), rows, FORMATS["Q4_0"], out)
+    assert float(out) == pytest.approx(32 * 63000 * 2.0**-12, rel=1e-3)

@@ -87,6 +87,18 @@ def test_products_have_the_bits_of_the_decoded_matrix(name: str, dtype: torch.dt
         assert torch.equal(found, expected), (num_rows, columns)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_weights_behind_the_last_column_are_no_infinities(zeros: bool) -> None:
+    """Numbers below the least real one would be, in fp16 with a large scale."""
+    form = ScaledFormat("uint4", 1, 1024, FP16, 0 if zeros else 8, zeros=zeros)
+    numbers, stored_zeros = torch.full((1, 272), 0xFF, dtype=torch.uint8), torch.full((1, 1), 8, dtype=torch.uint8)
+    scales = torch.full((1, 1), 9000.0, dtype=FP16)
+    stored = on_device(stored_rows(form, numbers, scales, stored_zeros, torch.empty(0, dtype=torch.int32)))
+    out, x = torch.empty(1, 1, dtype=FP16, device=KERNEL_DEVICE), torch.full((1, 544), 2.0**-12, dtype=FP16)
+    scaled_linear_triton(x.to(KERNEL_DEVICE), stored, form, out)
+    assert float(out) == pytest.approx(544 * 63000 * 2.0**-12, rel=1e-3)
+
+
 def test_what_is_multiplied_as_it_is_stored() -> None:
     """Not columns in an order of their own, nor groups that tiles do not divide."""
     form = ScaledFormat("uint4", 1, 128, FP16)
