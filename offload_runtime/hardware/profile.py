@@ -84,8 +84,9 @@ _BY_SHAPE = _table(
     _Rule("shapes of matrices", lambda key: isinstance(key, str) and re.fullmatch(r"\d+x\d+", key) is not None),
     _number(0, 4096, " (rows)", whole=True), '"4096x11008" = 512',
 )  # fmt: skip
+_KIND = re.compile(r"I?Q\d_\w+|INT[48]|FP8|12-bit BF16")
 _BY_KIND = _table(
-    _Rule("ways to store weights", lambda key: re.fullmatch(r"I?Q\d_\w+|12-bit BF16", str(key)) is not None),
+    _Rule("ways to store weights", lambda key: _KIND.fullmatch(str(key)) is not None),
     _number(1e-3, 1e6, " (Gweights/s)"), "Q4_K = 2343.0",
 )  # fmt: skip
 _CPU = _Rule('a table, such as [cpu] name = "…" cores = 16', lambda value: isinstance(value, CpuFigures))
