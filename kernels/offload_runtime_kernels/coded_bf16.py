@@ -33,8 +33,7 @@ from typing import NamedTuple
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import TILE, units_at, within
+from offload_runtime_kernels.gguf_blocks import TILE, picked_bytes, units_at, within
 from offload_runtime_kernels.scaled_rows import exchange
 
 CODED = "12-bit BF16"  # what it is called
@@ -221,22 +220,6 @@ def load_coded(row_ptr, tile, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _picked(first, second, selector):
-    """Of the eight bytes of two words those that the lowest four half-bytes of `selector` say; all uint32."""
-    if INTERPRETED:
-        found = selector & 0
-        for byte in tl.static_range(4):
-            place = (selector >> (4 * byte)) & 7
-            word = tl.where(place < 4, first, second)
-            found |= ((word >> (place % 4 * 8)) & 255) << (8 * byte)
-    else:
-        found = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, selector], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    return found
-
-
-@jit
 def _changed(uppers, column, change):
     """Upper bytes of a tile, of which one in every row is changed; `column` within the tile, both [R, 1]."""
     word = column // 32 * 8 + column % 8 // 2 * 2 + column % 32 // 16
@@ -257,8 +240,8 @@ def uppers_of(index, table, tail, row_ptr, most, tile, LIST_START: tl.constexpr,
         words = index[unit]
         selector = words & 0x77777777
         found += (
-            _picked(shared, table, selector) | (words & 0x80808080),
-            _picked(shared, table, selector >> 16) | ((words << 4) & 0x80808080),
+            picked_bytes(shared, table, selector) | (words & 0x80808080),
+            picked_bytes(shared, table, selector >> 16) | ((words << 4) & 0x80808080),
         )
     # As a condition, the loop is no part of the one around it, whose loads the compiler takes ahead of their use where
     # no loop is inside.
@@ -284,7 +267,7 @@ def tail_of(row_ptr, ROW_BYTES: tl.constexpr):
 @jit
 def _elements(low, upper):
     """[R, 8, 2, 2] bits of words of lower and of upper bytes: column of a pair, upper pair."""
-    even, odd = _picked(low, upper, 0x6240), _picked(low, upper, 0x7351)
+    even, odd = picked_bytes(low, upper, 0x6240), picked_bytes(low, upper, 0x7351)
     even = tl.join(even.to(tl.uint16), (even >> 16).to(tl.uint16))
     return tl.join(even, tl.join(odd.to(tl.uint16), (odd >> 16).to(tl.uint16)))
 

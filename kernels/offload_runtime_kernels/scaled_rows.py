@@ -27,7 +27,7 @@ import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import TILE, UNITS_BYTES, units_at, words_at
+from offload_runtime_kernels.gguf_blocks import TILE, UNITS_BYTES, masked, units_at, words_at
 
 _WORD_BYTES = 4
 _DECODED_ROWS = 32  # of a program
@@ -185,19 +185,6 @@ def decode_scaled_reference(stored: ScaledRows, form: ScaledFormat, start: int, 
 
 
 @jit
-def _masked(words, MASK: tl.constexpr, FLIPPED: tl.constexpr):
-    """What a mask has of words, with bits flipped: one instruction, which compilers make two of for its constants."""
-    if INTERPRETED:
-        found = (words & MASK) ^ FLIPPED
-    else:
-        mask, flipped = tl.full([1, 1], MASK, tl.uint32), tl.full([1, 1], FLIPPED, tl.uint32)
-        found = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [words, mask, flipped], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    return found
-
-
-@jit
 def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
     """Two numbers of each word, in its halves, as 16 bits float each; those of 4 bits in bf16 where that is asked for.
 
@@ -207,11 +194,11 @@ def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexp
             words = words << 8
         found = (words & 0x80008000) | ((words & 0x7F007F00) >> 1)
     elif NUMBER == "uint4" and BF16:
-        found = _masked(words >> (4 * P), 0x000F000F, 0x43004300)
+        found = masked(words >> (4 * P), 0x000F000F, 0x43004300)
     elif NUMBER == "uint4":
-        found = _masked(words >> (P // 2 * 8), 0x000F000F << (P % 2 * 4), 0x64006400 - P % 2 * 0x10001000)
+        found = masked(words >> (P // 2 * 8), 0x000F000F << (P % 2 * 4), 0x64006400 - P % 2 * 0x10001000)
     else:
-        found = _masked(words >> (8 * P), 0x00FF00FF, 0x64806480 if NUMBER == "int8" else 0x64006400)
+        found = masked(words >> (8 * P), 0x00FF00FF, 0x64806480 if NUMBER == "int8" else 0x64006400)
     return found
 
 
