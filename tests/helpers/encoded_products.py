@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from offload_runtime_kernels.encoded_linear import EncodedTile
 from offload_runtime_kernels.linear import linear_triton
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
+# With rows of W as the first operand of the matrix units, and as the second.
+TILES = (EncodedTile(32, 2, 3, True), EncodedTile(32, 4, 3, False))
+
 
 def products(
-    multiply: Callable[..., None], decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `multiply(x, out, bias=..., add=...)` makes, as columns of a wider tensor whose others must stay, and the
-    product with `decoded` [M, K]: [num_rows, M] each, in its dtype."""
+    multiply: Callable[..., None], decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
+    tile: EncodedTile = TILES[0],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `multiply(x, out, bias=..., add=..., tile=...)` makes, as columns of a wider tensor whose others must stay,
+    and the product with `decoded` [M, K]: [num_rows, M] each, in its dtype."""
     (height, columns), dtype = decoded.shape, decoded.dtype
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
@@ -25,7 +30,7 @@ def products(
     found, expected = wide[:, 16 : 16 + height], before.clone()
     if add:
         found.copy_(before)
-    multiply(x, found, bias=added, add=add)
+    multiply(x, found, bias=added, add=add, tile=tile)
     assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
     linear_triton(x, decoded, expected, bias=added, add=add)
     return found.contiguous(), expected

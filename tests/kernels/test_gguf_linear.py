@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from offload_runtime_kernels.encoded_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS, EncodedTile
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 
 from tests.helpers import encoded_products
-from tests.helpers.encoded_products import assert_close
+from tests.helpers.encoded_products import TILES, assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_gguf_blocks import blocks_of, in_rows
 
@@ -34,12 +34,13 @@ def matrix(kind: str, height: int, columns: int, dtype: torch.dtype) -> tuple[to
 
 
 def products(
-    kind: str, stored: torch.Tensor, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kind: str, stored: torch.Tensor, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
+    tile: EncodedTile = TILES[0],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """With blocks, and with the decoded matrix."""
     return encoded_products.products(
         lambda x, out, **fused: gguf_linear_triton(x, stored, FORMATS[kind], out, **fused), decoded, num_rows,
-        bias=bias, add=add,
+        bias=bias, add=add, tile=tile,
     )  # fmt: skip
 
 
@@ -49,6 +50,12 @@ def test_products_are_those_of_the_decoded_matrix(kind: str, dtype: torch.dtype)
     """A K that is no whole number of tiles, or of steps, and rows of W that are no whole number of programs'."""
     columns = 768 if FORMATS[kind].weights == 256 else 544
     assert_close(*products(kind, *matrix(kind, SHORT, columns, dtype), 3, bias=True, add=True))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q2_K", "IQ4_NL"])
+def test_rows_of_w_may_be_the_second_operand(kind: str) -> None:
+    columns = 768 if FORMATS[kind].weights == 256 else 544
+    assert_close(*products(kind, *matrix(kind, SHORT, columns, FP32), 9, bias=True, add=True, tile=TILES[1]))
 
 
 @pytest.mark.slow
@@ -68,8 +75,9 @@ def test_products_have_the_bits_of_the_decoded_matrix(kind: str, dtype: torch.dt
         stored, decoded = matrix(kind, height, columns, dtype)
         for num_rows in (1, 5, 8, 9, MOST_ROWS):
             bias, add = kind in FUSED and num_rows in (1, 8), kind in FUSED and num_rows in (8, 9)
-            found, expected = products(kind, stored, decoded, num_rows, bias=bias, add=add)
-            assert torch.equal(found, expected), (height, num_rows, columns)
+            for tile in TILES if kind in FUSED or num_rows == 5 else TILES[:1]:
+                found, expected = products(kind, stored, decoded, num_rows, bias=bias, add=add, tile=tile)
+                assert torch.equal(found, expected), (height, num_rows, columns, tile)
 
 
 def test_weights_behind_the_last_column_are_no_infinities() -> None:

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from offload_runtime_kernels.encoded_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS, EncodedTile
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled_reference
 
 from tests.helpers import encoded_products
-from tests.helpers.encoded_products import assert_close
+from tests.helpers.encoded_products import TILES, assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_scaled_rows import on_device, stored_rows
 
@@ -59,12 +59,13 @@ def matrix(form: ScaledFormat, columns: int, dtype: torch.dtype) -> tuple[Scaled
 
 
 def products(
-    form: ScaledFormat, stored: ScaledRows, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    form: ScaledFormat, stored: ScaledRows, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
+    tile: EncodedTile = TILES[0],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """With what is stored, and with the decoded matrix."""
     return encoded_products.products(
         lambda x, out, **fused: scaled_linear_triton(x, stored, form, out, **fused), decoded, num_rows,
-        bias=bias, add=add,
+        bias=bias, add=add, tile=tile,
     )  # fmt: skip
 
 
@@ -75,6 +76,12 @@ def test_products_are_those_of_the_decoded_matrix(name: str, dtype: torch.dtype)
     assert_close(*products(FORMATS[name], *matrix(FORMATS[name], 544, dtype), 3, bias=True, add=True))
 
 
+@pytest.mark.parametrize("name", ["uint4 of small groups", "int8 of rows", "FP8 of blocks"])
+def test_rows_of_w_may_be_the_second_operand(name: str) -> None:
+    form = FORMATS[name]
+    assert_close(*products(form, *matrix(form, 544, FP32), 9, bias=True, add=True, tile=TILES[1]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", FORMATS)
@@ -83,8 +90,9 @@ def test_products_have_the_bits_of_the_decoded_matrix(name: str, dtype: torch.dt
     for columns, num_rows in product((1024, 768, 544), (1, 5, 8, 9, MOST_ROWS)):
         stored, decoded = matrix(FORMATS[name], columns, dtype)
         bias, add = name in FUSED and num_rows in (1, 8), name in FUSED and num_rows in (8, 9)
-        found, expected = products(FORMATS[name], stored, decoded, num_rows, bias=bias, add=add)
-        assert torch.equal(found, expected), (num_rows, columns)
+        for tile in TILES if name in FUSED or num_rows == 5 else TILES[:1]:
+            found, expected = products(FORMATS[name], stored, decoded, num_rows, bias=bias, add=add, tile=tile)
+            assert torch.equal(found, expected), (num_rows, columns, tile)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
