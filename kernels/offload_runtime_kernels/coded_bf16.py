@@ -207,15 +207,15 @@ def decode_rows_reference(stored: torch.Tensor, row: CodedRow, out: torch.Tensor
 
 
 @jit
-def load_coded(row_ptr, tile, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def load_coded(row_ptr, tile, columns, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """What is stored of a tile of rows: words of the first two planes, and the second half of its table [R, 1].
-    `row_ptr` is [R, 1] of uint8; behind a row's last column are others' weights."""
-    low = units_at(row_ptr, tile, COLUMNS, 256, COLUMNS % 256 == 0, ROWS)
-    index_ptr = (row_ptr + COLUMNS).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
+    `row_ptr` is [R, 1] of uint8; with `WHOLE` the columns are whole tiles. Behind the last one are others' weights."""
+    low = units_at(row_ptr, tile, columns, 256, WHOLE, ROWS)
+    index_ptr = (row_ptr + columns).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
     index = ()  # type: tuple[object, ...]
     for unit in tl.static_range(4):
-        index += (tl.load(index_ptr + within(tile * 4 + unit, COLUMNS // 64, COLUMNS % 256 == 0) * 8),)
-    table_ptr = (row_ptr + COLUMNS + COLUMNS // 2).to(tl.pointer_type(tl.uint32))
+        index += (tl.load(index_ptr + within(tile * 4 + unit, columns // 64, WHOLE) * 8),)
+    table_ptr = (row_ptr + columns + columns // 2).to(tl.pointer_type(tl.uint32))
     return low, index, tl.load(table_ptr + tile)
 
 
@@ -231,7 +231,7 @@ def _changed(uppers, column, change):
 
 
 @jit
-def uppers_of(index, table, tail, row_ptr, most, tile, LIST_START: tl.constexpr, ROOM: tl.constexpr):
+def uppers_of(index, table, tail, row_ptr, list_start, room, most, tile):
     """Words [R, 8] with the upper bytes of a tile, unit after unit. `tail` are the first half of tables and the count
     of exceptions of rows [R, 1], which have at most so many; where that is known to be none, nothing looks for any."""
     shared, count = tail
@@ -246,22 +246,23 @@ def uppers_of(index, table, tail, row_ptr, most, tile, LIST_START: tl.constexpr,
     # As a condition, the loop is no part of the one around it, whose loads the compiler takes ahead of their use where
     # no loop is inside.
     if most > 0:
-        column_ptr = (row_ptr + LIST_START).to(tl.pointer_type(tl.uint16))
+        column_ptr = (row_ptr + list_start).to(tl.pointer_type(tl.uint16))
         for place in range(most):
             there = place < count
             column = tl.load(column_ptr + place, mask=there, other=0).to(tl.uint32)
-            change = tl.load(row_ptr + LIST_START + 2 * ROOM + place, mask=there, other=0).to(tl.uint32)
+            change = tl.load(row_ptr + list_start + 2 * room + place, mask=there, other=0).to(tl.uint32)
             found = _changed(found, column % 256, tl.where(column // 256 == tile, change, 0))
     return found
 
 
 @jit
-def tail_of(row_ptr, ROW_BYTES: tl.constexpr):
+def tail_of(row_ptr, row_bytes):
     """The first half of tables, and how many exceptions there are, of rows: uint32 [R, 1] each."""
-    shared = tl.load(row_ptr + ROW_BYTES - 5).to(tl.uint32)
+    end_ptr = row_ptr + row_bytes
+    shared = tl.load(end_ptr - 5).to(tl.uint32)
     for byte in tl.static_range(1, 4):
-        shared |= tl.load(row_ptr + ROW_BYTES - 5 + byte).to(tl.uint32) << (8 * byte)
-    return shared, tl.load(row_ptr + ROW_BYTES - 1).to(tl.uint32)
+        shared |= tl.load(end_ptr - 5 + byte).to(tl.uint32) << (8 * byte)
+    return shared, tl.load(end_ptr - 1).to(tl.uint32)
 
 
 @jit
@@ -284,22 +285,21 @@ def half_of(low, uppers, HALF: tl.constexpr, ROWS: tl.constexpr):
     return tl.permute(found, (0, 6, 5, 2, 4, 1, 3))
 
 
-@jit(do_not_specialize=("num_rows",))
+@jit(do_not_specialize=("num_rows", "list_start", "room"))
 def _decode_rows_kernel(
-    stored_ptr, out_ptr, num_rows, COLUMNS: tl.constexpr, LIST_START: tl.constexpr, ROOM: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    stored_ptr, out_ptr, num_rows, columns, list_start, room, row_bytes, WHOLE: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     tile = tl.program_id(1)
     # What lies behind the last row reads that row and stores nothing.
-    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * ROW_BYTES
-    tail = tail_of(row_ptr, ROW_BYTES)
-    low, index, table = load_coded(row_ptr, tile, COLUMNS, ROWS)
-    uppers = uppers_of(index, table, tail, row_ptr, tl.max(tail[1]), tile, LIST_START, ROOM)
+    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * row_bytes
+    tail = tail_of(row_ptr, row_bytes)
+    low, index, table = load_coded(row_ptr, tile, columns, WHOLE, ROWS)
+    uppers = uppers_of(index, table, tail, row_ptr, list_start, room, tl.max(tail[1]), tile)
     bits = tl.join(half_of(low, uppers, 0, ROWS), half_of(low, uppers, 1, ROWS))
     bits = tl.reshape(tl.permute(bits, (0, 7, 1, 2, 3, 4, 5, 6)), [ROWS, 256])
     column = tile * 256 + tl.arange(0, 256)[None, :]
-    tl.store(out_ptr + row * COLUMNS + column, bits, mask=(row < num_rows) & (column < COLUMNS))
+    tl.store(out_ptr + row * columns + column, bits, mask=(row < num_rows) & (column < columns))
 
 
 def decode_rows_triton(stored: torch.Tensor, row: CodedRow, out: torch.Tensor) -> None:
@@ -307,8 +307,8 @@ def decode_rows_triton(stored: torch.Tensor, row: CodedRow, out: torch.Tensor) -
     require_triton("decoding 12-bit weights")
     with torch.cuda.device_of(stored):
         _decode_rows_kernel[(triton.cdiv(len(stored), _DECODED_ROWS), row.tiles)](
-            stored, out.view(torch.uint16), len(stored), COLUMNS=row.columns, LIST_START=row.list_start, ROOM=row.room,
-            ROW_BYTES=row.nbytes, ROWS=_DECODED_ROWS, num_warps=2,
+            stored, out.view(torch.uint16), len(stored), row.columns, row.list_start, row.room, row.nbytes,
+            WHOLE=row.columns % TILE == 0, ROWS=_DECODED_ROWS, num_warps=2,
         )  # fmt: skip
 
 

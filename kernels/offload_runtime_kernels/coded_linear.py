@@ -13,12 +13,13 @@ from offload_runtime_kernels.encoded_linear import (
     rows_of_x,
     store_product,
 )
+from offload_runtime_kernels.gguf_blocks import TILE
 
 
 @jit
 def _sums(
-    sums, start, end, x_ptr, num_rows, row_ptrs, tails, most, COLUMNS: tl.constexpr, LIST_START: tl.constexpr,
-    ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    sums, start, end, x_ptr, num_rows, row_ptrs, tails, columns, list_start, room, most, WHOLE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the tiles from `start` to `end`. Rows have at most so many exceptions."""
     parts: tl.constexpr = 2 if W_FIRST else 1
@@ -26,11 +27,11 @@ def _sums(
     for tile in tl.range(start, end, num_stages=STAGES):
         lows, uppers = (), ()  # type: tuple[tuple[object, ...], tuple[object, ...]]
         for part in tl.static_range(parts):
-            low, index, table = load_coded(row_ptrs[part], tile, COLUMNS, rows)
+            low, index, table = load_coded(row_ptrs[part], tile, columns, WHOLE, rows)
             lows += (low,)
-            uppers += (uppers_of(index, table, tails[part], row_ptrs[part], most, tile, LIST_START, ROOM),)
+            uppers += (uppers_of(index, table, tails[part], row_ptrs[part], list_start, room, most, tile),)
         for half in tl.static_range(2):
-            x = rows_of_x(x_ptr, (2 * tile + half) * 128, num_rows, COLUMNS, COLUMNS % 256 == 0, N, W_FIRST)
+            x = rows_of_x(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N, W_FIRST)
             weights = ()  # type: tuple[object, ...]
             for part in tl.static_range(parts):
                 bits = half_of(lows[part], uppers[part], half, rows)
@@ -39,28 +40,31 @@ def _sums(
     return sums
 
 
-@jit(do_not_specialize=("num_rows", "height", "stride"))
+@jit(do_not_specialize=("num_rows", "height", "stride", "list_start", "room"))
 def _coded_linear_kernel(
-    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, COLUMNS: tl.constexpr, LIST_START: tl.constexpr,
-    ROOM: tl.constexpr, ROW_BYTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr,
-    STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, list_start, room, row_bytes,
+    WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
-    row_ptrs = row_starts(stored_ptr, ROW_BYTES, 1, height, M, W_FIRST)
+    row_ptrs = row_starts(stored_ptr, row_bytes, 1, height, M, W_FIRST)
     tails = ()  # type: tuple[object, ...]
     most = 0
     for part in tl.static_range(2 if W_FIRST else 1):
-        tails += (tail_of(row_ptrs[part], ROW_BYTES),)
+        tails += (tail_of(row_ptrs[part], row_bytes),)
         most = tl.maximum(most, tl.max(tails[part][1]).to(tl.int32))
     # Each in a loop of its own: what only few rows need must not hold others up.
-    tiles = tl.cdiv(COLUMNS, 256)
+    tiles = tl.cdiv(columns, 256)
     plain = tl.where(most == 0, tiles, 0)
     sums = no_sums(M, N, W_FIRST)
-    sums = _sums(sums, 0, plain, x_ptr, num_rows, row_ptrs, tails, 0, COLUMNS, LIST_START, ROOM, M, N, W_FIRST, STAGES)
     sums = _sums(
-        sums, plain, tiles, x_ptr, num_rows, row_ptrs, tails, most, COLUMNS, LIST_START, ROOM, M, N, W_FIRST, STAGES
+        sums, 0, plain, x_ptr, num_rows, row_ptrs, tails, columns, list_start, room, 0, WHOLE, M, N, W_FIRST, STAGES
     )
+    sums = _sums(
+        sums, plain, tiles, x_ptr, num_rows, row_ptrs, tails, columns, list_start, room, most, WHOLE, M, N, W_FIRST,
+        STAGES,
+    )  # fmt: skip
     store_product(
         sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, W_FIRST, HAS_BIAS,
         HAS_RESIDUAL, OVERLAP,
@@ -89,6 +93,6 @@ def coded_linear_triton(
     grid, options = launch_options(x, out, bias, add=add, tile=tile)
     with torch.cuda.device_of(x):
         _coded_linear_kernel[grid](
-            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), COLUMNS=row.columns,
-            LIST_START=row.list_start, ROOM=row.room, ROW_BYTES=row.nbytes, **options,
+            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), row.columns,
+            row.list_start, row.room, row.nbytes, WHOLE=row.columns % TILE == 0, **options,
         )  # fmt: skip
