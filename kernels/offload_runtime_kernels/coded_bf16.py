@@ -49,7 +49,7 @@ _MOST_EXCEPTIONS = 255
 _ALIGNMENT_BYTES = 16  # of rows, for vector loads
 _DECODED_ROWS = 16  # of a program
 _REFERENCE_ELEMENTS = 1 << 20  # decoded at a time
-_CODED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}  # at a time: some 60 MB of a GPU, which is waited for each time
+_CODED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 21}  # at a time: some 60 MB of a GPU, which is waited for each time
 
 
 class CodedRow(NamedTuple):
