@@ -22,6 +22,7 @@ from offload_runtime.hardware.gpu_bench import PcieLink
 from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS, CpuFigures, profile_from_mapping, shipped_directory
 
 GIB = 1 << 30
+DECODED = {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "INT4", "INT8", "FP8", "12-bit BF16"}
 SHIPPED = ("h200", "rtx3090", "rtx4090", "rtx4090-x2")
 
 
@@ -121,7 +122,7 @@ def profiles(draw: st.DrawFn) -> MachineProfile:
         figures["pcie_width"] = maybe(st.sampled_from(PCIE_WIDTHS))
         shapes = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999)).map("{0[0]}x{0[1]}".format)
         figures["library_rows"] = draw(st.dictionaries(shapes, st.integers(0, 4096), max_size=3))
-        decoded = st.dictionaries(st.sampled_from(("Q4_K", "Q8_0", "IQ4_XS")), st.floats(1e-3, 1e6))
+        decoded = st.dictionaries(st.sampled_from(("Q4_K", "Q8_0", "IQ4_XS", "INT4", "FP8")), st.floats(1e-3, 1e6))
         figures["decode_gweights_per_s"] = draw(decoded)
         figures["tflops"] = draw(st.dictionaries(st.sampled_from(DTYPES), rates))
         figures["link_by_copy_mib"] = draw(st.dictionaries(st.floats(2**-20, 1 << 20), rates, max_size=3))
@@ -154,7 +155,7 @@ def test_the_shipped_profiles_are_there_and_plausible() -> None:
         assert 20 * GIB < profile.vram_bytes - profile.vram_reserved_bytes < 200 * GIB
         assert profile.ram_bytes // 2 < profile.pinnable_bytes < profile.ram_bytes
         assert 50 < profile.tflops["bf16"] < 1000
-        assert set(profile.decode_gweights_per_s) == {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "12-bit BF16"}
+        assert set(profile.decode_gweights_per_s) == DECODED
         by_size = list(profile.link_by_copy_mib.values())
         assert by_size == sorted(by_size)
     assert load_profile("rtx4090").vram_bytes == 24564 << 20

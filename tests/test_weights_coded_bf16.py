@@ -92,7 +92,7 @@ def test_what_is_coded(source: CheckpointSource) -> None:
     assert source.layout(BF16) == ModelLayout.plain(config, BF16)
     assert CodedRows.of([(8, True), (4, True), (4, False)], 256) == CodedRows(BF16, ((12, CODED), (4, "BF16")))
     assert CodedRows.of([(8, False), (4, False)], 256) == CodedRows.of([(12, True)], 200) == Encoding(BF16)
-    # 384 of two planes, 32 of exceptions, 128 up to the next multiple of 256.
+    # 384 of two planes, 32 of tables and exceptions, 128 up to the next multiple of 256.
     assert CodedRows.of([(12, True)], 256).nbytes((12, 256)) == 12 * 416 + 128
 
 

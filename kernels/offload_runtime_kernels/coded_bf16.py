@@ -1,54 +1,59 @@
 """bf16 matrices in 12 bits an element, without loss: the lower byte as it is, the upper one in four bits.
 
-The upper byte is the sign and seven bits of the exponent, of which three bits have an index:
+The upper byte is the sign and seven bits of the exponent, for which three bits are an index in a table of eight:
 
-    seven bits = first + index + (delta if index > 0 else 0);    listed apart for exceptions, whose index is 0
+    seven bits = table[index];    listed apart for exceptions, whose index is 0
 
-`first` and `delta` are the row's own, those with the fewest exceptions: either delta is 0, so that eight values of the
-seven bits follow one another, which are 16 exponents, side by side as trained weights have them; or first is 0, for
-rows with many zeros, and seven values follow one another elsewhere. Additions decode them, where any eight would take
-a table.
+The first four of a table are the row's most frequent ones, the others those of 256 columns beside these. Seven bits
+have the exponents of two neighbouring powers of two, so that tables hold nearly all that trained weights have: of a
+million Gaussian ones one is an exception, of Student's t with three degrees of freedom 60 are. A GPU looks four bytes
+up in eight in one instruction.
 
 Rows are stored one after the other, each by itself: any of them can be decoded alone, and all take the same bytes,
 which are known before a weight is read. With K columns and room for E exceptions, a row is
 
     low       K        lower bytes
-    index     K / 2    sign above index, of columns 64 n + i in the lower half of a byte, of 64 n + 32 + i in the upper
-    near      K / 64   of each 256 columns two exceptions, uint16: column within them, change; 0 where there is none
-    column    2 E      of each further exception, uint16
-    change    E        of each of them: the seven bits, exclusive or first
-    delta, first, count, the last three bytes; `count` of the E exceptions are there
+    index     K / 2    words of eight indices and signs
+    table     K / 64   of each 256 columns the second half of the table
+    column    2 E      of each exception, uint16
+    change    E        of each of them: the seven bits, exclusive or the first of the table
+    first half of all tables, count: the last five bytes; `count` of the E exceptions are there
 
 The first two planes are in the order in which a warp hands weights to the matrix units: of each 32 bytes eight belong
 to one of four lanes, and of a word the first and third, the second and fourth are neighbours. So a lane makes whole
-words of the result out of whole words of both planes, in three operations an element, and none moves between lanes.
-The mean of exceptions in Gaussian rows is 0.007 % of the columns, in those of Student's t with three degrees of freedom
-0.04 %.
+words of the result out of whole words of both planes, in one and a half operations an element, and none moves between
+lanes. Of each 64 columns in a word of `index`, bits 0 to 2 of four half-bytes are the indices of one word of `low`, of
+the other four those of the word 32 columns behind it; bit 3 of the odd half-bytes are the signs of the first, of the
+even ones those of the second.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.gguf_blocks import units_at, within
+from offload_runtime_kernels.gguf_blocks import TILE, picked_bytes, units_at, within
+from offload_runtime_kernels.scaled_rows import exchange
 
 CODED = "12-bit BF16"  # what it is called
 _SPAN = 64  # columns whose indices lie in the same 32 bytes
-_TILE = 256
-_NEAR = 2  # exceptions of a tile beside it
-_FAR = 8  # further ones of a row, for which there is room at the least
-_TAIL_BYTES = 3
+_SHARED = 4  # of a table of eight, what all tables of a row have
+_TILE_BYTES = 4  # of each 256 columns: what their table has besides
+_TAIL_BYTES = _SHARED + 1
+# Bits of a word and how far above them those are that they change places with: they bring the indices of its bytes'
+# lower halves side by side, and those of the upper ones.
+_EXCHANGES = ((0x00700070, 4), (0x00007700, 8))
 _MOST_COLUMNS = 1 << 16
 _MOST_EXCEPTIONS = 255
 _ALIGNMENT_BYTES = 16  # of rows, for vector loads
 _DECODED_ROWS = 16  # of a program
 _REFERENCE_ELEMENTS = 1 << 20  # decoded at a time
-_CODED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}  # at a time: some 60 MB of a GPU, which is waited for each time
+_CODED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 21}  # at a time: some 60 MB of a GPU, which is waited for each time
 
 
 class CodedRow(NamedTuple):
-    """How a row lies in `nbytes`; there is `room` for exceptions beside the two of every tile."""
+    """How a row lies in `nbytes`; there is `room` for exceptions."""
 
     columns: int
     room: int
@@ -57,21 +62,23 @@ class CodedRow(NamedTuple):
     @classmethod
     def of(cls, columns: int) -> "CodedRow | None":
         """None where rows of so many columns are not coded: 64 must divide them, and code take fewer bytes."""
-        near_end = columns + columns // 2 + 2 * _NEAR * -(-columns // _TILE)
-        nbytes = -(-(near_end + 3 * _FAR + _TAIL_BYTES) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        tiles = -(-columns // TILE)
+        tables_end = columns + columns // 2 + _TILE_BYTES * tiles
+        least = tables_end + 3 * (6 + 3 * tiles // 8) + _TAIL_BYTES
+        nbytes = -(-least // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if columns % _SPAN or columns > _MOST_COLUMNS or nbytes >= 2 * columns:
             return None
-        return cls(columns, min(_MOST_EXCEPTIONS, (nbytes - near_end - _TAIL_BYTES) // 3), nbytes)
+        return cls(columns, min(_MOST_EXCEPTIONS, (nbytes - tables_end - _TAIL_BYTES) // 3), nbytes)
 
     @property
     def tiles(self) -> int:
         """Stretches of 256 columns, the last of which may be shorter."""
-        return -(-self.columns // _TILE)
+        return -(-self.columns // TILE)
 
     @property
-    def far_start(self) -> int:
-        """The first byte of the further exceptions."""
-        return self.columns + self.columns // 2 + 2 * _NEAR * self.tiles
+    def list_start(self) -> int:
+        """The first byte of the exceptions."""
+        return self.columns + self.columns // 2 + _TILE_BYTES * self.tiles
 
 
 def _in_lanes(stored: torch.Tensor, together: int) -> torch.Tensor:
@@ -86,63 +93,67 @@ def _planes(stored: torch.Tensor, row: CodedRow) -> tuple[torch.Tensor, torch.Te
     return _in_lanes(low, 2), _in_lanes(index, 1)
 
 
-def _exceptions(stored: torch.Tensor, row: CodedRow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of coded rows uint8 [R, nbytes]: near ones int16 [R, tiles, 2], columns of the further ones int16 [R, room]
-    and their changes uint8 [R, room]."""
-    start = row.far_start
-    near = stored[:, row.columns + row.columns // 2 : start].view(torch.int16).unflatten(1, (-1, _NEAR))
-    columns = stored[:, start : start + 2 * row.room].view(torch.int16)
-    return near, columns, stored[:, start + 2 * row.room : start + 3 * row.room]
+def _tables(stored: torch.Tensor, row: CodedRow) -> torch.Tensor:
+    """View of the second halves of tables uint8 [R, tiles, 4]."""
+    return stored[:, row.columns + row.columns // 2 : row.list_start].unflatten(1, (-1, _TILE_BYTES))
 
 
-def _ranks(group: torch.Tensor, count: int) -> torch.Tensor:
-    """Of ascending numbers of groups below `count` the place of each within its group."""
-    sizes = torch.bincount(group, minlength=count)
-    return torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group]
+def _exceptions(stored: torch.Tensor, row: CodedRow) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of coded rows uint8 [R, nbytes]: the columns of exceptions int16 [R, room] and their changes uint8."""
+    middle = row.list_start + 2 * row.room
+    return stored[:, row.list_start : middle].view(torch.int16), stored[:, middle : middle + row.room]
 
 
-def _windows(upper: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """first and delta of rows of seven bits [R, K], with the fewest exceptions: uint8 [R, 1] each. Of several that have
-    as few, the lowest, on every device."""
-    number = torch.arange(len(upper), dtype=torch.int32, device=upper.device)[:, None]
-    histogram = torch.bincount((number * 128 + upper).view(-1), minlength=128 * len(upper)).view(-1, 128)
-    below = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
-    together = below[:, 8:] - below[:, :-8]
-    with_zeros = histogram[:, :1] + below[:, 9:] - below[:, 2:-7]
-    order = torch.arange(128, 7, -1, device=upper.device)
-    covered, first = (together * 256 + order).max(1, keepdim=True)
-    covered_with_zeros, delta = (with_zeros * 256 + order[1:]).max(1, keepdim=True)
-    zeros = covered_with_zeros // 256 > covered // 256
-    return (first * ~zeros).to(torch.uint8), ((delta + 1) * zeros).to(torch.uint8)
+def _most_frequent(histogram: torch.Tensor, count: int) -> torch.Tensor:
+    """Of each row the values that occur most often; of several as frequent ones the lowest, on every device."""
+    lowest_first = torch.arange(127, -1, -1, device=histogram.device)
+    return (histogram * 128 + lowest_first).topk(count, dim=-1).indices
+
+
+def _indices(upper: torch.Tensor, row: CodedRow) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of seven bits [R, K] the tables [R, tiles, 8], and where in its table each is: uint8 [R, K], 8 for exceptions."""
+    count = len(upper)
+    tile = torch.arange(row.columns, device=upper.device) // TILE
+    tile = tile + row.tiles * torch.arange(count, device=upper.device)[:, None]
+    key = tile * 128 + upper
+    histogram = torch.bincount(key.view(-1), minlength=128 * row.tiles * count).view(count, row.tiles, 128)
+    shared = _most_frequent(histogram.sum(1), _SHARED)[:, None].expand(-1, row.tiles, -1)
+    own = _most_frequent(histogram.scatter(2, shared, -1), 8 - _SHARED)
+    table = torch.cat((shared, own), dim=2)
+    place = torch.full((count, row.tiles, 128), 8, dtype=torch.uint8, device=upper.device)
+    place.scatter_(2, table, torch.arange(8, dtype=torch.uint8, device=upper.device).expand_as(table))
+    return table.to(torch.uint8), place.view(-1)[key]
+
+
+def _exchange_indices(stored: torch.Tensor, row: CodedRow, exchanges: Iterable[tuple[int, int]]) -> None:
+    words = stored[:, row.columns : row.columns + row.columns // 2].view(torch.int32)
+    for mask, shift in exchanges:
+        exchange(words, mask, shift)
 
 
 def _encode(values: torch.Tensor, row: CodedRow, out: torch.Tensor) -> int:
     count, bits = len(values), values.view(torch.int16)
     upper = (bits >> 8).to(torch.uint8) & 127
-    first, delta = _windows(upper)
-    index = upper - first - delta  # wraps
-    index *= index < 8
+    table, index = _indices(upper, row)
     out.zero_()
     low, in_index = _planes(out, row)
     low.copy_(bits.to(torch.uint8).view(low.shape))
-    lower, higher = (index | (bits < 0).to(torch.uint8) << 3).view(count, -1, 2, _SPAN // 2).unbind(2)
-    in_index.copy_((lower | higher << 4).reshape(in_index.shape))
-    at, column = ((index == 0) & (upper != first)).nonzero(as_tuple=True)
-    change = (upper ^ first)[at, column]
-    near, far_columns, far_changes = _exceptions(out, row)
-    tile = column // _TILE
-    place = _ranks(at * row.tiles + tile, count * row.tiles)
-    beside = place < _NEAR
-    slots = (column % _TILE | change.long() << 8).to(torch.int16)  # wraps
-    near[at[beside], tile[beside], place[beside]] = slots[beside]
-    at, column, change = at[~beside], column[~beside], change[~beside]
-    further, place = torch.bincount(at, minlength=count), _ranks(at, count)
+    lower, higher = (index & 7).view(count, -1, 2, _SPAN // 2).unbind(2)
+    lower_sign, higher_sign = (bits < 0).to(torch.uint8).view(count, -1, 2, _SPAN // 2).unbind(2)
+    in_index.copy_((lower | higher_sign << 3 | higher << 4 | lower_sign << 7).reshape(in_index.shape))
+    _exchange_indices(out, row, _EXCHANGES)
+    _tables(out, row).copy_(table[:, :, _SHARED:])
+    at, column = (index == 8).nonzero(as_tuple=True)
+    listed = torch.bincount(at, minlength=count)
+    place = torch.arange(len(at), device=at.device) - (listed.cumsum(0) - listed)[at]  # among those of its row
     fits = place < row.room
     at, column, place = at[fits], column[fits], place[fits]
-    far_columns[at, place] = column.to(torch.int16)  # wraps
-    far_changes[at, place] = change[fits]
-    out[:, -3:] = torch.cat((delta, first, further.clamp(max=row.room).to(torch.uint8)[:, None]), dim=1)
-    return int((further > row.room).sum())
+    exceptions, changes = _exceptions(out, row)
+    exceptions[at, place] = column.to(torch.int16)  # wraps
+    changes[at, place] = upper[at, column] ^ table[at, 0, 0]
+    out[:, -_TAIL_BYTES:-1] = table[:, 0, :_SHARED]
+    out[:, -1] = listed.clamp(max=row.room).to(torch.uint8)
+    return int((listed > row.room).sum())
 
 
 def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor, device: torch.device) -> int:
@@ -169,18 +180,19 @@ def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor, device: 
 
 def _decode_reference(stored: torch.Tensor, row: CodedRow, out: torch.Tensor) -> None:
     count, columns = out.shape
+    stored = stored.clone()
+    _exchange_indices(stored, row, reversed(_EXCHANGES))
     low, index = _planes(stored, row)
-    nibbles = index.reshape(count, -1, _SPAN // 2)
-    nibbles = torch.stack((nibbles & 15, nibbles >> 4), 2).view(count, columns)
-    index, (delta, first, further) = nibbles & 7, stored[:, -3:].split(1, dim=1)
-    upper = first + index + delta * (index != 0)
-    near, far_columns, far_changes = _exceptions(stored, row)
-    at, tile, place = near.nonzero(as_tuple=True)
-    slots = near[at, tile, place].long()
-    upper[at, tile * _TILE + (slots & 255)] ^= (slots >> 8 & 255).to(torch.uint8)
-    at, place = (torch.arange(row.room, device=stored.device) < further).nonzero(as_tuple=True)
-    upper[at, far_columns[at, place].long() & 0xFFFF] ^= far_changes[at, place]
-    upper |= nibbles >> 3 << 7
+    found = index.reshape(count, -1, _SPAN // 2)
+    index = torch.stack((found & 7, found >> 4 & 7), 2).view(count, columns)
+    signs = torch.stack((found & 128, found << 4 & 128), 2).view(count, columns)
+    table = torch.cat((stored[:, None, -_TAIL_BYTES:-1].expand(-1, row.tiles, -1), _tables(stored, row)), dim=2)
+    tile = torch.arange(columns, device=stored.device) // TILE * 8
+    upper = table.flatten(1).gather(1, tile + index.long())
+    at, place = (torch.arange(row.room, device=stored.device) < stored[:, -1:]).nonzero(as_tuple=True)
+    exceptions, changes = _exceptions(stored, row)
+    upper[at, exceptions[at, place].long() & 0xFFFF] ^= changes[at, place]
+    upper |= signs
     out.view(torch.uint8).view(count, columns, 2).copy_(torch.stack((low.reshape(count, columns), upper), dim=2))
 
 
@@ -195,23 +207,16 @@ def decode_rows_reference(stored: torch.Tensor, row: CodedRow, out: torch.Tensor
 
 
 @jit
-def load_coded(row_ptr, tile, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """What is stored of a tile of rows: words of the first two planes, and the word with its two exceptions [R, 1].
-    `row_ptr` is [R, 1] of uint8; behind a row's last column are others' weights."""
-    low = units_at(row_ptr, tile, COLUMNS, 256, COLUMNS % 256 == 0, ROWS)
-    index_ptr = (row_ptr + COLUMNS).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
+def load_coded(row_ptr, tile, columns, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+    """What is stored of a tile of rows: words of the first two planes, and the second half of its table [R, 1].
+    `row_ptr` is [R, 1] of uint8; with `WHOLE` the columns are whole tiles. Behind the last one are others' weights."""
+    low = units_at(row_ptr, tile, columns, 256, WHOLE, ROWS)
+    index_ptr = (row_ptr + columns).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 8)[None, :]
     index = ()  # type: tuple[object, ...]
     for unit in tl.static_range(4):
-        index += (tl.load(index_ptr + within(tile * 4 + unit, COLUMNS // 64, COLUMNS % 256 == 0) * 8),)
-    near_ptr = (row_ptr + COLUMNS + COLUMNS // 2).to(tl.pointer_type(tl.uint32))
-    return low, index, tl.load(near_ptr + tile)
-
-
-@jit
-def _uppers(index, signs, first, delta):
-    """Four upper bytes in a word, of words that have three bits of index, and signs above others; all uint32."""
-    there = ((index + 0x07070707) >> 3) & 0x01010101
-    return (index + first * 0x01010101 + there * delta) | (signs & 0x80808080)
+        index += (tl.load(index_ptr + within(tile * 4 + unit, columns // 64, WHOLE) * 8),)
+    table_ptr = (row_ptr + columns + columns // 2).to(tl.pointer_type(tl.uint32))
+    return low, index, tl.load(table_ptr + tile)
 
 
 @jit
@@ -226,45 +231,44 @@ def _changed(uppers, column, change):
 
 
 @jit
-def uppers_of(
-    index, near, row_ptr, tail, most, tile, FAR_START: tl.constexpr, ROOM: tl.constexpr, FAR: tl.constexpr
-):  # fmt: skip
-    """Words [R, 8] with the upper bytes of a tile, unit after unit. `tail` are delta, first and the count of further
-    exceptions of rows [R, 1], which have at most so many, if any: `FAR`."""
-    delta, first, count = tail
+def uppers_of(index, table, tail, row_ptr, list_start, room, most, tile):
+    """Words [R, 8] with the upper bytes of a tile, unit after unit. `tail` are the first half of tables and the count
+    of exceptions of rows [R, 1], which have at most so many; where that is known to be none, nothing looks for any."""
+    shared, count = tail
     found = ()  # type: tuple[object, ...]
     for unit in tl.static_range(4):
         words = index[unit]
+        selector = words & 0x77777777
         found += (
-            _uppers(words & 0x07070707, words << 4, first, delta),
-            _uppers((words >> 4) & 0x07070707, words, first, delta),
+            picked_bytes(shared, table, selector) | (words & 0x80808080),
+            picked_bytes(shared, table, selector >> 16) | ((words << 4) & 0x80808080),
         )
-    found = _changed(found, near & 255, (near >> 8) & 255)
-    found = _changed(found, (near >> 16) & 255, near >> 24)
-    # With the second condition, which always holds, the loop is no part of the one around it, whose loads the compiler
-    # takes ahead of their use where no loop is inside.
-    if FAR and most > 0:
-        column_ptr = (row_ptr + FAR_START).to(tl.pointer_type(tl.uint16))
+    # As a condition, the loop is no part of the one around it, whose loads the compiler takes ahead of their use where
+    # no loop is inside.
+    if most > 0:
+        column_ptr = (row_ptr + list_start).to(tl.pointer_type(tl.uint16))
         for place in range(most):
             there = place < count
             column = tl.load(column_ptr + place, mask=there, other=0).to(tl.uint32)
-            change = tl.load(row_ptr + FAR_START + 2 * ROOM + place, mask=there, other=0).to(tl.uint32)
+            change = tl.load(row_ptr + list_start + 2 * room + place, mask=there, other=0).to(tl.uint32)
             found = _changed(found, column % 256, tl.where(column // 256 == tile, change, 0))
     return found
 
 
 @jit
-def tail_of(row_ptr, ROW_BYTES: tl.constexpr):
-    """delta, first and count of rows, uint32 [R, 1] each."""
-    delta = tl.load(row_ptr + ROW_BYTES - 3).to(tl.uint32)
-    return delta, tl.load(row_ptr + ROW_BYTES - 2).to(tl.uint32), tl.load(row_ptr + ROW_BYTES - 1).to(tl.uint32)
+def tail_of(row_ptr, row_bytes):
+    """The first half of tables, and how many exceptions there are, of rows: uint32 [R, 1] each."""
+    end_ptr = row_ptr + row_bytes
+    shared = tl.load(end_ptr - 5).to(tl.uint32)
+    for byte in tl.static_range(1, 4):
+        shared |= tl.load(end_ptr - 5 + byte).to(tl.uint32) << (8 * byte)
+    return shared, tl.load(end_ptr - 1).to(tl.uint32)
 
 
 @jit
 def _elements(low, upper):
     """[R, 8, 2, 2] bits of words of lower and of upper bytes: column of a pair, upper pair."""
-    even = (low & 0x00FF00FF) | ((upper << 8) & 0xFF00FF00)
-    odd = ((low >> 8) & 0x00FF00FF) | (upper & 0xFF00FF00)
+    even, odd = picked_bytes(low, upper, 0x6240), picked_bytes(low, upper, 0x7351)
     even = tl.join(even.to(tl.uint16), (even >> 16).to(tl.uint16))
     return tl.join(even, tl.join(odd.to(tl.uint16), (odd >> 16).to(tl.uint16)))
 
@@ -281,22 +285,21 @@ def half_of(low, uppers, HALF: tl.constexpr, ROWS: tl.constexpr):
     return tl.permute(found, (0, 6, 5, 2, 4, 1, 3))
 
 
-@jit(do_not_specialize=("num_rows",))
+@jit(do_not_specialize=("num_rows", "list_start", "room"))
 def _decode_rows_kernel(
-    stored_ptr, out_ptr, num_rows, COLUMNS: tl.constexpr, FAR_START: tl.constexpr, ROOM: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    stored_ptr, out_ptr, num_rows, columns, list_start, room, row_bytes, WHOLE: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     tile = tl.program_id(1)
     # What lies behind the last row reads that row and stores nothing.
-    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * ROW_BYTES
-    tail = tail_of(row_ptr, ROW_BYTES)
-    low, index, near = load_coded(row_ptr, tile, COLUMNS, ROWS)
-    uppers = uppers_of(index, near, row_ptr, tail, tl.max(tail[2]), tile, FAR_START, ROOM, True)
+    row_ptr = stored_ptr + tl.minimum(row, num_rows - 1) * row_bytes
+    tail = tail_of(row_ptr, row_bytes)
+    low, index, table = load_coded(row_ptr, tile, columns, WHOLE, ROWS)
+    uppers = uppers_of(index, table, tail, row_ptr, list_start, room, tl.max(tail[1]), tile)
     bits = tl.join(half_of(low, uppers, 0, ROWS), half_of(low, uppers, 1, ROWS))
     bits = tl.reshape(tl.permute(bits, (0, 7, 1, 2, 3, 4, 5, 6)), [ROWS, 256])
     column = tile * 256 + tl.arange(0, 256)[None, :]
-    tl.store(out_ptr + row * COLUMNS + column, bits, mask=(row < num_rows) & (column < COLUMNS))
+    tl.store(out_ptr + row * columns + column, bits, mask=(row < num_rows) & (column < columns))
 
 
 def decode_rows_triton(stored: torch.Tensor, row: CodedRow, out: torch.Tensor) -> None:
@@ -304,8 +307,8 @@ def decode_rows_triton(stored: torch.Tensor, row: CodedRow, out: torch.Tensor) -
     require_triton("decoding 12-bit weights")
     with torch.cuda.device_of(stored):
         _decode_rows_kernel[(triton.cdiv(len(stored), _DECODED_ROWS), row.tiles)](
-            stored, out.view(torch.uint16), len(stored), COLUMNS=row.columns, FAR_START=row.far_start, ROOM=row.room,
-            ROW_BYTES=row.nbytes, ROWS=_DECODED_ROWS, num_warps=2,
+            stored, out.view(torch.uint16), len(stored), row.columns, row.list_start, row.room, row.nbytes,
+            WHOLE=row.columns % TILE == 0, ROWS=_DECODED_ROWS, num_warps=2,
         )  # fmt: skip
 
 

@@ -2,68 +2,78 @@
 
 import torch
 
-from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
+from offload_runtime_kernels._jit import gdc_wait, jit, require_triton, tl
 from offload_runtime_kernels.coded_bf16 import CodedRow, half_of, load_coded, tail_of, uppers_of
-from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
-
-_REGISTERS = 128  # of a thread: the second loop would take more, at the cost of the first
+from offload_runtime_kernels.encoded_linear import (
+    EncodedTile,
+    add_products,
+    launch_options,
+    no_sums,
+    row_starts,
+    rows_of_x,
+    store_product,
+)
+from offload_runtime_kernels.gguf_blocks import TILE
 
 
 @jit
 def _sums(
-    sums, start, end, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS: tl.constexpr,
-    FAR_START: tl.constexpr, ROOM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    FAR: tl.constexpr,
+    sums, start, end, x_ptr, num_rows, row_ptrs, tails, columns, list_start, room, most, WHOLE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the tiles from `start` to `end`: fp32 [M, N]."""
-    rows: tl.constexpr = M // 2
+    """Add the products of the tiles from `start` to `end`. Rows have at most so many exceptions."""
+    parts: tl.constexpr = 2 if W_FIRST else 1
+    rows: tl.constexpr = M // parts
     for tile in tl.range(start, end, num_stages=STAGES):
-        near_low, near_index, near_pair = load_coded(near_ptr, tile, COLUMNS, rows)
-        far_low, far_index, far_pair = load_coded(far_ptr, tile, COLUMNS, rows)
-        near_uppers = uppers_of(near_index, near_pair, near_ptr, near_tail, most, tile, FAR_START, ROOM, FAR)
-        far_uppers = uppers_of(far_index, far_pair, far_ptr, far_tail, most, tile, FAR_START, ROOM, FAR)
+        lows, uppers = (), ()  # type: tuple[tuple[object, ...], tuple[object, ...]]
+        for part in tl.static_range(parts):
+            low, index, table = load_coded(row_ptrs[part], tile, columns, WHOLE, rows)
+            lows += (low,)
+            uppers += (uppers_of(index, table, tails[part], row_ptrs[part], list_start, room, most, tile),)
         for half in tl.static_range(2):
-            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, COLUMNS, COLUMNS % 256 == 0, N)
-            near_w = half_of(near_low, near_uppers, half, rows).to(tl.bfloat16, bitcast=True).to(x.dtype)
-            far_w = half_of(far_low, far_uppers, half, rows).to(tl.bfloat16, bitcast=True).to(x.dtype)
-            sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
+            x = rows_of_x(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N, W_FIRST)
+            weights = ()  # type: tuple[object, ...]
+            for part in tl.static_range(parts):
+                bits = half_of(lows[part], uppers[part], half, rows)
+                weights += (bits.to(tl.bfloat16, bitcast=True).to(x.dtype),)
+            sums = add_products(sums, x, weights, M, W_FIRST)
     return sums
 
 
-@jit(do_not_specialize=("num_rows", "height", "stride"))
+@jit(do_not_specialize=("num_rows", "height", "stride", "list_start", "room"))
 def _coded_linear_kernel(
-    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, COLUMNS: tl.constexpr, FAR_START: tl.constexpr,
-    ROOM: tl.constexpr, ROW_BYTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, stored_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, list_start, room, row_bytes,
+    WHOLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
-    near, far = half_rows(M, height)
-    near_ptr, far_ptr = stored_ptr + near.to(tl.int64) * ROW_BYTES, stored_ptr + far.to(tl.int64) * ROW_BYTES
-    near_tail, far_tail = tail_of(near_ptr, ROW_BYTES), tail_of(far_ptr, ROW_BYTES)
-    most = tl.max(tl.maximum(near_tail[2], far_tail[2]))
+    row_ptrs = row_starts(stored_ptr, row_bytes, 1, height, M, W_FIRST)
+    tails = ()  # type: tuple[object, ...]
+    most = 0
+    for part in tl.static_range(2 if W_FIRST else 1):
+        tails += (tail_of(row_ptrs[part], row_bytes),)
+        most = tl.maximum(most, tl.max(tails[part][1]).to(tl.int32))
     # Each in a loop of its own: what only few rows need must not hold others up.
-    tiles = tl.cdiv(COLUMNS, 256)
+    tiles = tl.cdiv(columns, 256)
     plain = tl.where(most == 0, tiles, 0)
-    sums = tl.zeros([M, N], dtype=tl.float32)
+    sums = no_sums(M, N, W_FIRST)
     sums = _sums(
-        sums, 0, plain, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, 0, COLUMNS, FAR_START, ROOM, M, N,
-        STAGES, False,
-    )  # fmt: skip
+        sums, 0, plain, x_ptr, num_rows, row_ptrs, tails, columns, list_start, room, 0, WHOLE, M, N, W_FIRST, STAGES
+    )
     sums = _sums(
-        sums, plain, tiles, x_ptr, num_rows, near_ptr, far_ptr, near_tail, far_tail, most, COLUMNS, FAR_START, ROOM, M,
-        N, STAGES, True,
+        sums, plain, tiles, x_ptr, num_rows, row_ptrs, tails, columns, list_start, room, most, WHOLE, M, N, W_FIRST,
+        STAGES,
     )  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, HAS_BIAS, HAS_RESIDUAL
+        sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, W_FIRST, HAS_BIAS,
+        HAS_RESIDUAL, OVERLAP,
     )  # fmt: skip
 
 
 def coded_linear_triton(
     x: torch.Tensor, stored: torch.Tensor, row: CodedRow, out: torch.Tensor, *, bias: torch.Tensor | None = None,
-    add: bool = False,
+    add: bool = False, tile: EncodedTile | None = None,
 ) -> None:  # fmt: skip
     """Multiply rows with a matrix, into `out` or, with `add`, added to it; enqueued on the current stream.
 
@@ -74,14 +84,15 @@ def coded_linear_triton(
         out: [N, M] in the dtype of x; its rows may be part of longer ones.
         bias: [M] or None, contiguous.
         add: Whether the product is added to what `out` has.
+        tile: Overrides how the product is cut.
     """
     require_triton("a product with 12-bit weights")
     num_rows, height = len(x), len(stored)
     assert x.shape[1] == row.columns and out.shape[1] == height
     assert stored.is_contiguous() and stored.shape[1] == row.nbytes
-    grid, options = launch_options(x, out, bias, add=add)
+    grid, options = launch_options(x, out, bias, add=add, tile=tile)
     with torch.cuda.device_of(x):
         _coded_linear_kernel[grid](
-            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), COLUMNS=row.columns,
-            FAR_START=row.far_start, ROOM=row.room, ROW_BYTES=row.nbytes, maxnreg=_REGISTERS, **options,
+            x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), row.columns,
+            row.list_start, row.room, row.nbytes, WHOLE=row.columns % TILE == 0, **options,
         )  # fmt: skip

@@ -4,52 +4,85 @@ the matrix units.
     y = x W^T + b;    out = y   or   out + y
 
 with the bits of `linear` and the decoded matrix: one accumulator for one element, in ascending order of K, and the same
-rounding. A warp decodes 16 rows at a time as two times eight, of which each lane has just what the matrix units take
-from it, so that nothing of a weight goes through shared memory once it is decoded.
+rounding. A warp decodes eight rows at a time, or 16 as two times eight, of which each lane has just what the matrix
+units take from it, so that nothing of a weight goes through shared memory once it is decoded.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offload_runtime_kernels._jit import jit, overlap_options, tl, triton, triton_available
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    jit,
+    overlap_options,
+    tl,
+    triton,
+    triton_available,
+)
 
 # Of more rows of x a matrix is decoded into memory and multiplied there.
 MOST_ROWS = 16
 _FEW_ROWS = 8  # as many as the matrix units take at least: with eight the largest matrices are a fifth faster
-# Rows of W for a program, its warps, and how far ahead what is stored is loaded into shared memory.
-_BLOCK_M, _NUM_WARPS, _NUM_STAGES = 32, 2, 3
+
+
+@dataclass(frozen=True)
+class EncodedTile:
+    """How a product is cut: a program has `block_m` rows of W, steps of 256 columns, `num_stages` of which are loaded
+    into shared memory ahead of their use.
+
+    With `w_first` a warp decodes 16 rows of W, the matrix units' first operand, otherwise eight, the second: twice as
+    many warps, whose every product takes 16 rows of x.
+    """
+
+    block_m: int
+    num_warps: int
+    num_stages: int
+    w_first: bool
+
+
+# Of every product: what the other way gains small matrices, and costs large ones, is not measured.
+_DEFAULT_TILE = EncodedTile(32, 2, 3, True)
 
 # Whether Triton interprets kernels, which knows no assembly.
 INTERPRETED = tl.constexpr(triton_available and triton.knobs.runtime.interpret)
 
 
 @jit
-def half_rows(M: tl.constexpr, height):
-    """[M / 2, 1]: of each 16 rows of a program the first eight, and the others. What lies behind the last row is
-    that row, and is not stored."""
-    i = tl.arange(0, M // 2)[:, None]
-    near = tl.program_id(0) * M + i // 8 * 16 + i % 8
-    return tl.minimum(near, height - 1), tl.minimum(near + 8, height - 1)
+def row_starts(ptr, row_bytes, rows_together, height, M: tl.constexpr, W_FIRST: tl.constexpr):
+    """Pointers to the rows of a program, [R, 1] each, of a matrix with `height` rows, so many of which share what is
+    stored of one: with `W_FIRST` of each 16 the first eight, and the others. What lies behind the last row is that row,
+    and is not stored."""
+    if W_FIRST:
+        i = tl.arange(0, M // 2)[:, None]
+        row = tl.program_id(0) * M + i // 8 * 16 + i % 8
+        rows = (tl.minimum(row, height - 1), tl.minimum(row + 8, height - 1))  # type: tuple[Any, ...]
+    else:
+        rows = (tl.minimum(tl.program_id(0) * M + tl.arange(0, M)[:, None], height - 1),)
+    found = ()  # type: tuple[Any, ...]
+    for part in tl.static_range(2 if W_FIRST else 1):
+        found += (ptr + (rows[part] // rows_together).to(tl.int64) * row_bytes,)
+    return found
 
 
 @jit
-def operand(near, far, M: tl.constexpr):
-    """[M, 128] of the weights of half the rows each, [M / 2, ...]: the first operand of `tl.dot`.
-
-    Triton does not see how it is decoded: where it does, it takes columns out of their order, so that each thread loads
-    more at a time."""
-    w = tl.reshape(tl.join(near, far), [M // 16, 8, 128, 2])
-    w = tl.reshape(tl.permute(w, (0, 3, 1, 2)), [M, 128])
-    if not INTERPRETED:
-        w = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [w], dtype=w.dtype, is_pure=False, pack=1)
-    return w
+def no_sums(M: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr):
+    """Where products are added up: of rows of W and of x, or the other way round."""
+    if W_FIRST:
+        sums = tl.zeros([M, N], dtype=tl.float32)
+    else:
+        sums = tl.zeros([N, M], dtype=tl.float32)
+    return sums
 
 
 @jit
-def columns_at(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, N: tl.constexpr):
-    """[128, N] of x, zero behind the last column."""
-    row, k = tl.arange(0, N)[None, :], tl.arange(0, 128)[:, None]
+def rows_of_x(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, N: tl.constexpr, W_FIRST: tl.constexpr):
+    """128 columns of x, zero behind the last one: an operand of `tl.dot`."""
+    if W_FIRST:
+        row, k = tl.arange(0, N)[None, :], tl.arange(0, 128)[:, None]
+    else:
+        row, k = tl.arange(0, N)[:, None], tl.arange(0, 128)[None, :]
     real = row < num_rows
     if not WHOLE:
         real &= start + k < columns
@@ -57,12 +90,37 @@ def columns_at(x_ptr, start, num_rows, columns, WHOLE: tl.constexpr, N: tl.const
 
 
 @jit
+def add_products(sums, x, weights, M: tl.constexpr, W_FIRST: tl.constexpr):
+    """Add the products of 128 columns, with the weights of the rows of `row_starts`, [R, ...] each.
+
+    Triton does not see how they are decoded: where it does, it takes columns out of their order, so that each thread
+    loads more at a time."""
+    if W_FIRST:
+        w = tl.reshape(tl.join(weights[0], weights[1]), [M // 16, 8, 128, 2])
+        w = tl.reshape(tl.permute(w, (0, 3, 1, 2)), [M, 128])
+    else:
+        w = tl.trans(tl.reshape(weights[0], [M, 128]))
+    if not INTERPRETED:
+        w = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [w], dtype=w.dtype, is_pure=False, pack=1)
+    if W_FIRST:
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+    else:
+        sums = tl.dot(x, w, sums, input_precision="ieee")
+    return sums
+
+
+@jit
 def store_product(
-    sums, bias_ptr, out_ptr, num_rows, height, stride, DTYPE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    sums, bias_ptr, out_ptr, num_rows, height, stride, DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    W_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, N)[None, :]
-    column = tl.program_id(0) * M + tl.arange(0, M)[:, None]
+    if OVERLAP:
+        gdc_launch_dependents()
+    row, column = tl.arange(0, N), tl.program_id(0) * M + tl.arange(0, M)
+    if W_FIRST:
+        row, column = row[None, :], column[:, None]
+    else:
+        row, column = row[:, None], column[None, :]
     written = (row < num_rows) & (column < height)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + column, mask=column < height, other=0.0).to(tl.float32)
@@ -74,14 +132,15 @@ def store_product(
 
 
 def launch_options(
-    x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool, tile: EncodedTile | None
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Programs, and constants and options of a kernel; checks what is multiplied."""
-    (num_rows, _), height = x.shape, out.shape[1]
+    (num_rows, _), height, cut = x.shape, out.shape[1], tile or _DEFAULT_TILE
     assert num_rows <= MOST_ROWS and x.is_contiguous()
     assert len(out) == num_rows and out.stride(1) == 1 and out.dtype == x.dtype
     options = {
-        "M": _BLOCK_M, "N": _FEW_ROWS if num_rows <= _FEW_ROWS else MOST_ROWS, "STAGES": _NUM_STAGES,
-        "HAS_BIAS": bias is not None, "HAS_RESIDUAL": add, "num_warps": _NUM_WARPS, **overlap_options(x.device),
+        "M": cut.block_m, "N": _FEW_ROWS if cut.w_first and num_rows <= _FEW_ROWS else MOST_ROWS,
+        "W_FIRST": cut.w_first, "STAGES": cut.num_stages, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": add,
+        "num_warps": cut.num_warps, **overlap_options(x.device),
     }  # fmt: skip
-    return (-(-height // _BLOCK_M),), options
+    return (-(-height // cut.block_m),), options

@@ -23,16 +23,19 @@ from typing import Any, NamedTuple
 import torch
 
 from offload_runtime_kernels._jit import constant, jit, require_triton, tl, triton
+from offload_runtime_kernels.encoded_linear import INTERPRETED
 
 TILE = 256  # weights of a row that are decoded together
-_UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
+UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _ROW_ALIGNMENT_BYTES = 16
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
 _CODE_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
-# Its magnitudes, eight in a word.
-_NEGATIVE_CODES = tl.constexpr(sum(-code << 8 * i for i, code in enumerate(_CODE_BOOK[:8])))
-_POSITIVE_CODES = tl.constexpr(sum(code << 8 * i for i, code in enumerate(_CODE_BOOK[8:])))
+# Its numbers and 128, four in a word.
+_CODE_0, _CODE_4, _CODE_8, _CODE_12 = (
+    tl.constexpr(sum(code + 128 << 8 * i for i, code in enumerate(_CODE_BOOK[first : first + 4])))
+    for first in range(0, 16, 4)
+)
 
 
 class Bits(NamedTuple):
@@ -102,7 +105,7 @@ class BlockFormat:
 
     def num_blocks(self, columns: int) -> int:
         """Of a row in planes: as many as whole units take."""
-        together = max(1, _UNITS_BYTES // self.fields[0][1])
+        together = max(1, UNITS_BYTES // self.fields[0][1])
         return -(-columns // (self.weights * together)) * together
 
     def row_bytes(self, columns: int) -> int:
@@ -126,6 +129,15 @@ class BlockFormat:
     @property
     def bytes_3(self) -> int:
         return self.fields[3][1] if len(self.fields) > 3 else 0
+
+    @property
+    def words_1(self) -> int:
+        """Of the second plane, what belongs to two units of the first."""
+        return max(1, self.bytes_1 * UNITS_BYTES // (4 * self.bytes_0))
+
+    @property
+    def words_2(self) -> int:
+        return max(1, self.bytes_2 * UNITS_BYTES // (4 * self.bytes_0))
 
     @property
     def d_bytes(self) -> int:
@@ -216,7 +228,7 @@ def _fields(blocks: torch.Tensor, rows: torch.Tensor, form: BlockFormat) -> Iter
     for number, (at, nbytes) in enumerate(form.fields):
         field, end = blocks[:, :, at // 2 : (at + nbytes) // 2], start + blocks.shape[1] * nbytes // 2
         if number == 0 or (number == 1 and form.has_upper_units):
-            field = _lane_pairs(field, min(_UNITS_BYTES, TILE // form.weights * nbytes))
+            field = _lane_pairs(field, min(UNITS_BYTES, TILE // form.weights * nbytes))
         yield field, rows[:, start:end].unflatten(1, field.shape[1:])
         start = end
 
@@ -349,9 +361,13 @@ def _for_both_words(t, ROWS: tl.constexpr):
 
 
 @jit
-def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
-    """Four words of a row, which every lane loads at once: [R, 8] each."""
-    words = tl.load(ptr + within(first + tl.arange(0, 16)[None, :] % 4, count, WHOLE))
+def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
+    """Four words of a row, which every lane loads at once: [R, 8] each. Behind the last one as many as are `TOGETHER`
+    come again."""
+    at = first + tl.arange(0, 16)[None, :] % 4
+    if not WHOLE:
+        at = within(at // TOGETHER, count // TOGETHER, WHOLE) * TOGETHER + at % TOGETHER
+    words = tl.load(ptr + at)
     even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -361,7 +377,9 @@ def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+def words_at(
+    plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr
+):
     """The words of a tile of a plane that has `EACH` bits for one: [R, 1] or [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     words: tl.constexpr = EACH // 32
@@ -369,9 +387,9 @@ def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constex
         found = (tl.load(ptr + tile // (32 // EACH)) >> (tile % (32 // EACH) * EACH),)  # type: tuple[Any, ...]
     elif words % 4 == 0:
         count = (plane_bytes + 3) // 4
-        found = _four_words_at(ptr, tile * words, count, WHOLE, ROWS)
+        found = _four_words_at(ptr, tile * words, count, WHOLE, TOGETHER, ROWS)
         if words == 8:
-            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, ROWS)
+            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, TOGETHER, ROWS)
     else:
         found = (tl.load(ptr + tile * words),)
         for word in tl.static_range(1, words):
@@ -382,20 +400,21 @@ def words_at(plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constex
 @jit
 def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
     """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8; with
-    `WHOLE` the `blocks` of a row are whole tiles."""
+    `WHOLE` the `blocks` of a row are whole tiles. Behind the last blocks these come again in all planes, so that no
+    weight there is larger than a real one."""
     each: tl.constexpr = 256 // FORM.weights
     found = (units_at(row_ptr, tile, blocks * FORM.bytes_0, each * FORM.bytes_0, WHOLE, ROWS),)  # type: tuple[Any, ...]
     ptr = row_ptr + blocks * FORM.bytes_0
     if FORM.has_upper_units:
         found += (units_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
     else:
-        found += (words_at(ptr, tile, blocks * FORM.bytes_1, 8 * each * FORM.bytes_1, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_1, 8 * each * FORM.bytes_1, WHOLE, FORM.words_1, ROWS),)
     if FORM.bytes_2 != 0:
         ptr += blocks * FORM.bytes_1
-        found += (words_at(ptr, tile, blocks * FORM.bytes_2, 8 * each * FORM.bytes_2, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_2, 8 * each * FORM.bytes_2, WHOLE, FORM.words_2, ROWS),)
     if FORM.bytes_3 != 0:
         ptr += blocks * FORM.bytes_2
-        found += (words_at(ptr, tile, blocks * FORM.bytes_3, 8 * each * FORM.bytes_3, WHOLE, ROWS),)
+        found += (words_at(ptr, tile, blocks * FORM.bytes_3, 8 * each * FORM.bytes_3, WHOLE, 1, ROWS),)
     return found
 
 
@@ -440,10 +459,11 @@ def _bits_of(planes, x, BITS: tl.constexpr, WORDS: tl.constexpr):
 
 @jit
 def _integers_of(planes, x, INTEGERS: tl.constexpr, WORDS: tl.constexpr):
+    """fp32: them and their offset, times 2^-24."""
     found = _bits_of(planes, x, constant(INTEGERS.low), WORDS)
     if INTEGERS.high is not None:
         found |= _bits_of(planes, x, constant(INTEGERS.high), WORDS) << INTEGERS.low.bits
-    return _small_number(found ^ INTEGERS.flip) - INTEGERS.offset * 2.0**-24
+    return _small_number(found ^ INTEGERS.flip)
 
 
 @jit
@@ -464,7 +484,9 @@ def _byte_times(words, d, BYTE: tl.constexpr):
 
 
 @jit
-def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, PLACE: tl.constexpr, FORM: tl.constexpr):
+def _scales_of(
+    planes, x, unit: tl.constexpr, s: tl.constexpr, PLACE: tl.constexpr, FORM: tl.constexpr, ZERO_SIGNS: tl.constexpr
+):  # fmt: skip
     """fp32: what the numbers of words are multiplied with, and what is added or, with minima, subtracted."""
     d = _halves_of(planes, unit, constant(FORM.d), FORM) * 2.0 ** (24 - PLACE)
     m = d
@@ -479,9 +501,14 @@ def _scales_of(planes, x, unit: tl.constexpr, s: tl.constexpr, PLACE: tl.constex
         d = _byte_times(words, d, 4 + 2 * unit + s)
         m = _byte_times(words, m, 12 + 2 * unit + s)
     elif FORM.scale is not None:
-        d *= _integers_of(planes, x // FORM.group, constant(FORM.scale), FORM.scale_words)
+        scale = _integers_of(planes, x // FORM.group, constant(FORM.scale), FORM.scale_words)
+        offset: tl.constexpr = FORM.scale.offset * 2.0**-24
+        if ZERO_SIGNS or offset == 0:
+            d *= scale - offset
+        else:
+            d = d * scale - d * offset
         if FORM.minimum is not None:
-            m *= _integers_of(planes, x // FORM.group, constant(FORM.minimum), FORM.scale_words)
+            m *= _integers_of(planes, x // FORM.group, constant(FORM.minimum), FORM.scale_words)  # from 0 on
     return d, m
 
 
@@ -500,12 +527,47 @@ def _upper_word(planes, x, unit: tl.constexpr, FORM: tl.constexpr):
 
 
 @jit
-def _code(index):
-    """fp32 of the code book."""
-    shift = ((index & 7) * 8).to(tl.int64)
-    negative = (tl.full([], _NEGATIVE_CODES, tl.int64) >> shift) & 255
-    positive = (tl.full([], _POSITIVE_CODES, tl.int64) >> shift) & 255
-    return tl.where(index < 8, -negative, positive).to(tl.float32)
+def masked(words, MASK: tl.constexpr, FLIPPED: tl.constexpr):
+    """What a mask has of words, with bits flipped: one instruction, which compilers make two of for its constants."""
+    if INTERPRETED:
+        found = (words & MASK) ^ FLIPPED
+    else:
+        mask, flipped = tl.full([1, 1], MASK, tl.uint32), tl.full([1, 1], FLIPPED, tl.uint32)
+        found = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [words, mask, flipped], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+@jit
+def picked_bytes(first, second, selector):
+    """Of the eight bytes of two words those that the lowest four half-bytes of `selector` say; all uint32."""
+    if INTERPRETED:
+        found = selector & 0
+        for byte in tl.static_range(4):
+            place = (selector >> (4 * byte)) & 7
+            word = tl.where(place < 4, first, second)
+            found |= ((word >> (place % 4 * 8)) & 255) << (8 * byte)
+    else:
+        found = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, selector], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return found
+
+
+@jit
+def _four_codes(places, upper):
+    """Of each half of the code book what is at places, and of both what `upper` says."""
+    lower = picked_bytes(places * 0 + _CODE_0, places * 0 + _CODE_4, places)
+    return picked_bytes(lower, picked_bytes(places * 0 + _CODE_8, places * 0 + _CODE_12, places), upper)
+
+
+@jit
+def _codes(words):
+    """What the code book has, and 128, for the half-bytes of words: four bytes for the lower half of each, and four."""
+    places, upper = words & 0x77777777, ((words >> 1) & 0x44444444) | 0x32103210
+    first = _four_codes(places, upper)
+    return first, _four_codes(places >> 16, upper >> 16)
 
 
 @jit
@@ -514,6 +576,8 @@ def _numbers_at(words, upper, unit: tl.constexpr, s: tl.constexpr, BYTE: tl.cons
     lower bits of the first of them lie, and as far up in the upper half."""
     low: tl.constexpr = constant(FORM.q.low)
     place: tl.constexpr = low.bits * s
+    if FORM.q.flip:
+        return masked(words >> (8 * BYTE), ((1 << low.bits) - 1) * 0x10001 << place, FORM.q.flip * 0x10001 << place)
     found = (words >> (8 * BYTE)) & (((1 << low.bits) - 1) * 0x10001 << place)
     if FORM.q.high is not None:
         high: tl.constexpr = constant(FORM.q.high)
@@ -525,24 +589,23 @@ def _numbers_at(words, upper, unit: tl.constexpr, s: tl.constexpr, BYTE: tl.cons
         else:
             upper = upper << (here - there)
         found |= upper & (((1 << high.bits) - 1) * 0x10001 << here)
-    return found ^ (FORM.q.flip * 0x10001 << place)
+    return found
 
 
 @jit
 def _weights_of(numbers, d, m, PLACE: tl.constexpr, FORM: tl.constexpr, ZERO_SIGNS: tl.constexpr):
     """fp32 weights of the numbers at bit `PLACE` of both halves. They are not moved from there, but scaled back. Where
     zeros may be positive whatever the sign of d, an offset is a part of one multiply-add."""
-    if FORM.coded:
-        low, high = _code((numbers >> PLACE) & 15) * d, _code((numbers >> (PLACE + 16)) & 15) * d
+    low, high = _small_number(numbers), _small_number(numbers >> 16)
+    offset: tl.constexpr = (128 if FORM.coded else FORM.q.offset) * 2.0 ** (PLACE - 24)
+    if offset == 0:
+        low, high = low * d, high * d
+    elif ZERO_SIGNS:
+        low, high = (low - offset) * d, (high - offset) * d
+    elif FORM.coded:  # of up to 8 + 11 + 6 bits, which fp32 has none to spare for: fused, whatever the compiler does
+        low, high = tl.fma(low, d, d * -offset), tl.fma(high, d, d * -offset)
     else:
-        low, high = _small_number(numbers), _small_number(numbers >> 16)
-        offset: tl.constexpr = FORM.q.offset * 2.0 ** (PLACE - 24)
-        if FORM.q.offset == 0:
-            low, high = low * d, high * d
-        elif ZERO_SIGNS:
-            low, high = (low - offset) * d, (high - offset) * d
-        else:
-            low, high = low * d - d * offset, high * d - d * offset
+        low, high = low * d - d * offset, high * d - d * offset
     if FORM.minimum is not None:
         low, high = low - m, high - m
     elif FORM.m is not None:
@@ -564,9 +627,15 @@ def _unit_shares(
     upper = words
     if FORM.q.high is not None:
         upper = _upper_word(planes, x, unit, FORM)
-    d, m = _scales_of(planes, x, unit, s, 24 if FORM.coded else place, FORM)  # the code book has whole numbers
-    w00, w10 = _weights_of(_numbers_at(words, upper, unit, s, 0, FORM), d, m, place, FORM, ZERO_SIGNS)
-    w01, w11 = _weights_of(_numbers_at(words, upper, unit, s, 1, FORM), d, m, place, FORM, ZERO_SIGNS)
+    if FORM.coded:
+        d, m = _scales_of(planes, x, unit, s, 0, FORM, ZERO_SIGNS)
+        first, second = _codes(words)
+        w00, w01 = _weights_of(masked(first >> (8 * s), 0x00FF00FF, 0), d, m, 0, FORM, ZERO_SIGNS)
+        w10, w11 = _weights_of(masked(second >> (8 * s), 0x00FF00FF, 0), d, m, 0, FORM, ZERO_SIGNS)
+    else:
+        d, m = _scales_of(planes, x, unit, s, place, FORM, ZERO_SIGNS)
+        w00, w10 = _weights_of(_numbers_at(words, upper, unit, s, 0, FORM), d, m, place, FORM, ZERO_SIGNS)
+        w01, w11 = _weights_of(_numbers_at(words, upper, unit, s, 1, FORM), d, m, place, FORM, ZERO_SIGNS)
     return tl.join(tl.join(w00, w10), tl.join(w01, w11)).to(DTYPE)
 
 

@@ -2,8 +2,16 @@
 
 import torch
 
-from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, require_triton, tl
-from offload_runtime_kernels.encoded_linear import columns_at, half_rows, launch_options, operand, store_product
+from offload_runtime_kernels._jit import gdc_wait, jit, require_triton, tl
+from offload_runtime_kernels.encoded_linear import (
+    EncodedTile,
+    add_products,
+    launch_options,
+    no_sums,
+    row_starts,
+    rows_of_x,
+    store_product,
+)
 from offload_runtime_kernels.gguf_blocks import TILE, units_at
 from offload_runtime_kernels.scaled_rows import (
     BITS,
@@ -20,51 +28,48 @@ def _scaled_linear_kernel(
     x_ptr, numbers_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, row_bytes,
     scale_bytes, zero_bytes, rows_of_scale, tiles_of_scale, NUMBER: tl.constexpr, BITS: tl.constexpr,
     ZERO: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     scale: tl.constexpr = scales_ptr.dtype.element_ty
-    rows: tl.constexpr = M // 2
-    near, far = half_rows(M, height)
-    near_ptr, far_ptr = numbers_ptr + near.to(tl.int64) * row_bytes, numbers_ptr + far.to(tl.int64) * row_bytes
-    near_own, far_own = (near // rows_of_scale).to(tl.int64), (far // rows_of_scale).to(tl.int64)
-    scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
-    near_scales_ptr, far_scales_ptr = scales_ptr + near_own * scale_bytes, scales_ptr + far_own * scale_bytes
-    near_zeros_ptr, far_zeros_ptr = zeros_ptr + near_own * zero_bytes, zeros_ptr + far_own * zero_bytes
-    near_first = shared_words_at(near_scales_ptr, near_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
-    far_first = shared_words_at(far_scales_ptr, far_zeros_ptr, 0, BITS, ZEROS, GROUP, scale, rows)
-    sums = tl.zeros([M, N], dtype=tl.float32)
+    parts: tl.constexpr = 2 if W_FIRST else 1
+    rows: tl.constexpr = M // parts
+    row_ptrs = row_starts(numbers_ptr, row_bytes, 1, height, M, W_FIRST)
+    scale_ptrs = row_starts(scales_ptr.to(tl.pointer_type(tl.uint8)), scale_bytes, rows_of_scale, height, M, W_FIRST)
+    zero_ptrs = row_starts(zeros_ptr, zero_bytes, rows_of_scale, height, M, W_FIRST)
+    first = ()  # type: tuple[object, ...]
+    if GROUP == 0:  # one scale a row
+        for part in tl.static_range(parts):
+            first += (shared_words_at(scale_ptrs[part], zero_ptrs[part], 0, BITS, ZEROS, GROUP, scale, rows),)
+    sums = no_sums(M, N, W_FIRST)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
-        near_units = units_at(near_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
-        far_units = units_at(far_ptr, tile, row_bytes, 32 * BITS, WHOLE, rows)
-        if GROUP == 0:
-            near_shared, far_shared = near_first, far_first  # one scale a row
-        else:
-            own = tile // tiles_of_scale
-            near_shared = shared_words_at(near_scales_ptr, near_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
-            far_shared = shared_words_at(far_scales_ptr, far_zeros_ptr, own, BITS, ZEROS, GROUP, scale, rows)
+        units, shared = (), first  # type: tuple[tuple[object, ...], tuple[object, ...]]
+        for part in tl.static_range(parts):
+            units += (units_at(row_ptrs[part], tile, row_bytes, 32 * BITS, WHOLE, rows),)
+            if GROUP > 0:
+                at = tile // tiles_of_scale
+                shared += (shared_words_at(scale_ptrs[part], zero_ptrs[part], at, BITS, ZEROS, GROUP, scale, rows),)
         for half in tl.static_range(2):
-            x = columns_at(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N)
-            near_w = decoded_half(
-                near_units, near_shared, half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
-            )  # fmt: skip
-            far_w = decoded_half(
-                far_units, far_shared, half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
-            )  # fmt: skip
-            sums = tl.dot(operand(near_w, far_w, M), x, sums, input_precision="ieee")
-    if OVERLAP:
-        gdc_launch_dependents()
+            x = rows_of_x(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N, W_FIRST)
+            weights = ()  # type: tuple[object, ...]
+            for part in tl.static_range(parts):
+                weights += (
+                    decoded_half(
+                        units[part], shared[part], half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
+                    ),
+                )
+            sums = add_products(sums, x, weights, M, W_FIRST)
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, HAS_BIAS, HAS_RESIDUAL
-    )  # fmt: skip
+        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, W_FIRST, HAS_BIAS, HAS_RESIDUAL, OVERLAP
+    )
 
 
 def scaled_linear_triton(
     x: torch.Tensor, stored: ScaledRows, form: ScaledFormat, out: torch.Tensor, *, bias: torch.Tensor | None = None,
-    add: bool = False,
+    add: bool = False, tile: EncodedTile | None = None,
 ) -> None:  # fmt: skip
     """Multiply rows with a matrix, into `out` or, with `add`, added to it; enqueued on the current stream.
 
@@ -75,13 +80,14 @@ def scaled_linear_triton(
         out: [N, M] in the dtype of x; its rows may be part of longer ones.
         bias: [M] or None, contiguous.
         add: Whether the product is added to what `out` has.
+        tile: Overrides how the product is cut.
     """
     require_triton("a product with quantised weights")
     (num_rows, k), height = x.shape, len(stored.numbers)
     group = columns_of_scale(form, k)
     assert group is not None and stored.numbers.shape[1] == form.row_bytes(k) and out.shape[1] == height
     scale_bytes, zero_bytes = form.scale_row_bytes(k)
-    grid, options = launch_options(x, out, bias, add=add)
+    grid, options = launch_options(x, out, bias, add=add, tile=tile)
     with torch.cuda.device_of(x):
         _scaled_linear_kernel[grid](
             x, stored.numbers, stored.scales, stored.zeros, bias if bias is not None else x, out, num_rows, height,

@@ -27,9 +27,8 @@ import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import TILE, units_at, words_at
+from offload_runtime_kernels.gguf_blocks import TILE, UNITS_BYTES, masked, units_at, words_at
 
-_UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _WORD_BYTES = 4
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
@@ -61,7 +60,7 @@ class ScaledFormat(NamedTuple):
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of numbers."""
-        return -(-self.file_bytes(columns) // _UNITS_BYTES) * _UNITS_BYTES
+        return -(-self.file_bytes(columns) // UNITS_BYTES) * UNITS_BYTES
 
     def scales(self, rows: int, columns: int) -> tuple[int, int]:
         """How many scales a matrix has: down and across."""
@@ -112,7 +111,7 @@ def _in_lanes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return pairs.unflatten(1, (-1, 64 // bits, 4)).transpose(2, 3)
 
 
-def _exchange(words: torch.Tensor, mask: int, shift: int) -> None:
+def exchange(words: torch.Tensor, mask: int, shift: int) -> None:
     """Of each word the bits of a mask with those that many above them."""
     differing = (words >> shift).bitwise_xor_(words).bitwise_and_(mask)
     words ^= differing
@@ -125,18 +124,20 @@ def pack_numbers(numbers: torch.Tensor, form: ScaledFormat, out: torch.Tensor) -
     Args:
         numbers: uint8 [R, file_bytes], contiguous, in the order of columns, the even one in the lower half of a byte.
         form: How the matrix is stored.
-        out: uint8 [R, row_bytes], contiguous; written.
+        out: uint8 [R, row_bytes], contiguous; written. Behind the last column its number comes again, so that weights
+            that meet no row of x are not too large for a number either.
     """
     bits, rows = BITS[form.number], max(1, _REFERENCE_WEIGHTS // out.shape[1])
     for some, to in zip(numbers.split(rows), out.split(rows), strict=True):
-        if some.shape[1] != to.shape[1]:
-            some = torch.nn.functional.pad(some, (0, to.shape[1] - some.shape[1]))
+        if (missing := to.shape[1] - some.shape[1]) > 0:
+            last = some[:, -1:]
+            some = torch.cat((some, (last if bits == 8 else (last >> 4) * 17).expand(-1, missing)), dim=1)
         in_lanes = _in_lanes(some, bits)
         to.view(in_lanes.dtype).view(in_lanes.shape).copy_(in_lanes)
         if bits == 4:
             words = to.view(torch.int32)
-            _exchange(words, 0x00F000F0, 4)
-            _exchange(words, 0x0000FF00, 8)
+            exchange(words, 0x00F000F0, 4)
+            exchange(words, 0x0000FF00, 8)
 
 
 def unpack_numbers(stored: torch.Tensor, form: ScaledFormat, columns: int) -> torch.Tensor:
@@ -144,8 +145,8 @@ def unpack_numbers(stored: torch.Tensor, form: ScaledFormat, columns: int) -> to
     bits, found = BITS[form.number], torch.empty_like(stored)
     if bits == 4:
         words = stored.view(torch.int32).clone()
-        _exchange(words, 0x0000FF00, 8)
-        _exchange(words, 0x00F000F0, 4)
+        exchange(words, 0x0000FF00, 8)
+        exchange(words, 0x00F000F0, 4)
         stored = words.view(torch.uint8)
     in_lanes = _in_lanes(found, bits)
     in_lanes.copy_(stored.view(in_lanes.dtype).view(in_lanes.shape))
@@ -184,19 +185,6 @@ def decode_scaled_reference(stored: ScaledRows, form: ScaledFormat, start: int, 
 
 
 @jit
-def _masked(words, MASK: tl.constexpr, FLIPPED: tl.constexpr):
-    """What a mask has of words, with bits flipped: one instruction, which compilers make two of for its constants."""
-    if INTERPRETED:
-        found = (words & MASK) ^ FLIPPED
-    else:
-        mask, flipped = tl.full([1, 1], MASK, tl.uint32), tl.full([1, 1], FLIPPED, tl.uint32)
-        found = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [words, mask, flipped], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    return found
-
-
-@jit
 def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
     """Two numbers of each word, in its halves, as 16 bits float each; those of 4 bits in bf16 where that is asked for.
 
@@ -206,11 +194,11 @@ def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexp
             words = words << 8
         found = (words & 0x80008000) | ((words & 0x7F007F00) >> 1)
     elif NUMBER == "uint4" and BF16:
-        found = _masked(words >> (4 * P), 0x000F000F, 0x43004300)
+        found = masked(words >> (4 * P), 0x000F000F, 0x43004300)
     elif NUMBER == "uint4":
-        found = _masked(words >> (P // 2 * 8), 0x000F000F << (P % 2 * 4), 0x64006400 - P % 2 * 0x10001000)
+        found = masked(words >> (P // 2 * 8), 0x000F000F << (P % 2 * 4), 0x64006400 - P % 2 * 0x10001000)
     else:
-        found = _masked(words >> (8 * P), 0x00FF00FF, 0x64806480 if NUMBER == "int8" else 0x64006400)
+        found = masked(words >> (8 * P), 0x00FF00FF, 0x64806480 if NUMBER == "int8" else 0x64006400)
     return found
 
 
@@ -326,10 +314,10 @@ def shared_words_at(
 ):  # fmt: skip
     """The words of a tile's scales and zeros."""
     COUNT: tl.constexpr = 256 // GROUP if GROUP > 0 else 1
-    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, ROWS)
+    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, 1, ROWS)
     zeros = scales
     if ZEROS:
-        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, ROWS)
+        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, 1, ROWS)
     return scales, zeros
 
 

@@ -20,6 +20,8 @@ from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import LIBRARY_ROWS, library_agrees
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
 from offload_runtime.config import GB, format_bytes
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
@@ -30,10 +32,15 @@ _MODEL_MATRICES = (
     (960, 576), (576, 576), (3072, 576), (576, 1536), (12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008),
     (6144, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),
 )  # fmt: skip
-# Blocks of common files, and [M, K] of the matrices of a layer of an 8B Llama: small ones are slower than large ones.
+# Blocks of common files, numbers of common quantised checkpoints (in groups of 128 columns, in rows, in squares), and
+# [M, K] of the matrices of a layer of an 8B Llama: small ones are slower than large ones.
 _MEASURED_BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+_MEASURED_NUMBERS = {
+    "INT4": ScaledFormat("uint4", 1, 128, torch.float16, 8), "INT8": ScaledFormat("int8", 1, 1 << 16, torch.bfloat16),
+    "FP8": ScaledFormat("FP8", 128, 128, torch.float32),
+}  # fmt: skip
 _LAYER_MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-# 123 to 232 MB each, so that no second-level cache (72 MB of an RTX 4090) has what is read again.
+# 112 to 334 MB each, so that no second-level cache (72 MB of an RTX 4090) has what is read again.
 _LAYERS = 4
 # GB/s of one lane by PCIe generation, after line coding and before packet headers.
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563, 7: 15.125}
@@ -269,23 +276,31 @@ def measure_library_rows(device: torch.device) -> dict[str, int]:
     return found
 
 
+def _stored_product(kind: str, m: int, k: int, device: torch.device) -> Callable[[], None]:
+    """A product of one row with a matrix [M, K] as it is stored, of whatever random bytes decode to."""
+    x, out = (torch.ones(1, width, dtype=torch.bfloat16, device=device) for width in (k, m))
+    randint = partial(torch.randint, 256, dtype=torch.uint8, device=device)
+    if kind == CODED:
+        row = CodedRow.of(k)
+        assert row is not None
+        stored = torch.zeros(m, row.nbytes, dtype=torch.uint8, device=device)  # weights without exceptions
+        return partial(coded_linear_triton, x, stored, row, out)
+    if kind in _MEASURED_NUMBERS:
+        form = _MEASURED_NUMBERS[kind]
+        (down, across), (scale_bytes, _) = form.scales(m, k), form.scale_row_bytes(k)
+        scales = torch.ones(down, scale_bytes // form.scale.itemsize, dtype=form.scale, device=device)[:, :across]
+        none, numbers = torch.empty(0, device=device), randint((m, form.row_bytes(k)))
+        return partial(scaled_linear_triton, x, ScaledRows(numbers, scales, none.byte(), none.int()), form, out)
+    blocks = FORMATS[kind]
+    return partial(gguf_linear_triton, x, randint((m, blocks.row_bytes(k))), blocks, out)
+
+
 def measure_decode_gweights_per_s(device: torch.device, *, budget_s: float) -> dict[str, float]:
     """Products of one row with layers as they are stored, within a CUDA graph: weights in 1e9 a second by how they are.
     Where memory is slower than decoding, this is what it delivers."""
     rates, weights = {}, _LAYERS * sum(m * k for m, k in _LAYER_MATRICES)
-    for kind in (*_MEASURED_BLOCKS, CODED):
-        products = []
-        for m, k in _LAYERS * _LAYER_MATRICES:
-            x, out = (torch.ones(1, width, dtype=torch.bfloat16, device=device) for width in (k, m))
-            if kind == CODED:
-                row = CodedRow.of(k)
-                assert row is not None
-                stored = torch.zeros(m, row.nbytes, dtype=torch.uint8, device=device)  # weights without exceptions
-                products.append(partial(coded_linear_triton, x, stored, row, out))
-            else:
-                shape = (m, FORMATS[kind].row_bytes(k))
-                stored = torch.randint(256, shape, dtype=torch.uint8, device=device)  # whatever that decodes to
-                products.append(partial(gguf_linear_triton, x, stored, FORMATS[kind], out))
+    for kind in (*_MEASURED_BLOCKS, *_MEASURED_NUMBERS, CODED):
+        products = [_stored_product(kind, m, k, device) for m, k in _LAYERS * _LAYER_MATRICES]
         for multiply in products:  # compiled before a capture
             multiply()
         torch.cuda.synchronize(device)

@@ -158,7 +158,7 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     if effort is _THOROUGH:
         found.take("the library's products", "library_rows", lambda: gpu_bench.measure_library_rows(device))
         found.take(
-            "GGUF blocks", "decode_gweights_per_s",
+            "decoding in registers", "decode_gweights_per_s",
             lambda: gpu_bench.measure_decode_gweights_per_s(device, budget_s=budget_s / 2),
         )  # fmt: skip
     else:

@@ -84,8 +84,9 @@ _BY_SHAPE = _table(
     _Rule("shapes of matrices", lambda key: isinstance(key, str) and re.fullmatch(r"\d+x\d+", key) is not None),
     _number(0, 4096, " (rows)", whole=True), '"4096x11008" = 512',
 )  # fmt: skip
-_BY_BLOCKS = _table(
-    _Rule("ways to store weights", lambda key: re.fullmatch(r"I?Q\d_\w+|12-bit BF16", str(key)) is not None),
+_KIND = re.compile(r"I?Q\d_\w+|INT[48]|FP8|12-bit BF16")
+_BY_KIND = _table(
+    _Rule("ways to store weights", lambda key: _KIND.fullmatch(str(key)) is not None),
     _number(1e-3, 1e6, " (Gweights/s)"), "Q4_K = 2343.0",
 )  # fmt: skip
 _CPU = _Rule('a table, such as [cpu] name = "…" cores = 16', lambda value: isinstance(value, CpuFigures))
@@ -138,7 +139,7 @@ class MachineProfile:
     `pcie_generation` and `pcie_width` are the link's while it is busy. `hbm_gbps` counts bytes read and written.
     `tflops` are dense matrix products by element type, `launch_us` one small kernel launched from the host,
     `graph_launch_us` one within a CUDA graph. `decode_gweights_per_s` are weights that products of one row
-    decode in registers, by the kind of GGUF blocks, in 1e9 a second, over a layer of an 8B; memory may bound them.
+    decode in registers, by how they are stored, in 1e9 a second, over a layer of an 8B; memory may bound them.
 
     Host: `ram_bytes` is all of the memory, `pinnable_bytes` what may be page-locked of it, at `pin_gbps`. `host_gbps`
     is reading with as many threads as are best (`host_by_threads`), `host_gbps_while_link_busy` the same beside
@@ -169,7 +170,7 @@ class MachineProfile:
     cpu: CpuFigures | None = field(default=None, metadata=_key(_CPU))
     tflops: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_DTYPE, gpu=True))
     library_rows: Mapping[str, int] = field(default_factory=dict, metadata=_key(_BY_SHAPE, gpu=True))
-    decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_BLOCKS, gpu=True))
+    decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_KIND, gpu=True))
     link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
     host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
 

@@ -118,7 +118,7 @@ class MachineFigures:
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
     while the link is busy. `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a
-    second, by the kind of GGUF blocks.
+    second, by how they are stored.
     """
 
     name: str

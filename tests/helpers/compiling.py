@@ -38,6 +38,7 @@ from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_triton
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.compact_rows import compact_rows_triton
 from offload_runtime_kernels.copy_words import copy_words_triton
+from offload_runtime_kernels.encoded_linear import EncodedTile
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat, decode_blocks_triton
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
@@ -69,6 +70,8 @@ BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch
 # Query heads, KV heads and head dim.
 HEADS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "phi-2": (32, 32, 80), "gemma-2-2b": (8, 4, 256)}
 Call = Callable[[], object]
+# A product with encoded rows as the matrix units' second operand.
+W_SECOND = EncodedTile(32, 4, 3, False)
 
 
 class Driver:
@@ -179,10 +182,11 @@ def decode(form: BlockFormat, columns: int, dtype: torch.dtype) -> None:
 
 
 def multiply_blocks(
-    form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
-) -> None:
+    form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False,
+    tile: EncodedTile | None = None,
+) -> None:  # fmt: skip
     x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
-    gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add)
+    gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add, tile=tile)
 
 
 def decode_coded(columns: int) -> None:
@@ -191,12 +195,14 @@ def decode_coded(columns: int) -> None:
     decode_rows_triton(torch.empty(4096, row.nbytes, dtype=torch.uint8), row, torch.empty(4096, columns, dtype=BF16))
 
 
-def multiply_coded(rows: int, columns: int, *, bias: bool = False, add: bool = False) -> None:
+def multiply_coded(
+    rows: int, columns: int, *, bias: bool = False, add: bool = False, tile: EncodedTile | None = None
+) -> None:
     row = CodedRow.of(columns)
     assert row is not None
     x, out, added = (torch.empty(*shape, dtype=BF16) for shape in ((rows, columns), (rows, 4096), (4096,)))
     stored = torch.empty(4096, row.nbytes, dtype=torch.uint8)
-    coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add)
+    coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add, tile=tile)
 
 
 def numbers_of(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
@@ -209,10 +215,12 @@ def decode_numbers(form: ScaledFormat, rows: int, columns: int, dtype: torch.dty
     decode_scaled_triton(numbers_of(form, rows, columns), form, 0, torch.empty(rows, columns, dtype=dtype))
 
 
-def multiply_numbers(form: ScaledFormat, rows: int, m: int, k: int, dtype: torch.dtype, **fused: bool) -> None:
+def multiply_numbers(
+    form: ScaledFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False,
+    tile: EncodedTile | None = None,
+) -> None:  # fmt: skip
     x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
-    bias = added if fused.pop("bias", False) else None
-    scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=bias, **fused)
+    scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=added if bias else None, add=add, tile=tile)
 
 
 # FP8 with a scale of all, of rows and of blocks; integers of 8 bits; of 4 bits with zeros, and in an order.
@@ -231,6 +239,7 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     for columns in (4096, 11008, 576):
         yield f"decode 12-bit {columns}", partial(decode_coded, columns)
     yield "12-bit 8", partial(multiply_coded, 8, 4096)
+    yield "12-bit 8 second", partial(multiply_coded, 8, 4096, tile=W_SECOND)
     yield "12-bit 16 ragged", partial(multiply_coded, 16, 576, bias=True, add=True)
     for form in SCALED:
         name = f"decode {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros} {form.ordered}"
@@ -246,6 +255,7 @@ def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
         for name, k in (("Q5_0", 544), ("Q6_K", 768)):
             ragged = partial(multiply_blocks, FORMATS[name], rows, 4096, k, FP16, bias=True, add=True)
             yield f"gguf_linear {name} {rows} ragged", ragged
+    yield "gguf_linear Q4_K second", partial(multiply_blocks, FORMATS["Q4_K"], 8, 4096, 4096, BF16, tile=W_SECOND)
 
 
 # Every number, and those of 4 bits with every way to multiply them; all sizes of groups.
@@ -264,6 +274,8 @@ def scaled_linear_calls() -> Iterator[tuple[str, Call]]:
         name = f"scaled_linear {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros}"
         if dtype == BF16 or form.number == "uint4":
             yield f"{name} {called(dtype)}", partial(multiply_numbers, form, 8, 4096, 4096, dtype)
+    second = partial(multiply_numbers, MULTIPLIED[5], 8, 4096, 4096, BF16, tile=W_SECOND)
+    yield "scaled_linear uint4 True bfloat16 second", second
     for form in (MULTIPLIED[1], MULTIPLIED[5]):
         ragged = partial(multiply_numbers, form, 16, 4096, 576, BF16, bias=True, add=True)
         yield f"scaled_linear {form.number} 16 ragged", ragged

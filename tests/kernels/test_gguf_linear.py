@@ -6,11 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from offload_runtime_kernels.encoded_linear import MOST_ROWS
+from offload_runtime_kernels.encoded_linear import MOST_ROWS, EncodedTile
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
-from offload_runtime_kernels.linear import linear_triton
 
+from tests.helpers import encoded_products
+from tests.helpers.encoded_products import TILES, assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_gguf_blocks import blocks_of, in_rows
 
@@ -33,30 +34,14 @@ def matrix(kind: str, height: int, columns: int, dtype: torch.dtype) -> tuple[to
 
 
 def products(
-    kind: str, stored: torch.Tensor, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """With blocks, as columns of a wider tensor whose others must stay, and with the decoded matrix."""
-    (height, columns), dtype = decoded.shape, decoded.dtype
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
-    x = x.to(KERNEL_DEVICE, dtype)
-    added = torch.randn(height, generator=generator).to(KERNEL_DEVICE, dtype) if bias else None
-    before = torch.randn(num_rows, height, generator=generator).to(KERNEL_DEVICE, dtype)
-    wide = torch.full((num_rows, height + 32), float("nan"), dtype=dtype, device=KERNEL_DEVICE)
-    found, expected = wide[:, 16 : 16 + height], before.clone()
-    if add:
-        found.copy_(before)
-    gguf_linear_triton(x, stored, FORMATS[kind], found, bias=added, add=add)
-    assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
-    linear_triton(x, decoded, expected, bias=added, add=add)
-    return found.contiguous(), expected
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """In the interpreter, whose sums take another order with every shape of a tile: roundings apart."""
-    half = found.dtype == FP16  # two roundings to 11 bits, of the product and of the sum
-    tolerance = 2.0**-10 if half else 1e-4
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=float(expected.abs().max()) * tolerance)
+    kind: str, stored: torch.Tensor, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
+    tile: EncodedTile = TILES[0],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """With blocks, and with the decoded matrix."""
+    return encoded_products.products(
+        lambda x, out, **fused: gguf_linear_triton(x, stored, FORMATS[kind], out, **fused), decoded, num_rows,
+        bias=bias, add=add, tile=tile,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
@@ -65,6 +50,12 @@ def test_products_are_those_of_the_decoded_matrix(kind: str, dtype: torch.dtype)
     """A K that is no whole number of tiles, or of steps, and rows of W that are no whole number of programs'."""
     columns = 768 if FORMATS[kind].weights == 256 else 544
     assert_close(*products(kind, *matrix(kind, SHORT, columns, dtype), 3, bias=True, add=True))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q2_K", "IQ4_NL"])
+def test_rows_of_w_may_be_the_second_operand(kind: str) -> None:
+    columns = 768 if FORMATS[kind].weights == 256 else 544
+    assert_close(*products(kind, *matrix(kind, SHORT, columns, FP32), 9, bias=True, add=True, tile=TILES[1]))
 
 
 @pytest.mark.slow
@@ -84,5 +75,18 @@ def test_products_have_the_bits_of_the_decoded_matrix(kind: str, dtype: torch.dt
         stored, decoded = matrix(kind, height, columns, dtype)
         for num_rows in (1, 5, 8, 9, MOST_ROWS):
             bias, add = kind in FUSED and num_rows in (1, 8), kind in FUSED and num_rows in (8, 9)
-            found, expected = products(kind, stored, decoded, num_rows, bias=bias, add=add)
-            assert torch.equal(found, expected), (height, num_rows, columns)
+            for tile in TILES if kind in FUSED or num_rows == 5 else TILES[:1]:
+                found, expected = products(kind, stored, decoded, num_rows, bias=bias, add=add, tile=tile)
+                assert torch.equal(found, expected), (height, num_rows, columns, tile)
+
+
+def test_weights_behind_the_last_column_are_no_infinities() -> None:
+    """One block of large weights in fp16, and others whose numbers would be too large with its scale."""
+    stored = torch.zeros(1, 20, 18, dtype=torch.uint8)  # numbers are -8
+    stored[0, 18, 2:] = 0xFF
+    stored.view(torch.float16)[0, :, 0] = 2.0**-10
+    stored.view(torch.float16)[0, 18, 0] = 9000.0
+    rows = in_rows("Q4_0", stored.view(20, 18), 20).to(KERNEL_DEVICE)
+    out, x = torch.empty(1, 1, dtype=FP16, device=KERNEL_DEVICE), torch.full((1, 640), 2.0**-12, dtype=FP16)
+    gguf_linear_triton(x.to(KERNEL_DEVICE), rows, FORMATS["Q4_0"], out)
+    assert float(out) == pytest.approx(32 * 63000 * 2.0**-12, rel=1e-3)

@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 import torch
-from offload_runtime_kernels.encoded_linear import MOST_ROWS
-from offload_runtime_kernels.linear import linear_triton
+from offload_runtime_kernels.encoded_linear import MOST_ROWS, EncodedTile
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled_reference
 
+from tests.helpers import encoded_products
+from tests.helpers.encoded_products import TILES, assert_close
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
-from tests.kernels.test_gguf_linear import assert_close
 from tests.kernels.test_scaled_rows import on_device, stored_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -59,23 +59,14 @@ def matrix(form: ScaledFormat, columns: int, dtype: torch.dtype) -> tuple[Scaled
 
 
 def products(
-    form: ScaledFormat, stored: ScaledRows, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """With what is stored, as columns of a wider tensor whose others must stay, and with the decoded matrix."""
-    (height, columns), dtype = decoded.shape, decoded.dtype
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, columns, generator=generator) * torch.randn(num_rows, columns, generator=generator).exp()
-    x = x.to(KERNEL_DEVICE, dtype)
-    added = torch.randn(height, generator=generator).to(KERNEL_DEVICE, dtype) if bias else None
-    before = torch.randn(num_rows, height, generator=generator).to(KERNEL_DEVICE, dtype)
-    wide = torch.full((num_rows, height + 32), float("nan"), dtype=dtype, device=KERNEL_DEVICE)
-    found, expected = wide[:, 16 : 16 + height], before.clone()
-    if add:
-        found.copy_(before)
-    scaled_linear_triton(x, stored, form, found, bias=added, add=add)
-    assert bool(wide[:, :16].isnan().all()) and bool(wide[:, 16 + height :].isnan().all())
-    linear_triton(x, decoded, expected, bias=added, add=add)
-    return found.contiguous(), expected
+    form: ScaledFormat, stored: ScaledRows, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
+    tile: EncodedTile = TILES[0],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """With what is stored, and with the decoded matrix."""
+    return encoded_products.products(
+        lambda x, out, **fused: scaled_linear_triton(x, stored, form, out, **fused), decoded, num_rows,
+        bias=bias, add=add, tile=tile,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
@@ -83,6 +74,12 @@ def products(
 def test_products_are_those_of_the_decoded_matrix(name: str, dtype: torch.dtype) -> None:
     """A K that ends within a tile and within a unit."""
     assert_close(*products(FORMATS[name], *matrix(FORMATS[name], 544, dtype), 3, bias=True, add=True))
+
+
+@pytest.mark.parametrize("name", ["uint4 of small groups", "int8 of rows", "FP8 of blocks"])
+def test_rows_of_w_may_be_the_second_operand(name: str) -> None:
+    form = FORMATS[name]
+    assert_close(*products(form, *matrix(form, 544, FP32), 9, bias=True, add=True, tile=TILES[1]))
 
 
 @pytest.mark.gpu
@@ -93,8 +90,21 @@ def test_products_have_the_bits_of_the_decoded_matrix(name: str, dtype: torch.dt
     for columns, num_rows in product((1024, 768, 544), (1, 5, 8, 9, MOST_ROWS)):
         stored, decoded = matrix(FORMATS[name], columns, dtype)
         bias, add = name in FUSED and num_rows in (1, 8), name in FUSED and num_rows in (8, 9)
-        found, expected = products(FORMATS[name], stored, decoded, num_rows, bias=bias, add=add)
-        assert torch.equal(found, expected), (num_rows, columns)
+        for tile in TILES if name in FUSED or num_rows == 5 else TILES[:1]:
+            found, expected = products(FORMATS[name], stored, decoded, num_rows, bias=bias, add=add, tile=tile)
+            assert torch.equal(found, expected), (num_rows, columns, tile)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_weights_behind_the_last_column_are_no_infinities(zeros: bool) -> None:
+    """Numbers below the least real one would be, in fp16 with a large scale."""
+    form = ScaledFormat("uint4", 1, 1024, FP16, 0 if zeros else 8, zeros=zeros)
+    numbers, stored_zeros = torch.full((1, 272), 0xFF, dtype=torch.uint8), torch.full((1, 1), 8, dtype=torch.uint8)
+    scales = torch.full((1, 1), 9000.0, dtype=FP16)
+    stored = on_device(stored_rows(form, numbers, scales, stored_zeros, torch.empty(0, dtype=torch.int32)))
+    out, x = torch.empty(1, 1, dtype=FP16, device=KERNEL_DEVICE), torch.full((1, 544), 2.0**-12, dtype=FP16)
+    scaled_linear_triton(x.to(KERNEL_DEVICE), stored, form, out)
+    assert float(out) == pytest.approx(544 * 63000 * 2.0**-12, rel=1e-3)
 
 
 def test_what_is_multiplied_as_it_is_stored() -> None:
