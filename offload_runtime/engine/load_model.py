@@ -148,7 +148,10 @@ def load_models(
     """
     if plan.has_verifier and plan.target.on_host and budget.device.type == "cuda":
         require_readable_arenas(budget.device)
-    load = partial(load_model, budget=budget, queues=queues, registrar=registrar, on_progress=on_progress, undo=undo)
+    load = partial(
+        load_model, budget=budget, queues=queues, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes,
+        on_progress=on_progress, undo=undo,
+    )  # fmt: skip
     draft = load(draft_source, plan.draft, name="draft") if draft_source and plan.draft else None
     target = load(target_source, plan.target, name="target")
     if budget.device.type == "cuda":
@@ -163,7 +166,7 @@ def load_models(
 
 def load_model(
     source: CheckpointSource, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
+    registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again."""
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
@@ -171,8 +174,9 @@ def load_model(
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     held = device_blocks(plan, budget, name=name)
     weights = load_weights(
-        source, plan.layout, onto=held, pin=pin, registrar=registrar, on_progress=report, coding_device=budget.device
-    )
+        source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
+        coding_device=budget.device,
+    )  # fmt: skip
     undo.callback(weights.close)
     if budget.device.type == "cuda":
         torch.cuda.empty_cache()  # of what passed through
