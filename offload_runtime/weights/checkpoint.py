@@ -38,12 +38,13 @@ _LEFTOVERS = (
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
-    that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`;
-    `uncoded` are matrices that are known not to fit the 12-bit code of bf16."""
+    that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`, and
+    `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
     kinds: Mapping[str, str | ScaledFormat] = field(default_factory=dict, kw_only=True)
+    decoded: bool = field(default=False, kw_only=True)
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def config(self) -> ModelConfig:
@@ -52,7 +53,8 @@ class DescribedModel:
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
-        return ModelLayout.as_stored(self.model_config, dtype, self.kinds, coded=coded, uncoded=self.uncoded)
+        kinds = {} if self.decoded else self.kinds
+        return ModelLayout.as_stored(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
 
 
 @dataclass(frozen=True)
