@@ -112,11 +112,16 @@ def require_kernels(device: torch.device) -> None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
 
 
-def check_vocabulary(target: CheckpointSource, draft: CheckpointSource, tokenizer: Any) -> None:
-    """Refuse a draft whose token ids mean other text than those of the target, which `tokenizer` is of."""
-    target_vocab, draft_vocab = tokenizer.get_vocab(), draft.tokenizer().get_vocab()
-    if target_vocab == draft_vocab:
-        return
+def read_tokenizer(target: CheckpointSource, draft: CheckpointSource | None) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        CheckpointError: There is none that can be read.
+        VocabularyMismatchError: A draft's token ids mean other text.
+    """
+    tokenizer = target.tokenizer()
+    if draft is None or (target_vocab := tokenizer.get_vocab()) == (draft_vocab := draft.tokenizer().get_vocab()):
+        return tokenizer
     different = sum(target_vocab.get(token) != index for token, index in draft_vocab.items())
     different += sum(token not in draft_vocab for token in target_vocab)
     raise VocabularyMismatchError(
@@ -128,15 +133,10 @@ def check_vocabulary(target: CheckpointSource, draft: CheckpointSource, tokenize
 
 def open_sources(
     target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource | None
-) -> tuple[CheckpointSource, CheckpointSource | None, Any]:
-    """Open the checkpoints and read everything that can be wrong about them, short of the weights: both, and the
-    target's tokenizer."""
+) -> tuple[CheckpointSource, CheckpointSource | None]:
+    """Open the checkpoints and read everything that can be wrong about them, short of tokenizers and weights."""
     target_source = open_checkpoint(target) if isinstance(target, str | Path) else target
-    draft_source = open_checkpoint(draft) if isinstance(draft, str | Path) else draft
-    tokenizer = target_source.tokenizer()
-    if draft_source is not None:
-        check_vocabulary(target_source, draft_source, tokenizer)
-    return target_source, draft_source, tokenizer
+    return target_source, open_checkpoint(draft) if isinstance(draft, str | Path) else draft
 
 
 def load_models(
