@@ -286,7 +286,7 @@ class QuantisedTensor(StoredTensor):
         # A piece begins with a row of scales, and of words; it has what is read, what is stored and what is made.
         together = math.lcm(form.rows if form.rows < height else 1, _WORD_ROWS)
         sizes = form.file_bytes(columns), form.row_bytes(columns), rows[0].nbytes
-        step = max(1, PIECE_BYTES // (sum(sizes) * together)) * together
+        step = max(1, (PIECE_BYTES - len(sizes) * aligned(1)) // (sum(sizes) * together)) * together
         with own_or(staging) as pieces, pieces.piece(sum(aligned(step * size) for size in sizes), out.device) as piece:
             for start, part in zip(range(0, height, step), rows.split(step), strict=True):
                 numbers, stored, made = piece.cut(*(len(part) * size for size in sizes))
