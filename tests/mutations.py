@@ -240,8 +240,8 @@ MUTATIONS = (
     Mutation(
         "encoding: stored rows of queries and keys stay as llama.cpp rotates them",
         "offload_runtime/weights/gguf.py",
-        "return made.view(-1, self.head_dim // 2, 2, width).transpose(1, 2).reshape(part.shape)",
-        "return made",
+        "blocks = halves.reshape(blocks.shape)",
+        "pass",
         (_OF_THE_PACKAGE,),
     ),
     Mutation(

@@ -55,9 +55,9 @@ CHANGES = {
     "more than the card has": "--vram 25.7GB --context 11520",
     "more of both than there is": "--vram 25.7GB --ram 68.7GB",
     "more host memory than there is": "--ram 68.7GB --context 75520",
-    "less host memory than is needed": "--ram 13.5GB",
-    "less of all than is needed": "--vram 7.2GB --ram 14.6GB --pinned 75.5MB",
-    "less than a larger machine needs": "--ram 136.2GB on a machine with 136.2 GB of host memory",
+    "less host memory than is needed": "--ram 13.9GB",
+    "less of all than is needed": "--vram 7.2GB --ram 15.0GB --pinned 75.5MB",
+    "less than a larger machine needs": "--ram 136.6GB on a machine with 136.6 GB of host memory",
 }
 
 

@@ -305,7 +305,7 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     assert len(plan_run(staged_request(request), machine).placement.staged_layers) == 0
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, too little by .*a ring to stage"):
         plan_run(replace(staged_request(request), pinned_bytes=10_000_000), machine)
-    too_small = r"--ram of 12\.0 GB is too small by .* MB \(streamed layers 11\.8 GB, Python and libraries .*\)"
+    too_small = r"--ram of 12\.0 GB is too small by .* GB \(streamed layers 11\.8 GB, Python and libraries .*\)"
     with pytest.raises(BudgetError, match=too_small):
         plan_run(replace(staged_request(request), ram_bytes=12 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.select_chunks import different_counts, parts_of, select_chunks
 
 from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine.build_proposer import warm_up_verifier
+from offload_runtime.engine.load_model import load_model, warm_up
 from offload_runtime.kv.retrieval import RetrievedDraftCache
+from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, ModelRunner, StepGraphs, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.sampling import DIFFERENT_WAYS
 from offload_runtime.speculation import drafting
-from tests.helpers.assembly import CPU, make_runner
+from tests.helpers.assembly import CPU, in_memory, make_runner
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.planning import load_streaming_kv
@@ -31,6 +35,7 @@ from tests.test_draft_model import BATCH, NOISY, make_draft
 from tests.test_draft_retrieval import Base
 from tests.test_triforce import CONTEXT, SMALL
 from tests.test_triforce import PROMPT as LONG_PROMPT
+from tests.test_weights_encoding import mixed, planned
 
 LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_size": 8, "gamma_draft": 3}
 TARGET = "wide_target"
@@ -175,6 +180,59 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(kind: str) ->
         said.append(model.propose(texts, {0: 9, 2: 5}))
         made.close()
     assert said[0] == said[1] and [len(said[0][sequence]) for sequence in (0, 2)] == [9, 5]
+
+
+@pytest.mark.parametrize("resident", [0, 4, 10])
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_warming_up_a_target_brings_few_layers_and_leaves_nothing(deep_target: Path, kv: str, resident: int) -> None:
+    """Of ten that are alike: what waits for the next pass, and once more what each pass that is given up brings."""
+    prompt = random_tokens(300, seed=1)
+    options: dict[str, Any] = {"draft": "ngram", "kv": kv, "resident_layers": resident, "context": 1500}
+    answers = []
+    for warm in (False, True):
+        with load_streaming_kv(deep_target, device="cpu", **options) as runtime:
+            target = runtime.parts.target
+            target.engine.drain()
+            before_bytes = target.engine.bytes_copied
+            if warm:
+                warm_up(target, trees=True)
+                target.engine.drain()
+                layer_bytes = target.weights.layout.layer_bytes[0]
+                slots, passes = target.placement.num_slots, 4
+                assert target.engine.bytes_copied - before_bytes <= passes * (slots + 1) * layer_bytes + (1 << 20)
+                assert target.runner.cache.length(0) == 0
+            result = runtime.generate(prompt, max_new_tokens=20, ignore_eos=True, temperature=0.7, seed=2)
+            answers.append((result.tokens, result.stats.passes))
+    assert answers[0] == answers[1]
+
+
+class SeenDecoder:
+    """A decoder that tells which layers it has run."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.ran = set[int]()
+        self._decoder = decoder
+
+    def layer(self, index: int, *args: Any) -> None:
+        self.ran.add(index)
+        self._decoder.layer(index, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+
+@pytest.mark.parametrize(("halved", "expected"), [((), {0}), ((("down",), (), ("qkv", "down"), ()), {0, 1, 2})])
+def test_warming_up_runs_a_layer_of_every_kind(halved: tuple[tuple[str, ...], ...], expected: set[int]) -> None:
+    source = in_memory(random_model("llama"))
+    plan = planned(source.config(), mixed(source.config(), halved)).target
+    with ExitStack() as undo:
+        queues = CopyQueues(make_copy_engine(CPU))
+        model = load_model(
+            source, plan, DeviceBudget(CPU, None), queues, name="target", registrar=None, on_progress=None, undo=undo
+        )
+        model.runner.decoder = decoder = SeenDecoder(model.runner.decoder)  # type: ignore[assignment]
+        warm_up(model)
+        assert decoder.ran == expected
 
 
 def test_what_needs_other_kernels() -> None:

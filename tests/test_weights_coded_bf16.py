@@ -110,7 +110,7 @@ def without_room(source: CheckpointSource, names: frozenset[str]) -> CheckpointS
         if name in names:
             out[7] *= 2.0 ** torch.arange(-100, 100, 200 / out.shape[1])[: out.shape[1]]
 
-    return replace(source, fills={name: lambda out, name=name: scattered(name, out) for name in source.fills})
+    return replace(source, fills={name: lambda out, _=None, name=name: scattered(name, out) for name in source.fills})
 
 
 def test_matrices_that_cannot_be_coded_are_all_named(source: CheckpointSource) -> None:

@@ -22,6 +22,7 @@ from offload_runtime.plan.search import place_layers, place_staged
 from offload_runtime.weights import CheckpointSource, DescribedModel, ModelLayout, layer_layout, load_weights
 from offload_runtime.weights.encoding import Encoding, Fill, Weight
 from offload_runtime.weights.layout import shared_layout
+from offload_runtime.weights.staging import Staging
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.models import load_plain, random_model, random_tokens
 from tests.helpers.planning import PROPERTY
@@ -49,9 +50,9 @@ class DecodedWeight(Weight):
     def dense(self) -> torch.Tensor:
         return self.stored.float()
 
-    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
+    def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         rows = torch.empty(row_end - row_start, *self.stored.shape[1:])
-        fill(rows)
+        fill(rows, staging)
         self.stored[row_start:row_end] = rows
         return self.stored[row_start:row_end].nbytes
 

@@ -27,9 +27,9 @@ from offload_runtime.memory import PAGE_BYTES, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from offload_runtime.weights.checkpoint import PIECE_BYTES
 from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
+from offload_runtime.weights.staging import PIECE_BYTES
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of

@@ -3,22 +3,26 @@
 import ctypes
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.memory import PAGE_BYTES, HostArena
+from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar
 from offload_runtime.weights import ModelLayout, checkpoint_tensors, layer_layout, load_weights, open_checkpoint
-from offload_runtime.weights.loader import passing_bytes
+from offload_runtime.weights.loader import HostWeights, passing_bytes
+from offload_runtime.weights.staging import PIECE_BYTES, Staging
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
-from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.page_locking import REFUSED, LimitedRegistrar
+from tests.helpers.quantising import FORMATS, write_quantised
 from tests.test_weights_gguf import write
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -128,6 +132,79 @@ def test_blocks_that_do_not_stay_are_read_to_where_they_belong(directory, onto, 
     assert not registrar.locked
 
 
+class PieceRegistrar(LimitedRegistrar):
+    """Counts the pieces that it is asked for, and refuses layers as long as one is locked where `exclusive`."""
+
+    def __init__(self, most_bytes: int = 1 << 60, *, exclusive: bool = False) -> None:
+        super().__init__(most_bytes)
+        self.num_pieces, self._exclusive = 0, exclusive
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.num_pieces += nbytes == PIECE_BYTES
+        if self._exclusive and nbytes < PIECE_BYTES and PIECE_BYTES in self.locked.values():
+            return REFUSED
+        return super().register(address, nbytes)
+
+
+def load_half_of(directory: Path, registrar: LimitedRegistrar, **options: Any) -> HostWeights:
+    """Embedding, head and a layer belong on a device, which takes no CUDA; two layers are to be locked."""
+    source = open_checkpoint(directory)
+    layout = source.layout(torch.bfloat16)
+    held = {
+        layer: torch.empty(layout.block(layer).total_bytes, dtype=torch.uint8, device="meta") for layer in (None, 1)
+    }
+    return load_weights(source, layout, onto=held, pin={0, 2}, registrar=registrar, **options)
+
+
+def test_pieces_on_their_way_to_a_device_are_locked_once_and_given_back(directory):
+    registrar = PieceRegistrar()
+    weights = load_half_of(directory, registrar)
+    assert 1 <= registrar.num_pieces <= min(16, os.cpu_count())
+    assert registrar.locked_bytes == sum(arena.pinned_bytes for arena in weights.layers.values())
+    assert all(arena.pinned for arena in weights.layers.values()) and num_staging() == 0
+
+
+def test_a_refused_piece_is_not_asked_for_again_and_costs_no_layer_its_lock(directory):
+    registrar = PieceRegistrar(PIECE_BYTES - 1)
+    weights = load_half_of(directory, registrar)
+    assert registrar.num_pieces == 1
+    assert all(arena.pinned for arena in weights.layers.values())
+
+
+def test_layers_that_were_refused_beside_pieces_are_locked_when_these_are_gone(directory):
+    weights = load_half_of(directory, PieceRegistrar(exclusive=True))
+    assert all(arena.pinned for arena in weights.layers.values())
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_pieces_are_within_what_may_be_locked(directory, pieces):
+    registrar = PieceRegistrar()
+    layers_bytes = 2 * HostArena.rounded(open_checkpoint(directory).layout(torch.bfloat16).layer_bytes[0])
+    weights = load_half_of(directory, registrar, pinned_bytes=layers_bytes + pieces * PIECE_BYTES)
+    assert registrar.num_pieces == pieces
+    assert registrar.most_locked_bytes <= layers_bytes + pieces * PIECE_BYTES
+    assert all(arena.pinned for arena in weights.layers.values())
+
+
+@pytest.mark.gpu
+def test_an_error_waits_for_what_copies_from_its_piece() -> None:
+    device = torch.device("cuda", 0)
+    out = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+
+    def fail(stored: torch.Tensor, out: torch.Tensor) -> None:
+        torch.cuda._sleep(100_000_000)
+        out.copy_(stored)
+        raise MemoryError
+
+    with (
+        Staging(device, Registrar()) as staging,
+        pytest.raises(MemoryError),
+        staging.piece(PIECE_BYTES, device) as piece,
+    ):
+        piece.convert(PIECE_BYTES, out, fail)
+    assert torch.cuda.current_stream(device).query()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_gets_the_bytes_of_a_cpu(directory, dtype):
@@ -209,11 +286,13 @@ def test_progress_ends_at_the_total(directory):
 
 MEASURE = """
 import sys, torch
+from dataclasses import replace
 from offload_runtime.weights import load_weights, open_checkpoint
 def status(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 source, stay = open_checkpoint(sys.argv[1]), int(sys.argv[2])
+source = replace(source, decoded=len(sys.argv) > 3)
 layout = source.layout(torch.bfloat16)
 onto = {layer: torch.empty(nbytes, dtype=torch.uint8, device="meta") for layer, nbytes in enumerate(layout.layer_bytes)}
 before = status("VmRSS")
@@ -222,10 +301,11 @@ print(before, status("VmHWM"), weights.layout.total_bytes)
 """
 
 
-def measured(model: Path, stay: int = 0) -> tuple[int, int]:
+def measured(model: Path, stay: int = 0, *, decoded: bool = False) -> tuple[int, int]:
     """By how many bytes a process grows that loads a model in bf16 of which the first `stay` layers do not stay in host
-    memory, and how many its weights are."""
+    memory, and how many its weights are; `decoded`, whatever it is stored as."""
     command, root = [sys.executable, "-c", MEASURE, str(model), str(stay)], Path(__file__).parents[1]
+    command += ["decoded"] if decoded else []
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     before, peak, total_bytes = map(int, result.stdout.split())
     return peak - before, total_bytes
@@ -265,3 +345,21 @@ def test_peak_memory_of_a_quantised_file_is_what_it_stores(tmp_path):
     # Of each thread what it reads at a time, before rows are put in order, and after.
     pieces_bytes = 3 * passing_bytes(source, source.layout(torch.bfloat16))
     assert 0.9 * total_bytes < grown <= 1.03 * total_bytes + pieces_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+@pytest.mark.parametrize("name", ["FP8 of blocks", "AWQ"])
+@pytest.mark.parametrize("decoded", [False, True])
+def test_peak_memory_of_a_quantised_checkpoint_is_what_passes_through(tmp_path, name, decoded):
+    """All of whose matrices belong on a device: of those that rows of the file are parts of there are some rows."""
+    write_quantised(
+        tmp_path, FORMATS[name], num_hidden_layers=1, hidden_size=2048, intermediate_size=8192, num_attention_heads=16,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    source = replace(open_checkpoint(tmp_path), decoded=decoded)
+    layout = source.layout(torch.bfloat16)
+    passing, matrix_bytes = passing_bytes(source, layout), 2 * 2048 * 8192
+    grown, _ = measured(tmp_path, stay=1, decoded=decoded)
+    assert grown <= layout.shared.total_bytes + passing + (24 << 20)  # of torch itself
+    assert passing < 3 * matrix_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from offload_runtime.weights.loader import passing_bytes
+from offload_runtime.weights.staging import PIECE_BYTES
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
@@ -111,6 +114,15 @@ def test_a_description_is_what_is_opened(checkpoint: Checkpoint, tmp_path: Path)
     assert alone.kinds.keys() == source.kinds.keys()
     if not any(form.scale == FP32 for form in source.kinds.values()):  # which no configuration says
         assert alone.kinds == source.kinds
+
+
+def test_a_plan_counts_what_decoding_reads_through(checkpoint: Checkpoint) -> None:
+    """A search that decodes a model at load knows what its file has."""
+    source = checkpoint.source
+    decoded = replace(source, decoded=True)
+    layout = decoded.layout(BF16)
+    assert layout == checkpoint.copy.layout(BF16)
+    assert passing_bytes(decoded, layout) == passing_bytes(source, source.layout(BF16)) > 4 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("name", BY_LIBRARY)

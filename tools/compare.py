@@ -50,7 +50,7 @@ from systems import (
 )
 
 from offload_runtime.config import require_positive
-from offload_runtime.engine.load_model import open_sources
+from offload_runtime.engine.load_model import open_sources, read_tokenizer
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.plan.request import resolve_context
@@ -102,7 +102,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
         CheckpointError, HubError, VocabularyMismatchError: A model cannot be opened, or the draft is another's.
     """
     draft = None if arguments.draft in NO_MODEL else arguments.draft
-    _, _, tokenizer = open_sources(arguments.target or arguments.source, draft)
+    tokenizer = read_tokenizer(*open_sources(arguments.target or arguments.source, draft))
     prompts = []
     for path in arguments.prompt_file:
         count = arguments.prompt_tokens

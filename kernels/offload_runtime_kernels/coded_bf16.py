@@ -166,7 +166,7 @@ def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor, device: 
         device: Where to work.
 
     Returns:
-        Rows that have more exceptions than room, of which `out` cannot be decoded. Waits for the device.
+        Rows that have more exceptions than room, of which `out` cannot be decoded. All is written.
     """
     assert values.dtype == torch.bfloat16 and values.is_contiguous() and values.shape[1] == row.columns
     assert out.dtype == torch.uint8 and out.is_contiguous() and out.shape == (len(values), row.nbytes)
@@ -175,6 +175,8 @@ def encode_rows(values: torch.Tensor, row: CodedRow, out: torch.Tensor, device: 
         made = torch.empty_like(coded, device=device)
         failed += _encode(rows.to(device), row, made)
         coded.copy_(made)
+    if out.is_cuda:
+        torch.cuda.current_stream(out.device).synchronize()
     return failed
 
 

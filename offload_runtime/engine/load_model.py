@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget, HostArena, Registrar, require_readable_arenas
-from offload_runtime.model import Decoder, RopeTable, RowBuilder, Window
+from offload_runtime.model import Decoder, RopeTable, RowBuilder, Weights, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
-from offload_runtime.runners.target import window_pass
+from offload_runtime.runners.target import Layers, window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
 
@@ -111,11 +112,16 @@ def require_kernels(device: torch.device) -> None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
 
 
-def check_vocabulary(target: CheckpointSource, draft: CheckpointSource, tokenizer: Any) -> None:
-    """Refuse a draft whose token ids mean other text than those of the target, which `tokenizer` is of."""
-    target_vocab, draft_vocab = tokenizer.get_vocab(), draft.tokenizer().get_vocab()
-    if target_vocab == draft_vocab:
-        return
+def read_tokenizer(target: CheckpointSource, draft: CheckpointSource | None) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        CheckpointError: There is none that can be read.
+        VocabularyMismatchError: A draft's token ids mean other text.
+    """
+    tokenizer = target.tokenizer()
+    if draft is None or (target_vocab := tokenizer.get_vocab()) == (draft_vocab := draft.tokenizer().get_vocab()):
+        return tokenizer
     different = sum(target_vocab.get(token) != index for token, index in draft_vocab.items())
     different += sum(token not in draft_vocab for token in target_vocab)
     raise VocabularyMismatchError(
@@ -127,15 +133,10 @@ def check_vocabulary(target: CheckpointSource, draft: CheckpointSource, tokenize
 
 def open_sources(
     target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource | None
-) -> tuple[CheckpointSource, CheckpointSource | None, Any]:
-    """Open the checkpoints and read everything that can be wrong about them, short of the weights: both, and the
-    target's tokenizer."""
+) -> tuple[CheckpointSource, CheckpointSource | None]:
+    """Open the checkpoints and read everything that can be wrong about them, short of tokenizers and weights."""
     target_source = open_checkpoint(target) if isinstance(target, str | Path) else target
-    draft_source = open_checkpoint(draft) if isinstance(draft, str | Path) else draft
-    tokenizer = target_source.tokenizer()
-    if draft_source is not None:
-        check_vocabulary(target_source, draft_source, tokenizer)
-    return target_source, draft_source, tokenizer
+    return target_source, open_checkpoint(draft) if isinstance(draft, str | Path) else draft
 
 
 def load_models(
@@ -148,7 +149,10 @@ def load_models(
     """
     if plan.has_verifier and plan.target.on_host and budget.device.type == "cuda":
         require_readable_arenas(budget.device)
-    load = partial(load_model, budget=budget, queues=queues, registrar=registrar, on_progress=on_progress, undo=undo)
+    load = partial(
+        load_model, budget=budget, queues=queues, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes,
+        on_progress=on_progress, undo=undo,
+    )  # fmt: skip
     draft = load(draft_source, plan.draft, name="draft") if draft_source and plan.draft else None
     target = load(target_source, plan.target, name="target")
     if budget.device.type == "cuda":
@@ -163,7 +167,7 @@ def load_models(
 
 def load_model(
     source: CheckpointSource, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
+    registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again."""
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
@@ -171,8 +175,9 @@ def load_model(
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     held = device_blocks(plan, budget, name=name)
     weights = load_weights(
-        source, plan.layout, onto=held, pin=pin, registrar=registrar, on_progress=report, coding_device=budget.device
-    )
+        source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
+        coding_device=budget.device,
+    )  # fmt: skip
     undo.callback(weights.close)
     if budget.device.type == "cuda":
         torch.cuda.empty_cache()  # of what passed through
@@ -248,31 +253,49 @@ def _measure_link(
         return measure_link_gbps(engine, slot, arena.buffer[: slot.nbytes])
 
 
+def _kinds_of_layers(model: LoadedModel) -> list[Hashable]:
+    """What the kernels of each layer depend on."""
+    config, kv_layers = model.config, model.placement.resident_kv_layers
+    ways = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, strict=True)
+    return [(*way, index in kv_layers) for index, way in enumerate(ways)]
+
+
 @torch.inference_mode()
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     """Compile kernels, load library modules and let the allocator take its blocks, with every way to cut a product.
 
-    With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. The cache is empty before and
-    afterwards.
+    Passes go as far as there has been a layer of every kind: the others have the same shapes, and streamed ones would
+    cross the link for nothing. With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. The
+    cache is empty before and afterwards.
     """
-    runner, cache = model.runner, model.runner.cache
+    runner, cache, kinds = model.runner, model.runner.cache, _kinds_of_layers(model)
     tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
-    first = next(runner.streamer.layers())  # of a pass that is given up there: the other layers have the same shapes
-    for count in (count for count in TILE_ROWS if count <= cache.capacity_tokens):
-        cache.begin_window([0], [count])
-        window_pass(runner.decoder, [first], cache, runner.rows.build([Window((0,) * count)], [0], [0]))
-    runner.prefill(0, [0] * tokens)
+    firsts = {kinds.index(kind) for kind in kinds}
+
+    def layers() -> Iterator[tuple[int, Weights]]:
+        return islice(runner.streamer.layers(), max(firsts) + 1)
+
+    def verify(window: Window, layers: Layers) -> torch.Tensor:
+        cache.begin_window([0], [len(window.tokens)])
+        return window_pass(runner.decoder, layers, cache, runner.rows.build([window], [cache.length(0)], [0]))
+
+    for layer in layers():
+        for count in TILE_ROWS if layer[0] in firsts else ():
+            if count <= cache.capacity_tokens:
+                verify(Window((0,) * count), [layer])
+    runner.prefill(0, [0] * tokens, layers=layers())
     rows = min(TILE_ROWS[-1], cache.capacity_tokens - tokens)
     window, branches = Window((0,) * rows), trees and rows > 2
     if branches:
         if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too
-            runner.verify([window], [0])
+            verify(window, layers())
         window = Window(window.tokens, (-1, *(0,) * (rows - 1)))
-    logits = runner.verify([window], [0])
+    logits = verify(window, layers())
     if branches:
         cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     for params in DIFFERENT_WAYS:
         sample(logits, SlotSampling.of([params], logits.device), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
-    torch.cuda.synchronize(logits.device)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)

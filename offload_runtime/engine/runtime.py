@@ -96,7 +96,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             device: `auto`, `cuda`, `cuda:N` or `cpu`.
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
             vram: Hard limit of device memory, like `24GB`; None allows all that is free.
-            ram: Hard limit of host memory, Python and libraries included (1.2 GB are taken for them), at most what is
+            ram: Hard limit of host memory, Python and libraries included (1.6 GB are taken for them), at most what is
                 available; None allows that but for a reserve.
             pinned: Hard limit of page-locked host memory; None allows what the system does. Layers that it does not
                 suffice for, and then keys and values, are staged from pageable memory, which is slower.

@@ -479,7 +479,8 @@ class RunPlan:
 
     @property
     def pinned_bytes(self) -> int:
-        """Peak of page-locked host memory."""
+        """Peak of page-locked host memory; while weights are read, pieces of them are locked in what is left of the
+        limit."""
         return sum(part.nbytes for part in self.host if part.pinned)
 
     # --- what of it moves, and how
@@ -531,7 +532,7 @@ def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *
     """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, but on a CPU,
     which has no link and would decode for every token what it can decode once."""
     decoded = request.weights == "decoded" or (request.weights == "auto" and device_type_of(request) == "cpu")
-    return (replace(model, kinds={}) if decoded and model.kinds else model).layout(dtype, coded=coded)
+    return (replace(model, decoded=True) if decoded and model.kinds else model).layout(dtype, coded=coded)
 
 
 def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> ModelPlan:

@@ -96,7 +96,7 @@ def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
 
 def _decoded(model: Any) -> Any:
     """A model, if it is one, as if its file were of the run's element type."""
-    return replace(model, kinds={}) if isinstance(model, DescribedModel) and model.kinds else model
+    return replace(model, decoded=True) if isinstance(model, DescribedModel) and model.kinds else model
 
 
 def _with_context(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:

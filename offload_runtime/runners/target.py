@@ -97,14 +97,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None
-    ) -> torch.Tensor:
+        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None, *,
+        layers: Layers | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Put a prompt, or the rest of one, into the cache and commit it.
 
         Args:
             sequence: Batch row in the cache; its committed tokens come before these.
             tokens: At least one.
             on_layer: Called with (layers done, layers) as the host enqueues them.
+            layers: The weights of the first layers, where the pass is to end there; None: of all.
 
         Returns:
             Logits of the last token, [1, V] on the compute device.
@@ -121,7 +123,8 @@ class ModelRunner:
             self.rows.build([Window(tuple(tokens[at : at + step]))], [start + at], [0], prompt_length=end)
             for at in range(0, len(tokens), step)
         ]
-        residual = _run_layers(self.decoder, self.streamer.layers(), self.cache, pieces, on_layer)
+        layers = self.streamer.layers() if layers is None else layers
+        residual = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
         logits = self.decoder.head(residual[-1:])
         self.cache.end_prefill(sequence, len(tokens))
         if self.recorder is not None:

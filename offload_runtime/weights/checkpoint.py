@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -22,14 +21,11 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError
-from offload_runtime.memory import HostArena, Registrar, current_device
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 
-# Of a tensor, read at a time where it passes through memory of its own.
-PIECE_BYTES = 8 << 20
 # Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied;
 # of GGUF files what scales the rotations, which is a part of the configuration.
 _LEFTOVERS = (
@@ -42,12 +38,13 @@ _LEFTOVERS = (
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
-    that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`;
-    `uncoded` are matrices that are known not to fit the 12-bit code of bf16."""
+    that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`, and
+    `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
     kinds: Mapping[str, str | ScaledFormat] = field(default_factory=dict, kw_only=True)
+    decoded: bool = field(default=False, kw_only=True)
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def config(self) -> ModelConfig:
@@ -56,7 +53,8 @@ class DescribedModel:
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
-        return ModelLayout.as_stored(self.model_config, dtype, self.kinds, coded=coded, uncoded=self.uncoded)
+        kinds = {} if self.decoded else self.kinds
+        return ModelLayout.as_stored(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
 
 
 @dataclass(frozen=True)
@@ -121,43 +119,6 @@ class StoredTensor:
             raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
         if done < len(out):
             raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
-
-
-class Staging:
-    """Host memory that tensors of a source pass through, a piece of each thread that reads. What a thread leaves is the
-    next one's, as page-locking makes all of a GPU wait, and is given back when no thread reads any more.
-
-    Attributes:
-        turn: For threads that take turns on a device.
-    """
-
-    def __init__(self) -> None:
-        self.turn = Lock()
-        self._lock = Lock()
-        self._num_readers = 0
-        self._free: list[HostArena] = []
-
-    @contextmanager
-    def piece(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Memory on the way to or over `device`, which is the current one for as long: uint8 [nbytes], page-locked for
-        a GPU if the system allows it. Nothing may be copying from it at the end."""
-        with self._lock:
-            self._num_readers += 1
-            arena = self._free.pop() if self._free else None
-        try:
-            if arena is None or arena.nbytes < nbytes:
-                arena = HostArena(max(nbytes, PIECE_BYTES), name="pieces of weights")  # of one size, for any tensor
-            with current_device(device):
-                if device.type == "cuda":
-                    arena.lock(Registrar())
-                yield arena.buffer[:nbytes]
-        finally:
-            with self._lock:
-                self._num_readers -= 1
-                self._free += [] if arena is None else [arena]
-                unused, self._free = ([], self._free) if self._num_readers else (self._free, [])
-            for arena in unused:
-                arena.close()
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

@@ -12,23 +12,34 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from offload_runtime_kernels.linear import linear
 from offload_runtime_kernels.swiglu import swiglu
 
+from offload_runtime.weights.staging import Staging
+
 # What elements in a dtype are called in files.
 DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 KIND_DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
-# Fills a contiguous tensor of the checkpoint tensor's shape, on any device, converting to that tensor's dtype, or where
-# rows are stored otherwise uint8 [rows, bytes of a stored row], as they are; of a source of GGUF's kinds with a second
-# argument, the device where such rows are brought in order. It opens its file, reads and closes it again, so nothing
-# stays mapped, and fills may run in parallel threads. All is written when it returns.
-Fill = Callable[..., None]
+
+
+class Fill(Protocol):
+    """What reads, or makes, one tensor of a checkpoint. It opens its file and closes it again, so that nothing stays
+    mapped, and several may run in parallel threads."""
+
+    def __call__(self, out: torch.Tensor, staging: Staging | None = None, /) -> None:
+        """Write all of a tensor; done when it returns.
+
+        Args:
+            out: Contiguous, of the tensor's shape, on any device; its dtype is what is converted to. Where rows are
+                kept as they are stored, uint8 [rows, bytes of a stored row].
+            staging: What it may pass through; None: memory of its own.
+        """
 
 
 class NotCodable(Exception):
@@ -53,11 +64,11 @@ class Weight:
         """The decoded tensor, without the bias, in the dtype that the model computes in."""
         return self.stored
 
-    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
+    def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         """Let `fill` write the rows `[row_start, row_end)`; what is stored otherwise than in a file is made of it on
-        `device`. Returns their bytes."""
+        the device of `staging`. Returns their bytes."""
         rows = self.stored[row_start:row_end]
-        fill(rows)
+        fill(rows, staging)
         return rows.nbytes
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
@@ -97,7 +108,7 @@ class StoredPart:
         the decoded part."""
         raise NotImplementedError
 
-    def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
+    def fill(self, start: int, end: int, fill: Fill, staging: Staging) -> int:
         """As of a weight, of the part's own rows `[start, end)`."""
         raise NotImplementedError
 
@@ -144,9 +155,9 @@ class StackedWeight(Weight):
             out[:, start:end] = linear(x, self._decoded(start, end))
         return out
 
-    def fill(self, row_start: int, row_end: int, fill: Fill, device: torch.device) -> int:
+    def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
-        return part.fill(row_start - part.start, row_end - part.start, fill, device)
+        return part.fill(row_start - part.start, row_end - part.start, fill, staging)
 
     def _decoded(self, start: int, end: int) -> torch.Tensor:
         """Rows `[start, end)`: [end - start, K]."""
@@ -299,9 +310,9 @@ class _Rows(StoredPart):
     def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
         self.encoding.multiply_rows(self.kind, self.stored, x, out, bias, add=add)
 
-    def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
+    def fill(self, start: int, end: int, fill: Fill, staging: Staging) -> int:
         rows = self.stored[start:end]
-        self.encoding.fill_rows(self.kind, rows, fill, self.columns, device)
+        self.encoding.fill_rows(self.kind, rows, fill, self.columns, staging)
         return rows.nbytes
 
 
@@ -329,9 +340,9 @@ class EncodedRows(StackedEncoding):
         """Multiply with uint8 [R, row_bytes], as of a part."""
         raise NotImplementedError
 
-    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
+    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, staging: Staging) -> None:
         """Let `fill` write uint8 [..., row_bytes]; errors as of `fill`."""
-        fill(rows.view(KIND_DTYPES[kind]) if kind in KIND_DTYPES else rows)
+        fill(rows.view(KIND_DTYPES[kind]) if kind in KIND_DTYPES else rows, staging)
 
     @staticmethod
     def merged(parts: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:

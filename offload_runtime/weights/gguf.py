@@ -7,12 +7,11 @@ rotary frequencies and drops their scaling; here that is translated too, and wha
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,19 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
 from offload_runtime.weights.checkpoint import (
-    PIECE_BYTES,
     CheckpointSource,
     DescribedModel,
     HeaderReader,
-    Staging,
     StoredTensor,
     damaged,
     match_tensors,
     open_header,
 )
-from offload_runtime.weights.encoding import KIND_DTYPES, Fill
-from offload_runtime.weights.encodings.gguf_rows import KINDS, decode_file_rows, has_finite_scales, store_rows
+from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.encodings.gguf_rows import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -46,7 +44,6 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-_CPU = torch.device("cpu")
 
 
 # --- the header
@@ -286,70 +283,42 @@ def _check_kind(tensor: StoredTensor) -> None:
 @dataclass(frozen=True)
 class _GgufFill:
     """Reads a tensor; a vector counts as one row. With `head_dim` the rows of each head are put back in order, whose
-    two halves llama.cpp interleaves.
-
-    Threads that bring rows in order on a GPU take turns, so that of all of them one piece is there at a time: up to
-    three times its bytes. Copies and kernels are enqueued on the current stream.
-    """
+    two halves llama.cpp interleaves; those of a vector are its elements."""
 
     tensor: StoredTensor
     head_dim: int | None = None
-    staging: Staging = field(default_factory=Staging)
 
-    def __call__(self, out: torch.Tensor, device: torch.device | None = None) -> None:
+    def __call__(self, out: torch.Tensor, staging: Staging | None = None) -> None:
         """Fill `out` as a `Fill` does, a few rows at a time.
 
         Raises:
             CheckpointError: The file ends too early, or scales are not finite.
         """
-        tensor = self.tensor
-        if device is None:
-            device = out.device if tensor.dtype in KIND_DTYPES else _CPU
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-        row_bytes = max(tensor.nbytes, out.nbytes) // rows
-        unit = 1 if self.head_dim is None else self.head_dim  # whole heads, so that a piece can be put in order
-        step = min(rows, max(1, PIECE_BYTES // (row_bytes * unit)) * unit)
-        with self.staging.piece(step * row_bytes, device) as memory:
-            for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
-                blocks = memory[: len(part) * (tensor.nbytes // rows)].view(len(part), -1)
-                tensor.read_into(blocks.view(-1).numpy().data, start * blocks.shape[1])
-                if not has_finite_scales(tensor.dtype, blocks):
-                    raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
-                if device.type == "cuda":
-                    self._convert_on_gpu(blocks, part, memory, device)
-                elif part.is_cpu and self.head_dim is None:
-                    self._convert(blocks, part)
-                else:
-                    part.copy_(self._converted(blocks, part))
+        tensor, unit = self.tensor, self.head_dim or 1  # whole heads, so that a piece can be put in order
+        rows = tensor.shape[0] if len(tensor.shape) > 1 or self.head_dim else 1
+        stored_bytes, row_bytes = tensor.nbytes // rows, max(tensor.nbytes, out.nbytes) // rows
+        room = PIECE_BYTES // (1 if self.head_dim is None else 2)  # in order they are there once more
+        step = min(rows, max(1, room // (row_bytes * unit)) * unit)
+        with own_or(staging) as pieces:
+            device = pieces.device if out.is_cpu and tensor.dtype in FORMATS else out.device
+            with pieces.piece(step * row_bytes, device) as piece:
+                for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
+                    blocks = piece.memory[: len(part) * stored_bytes].view(len(part), -1)
+                    tensor.read_into(blocks.view(-1).numpy().data, start * stored_bytes)
+                    if not has_finite_scales(tensor.dtype, blocks):
+                        raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
+                    piece.convert(blocks.nbytes, part, self._convert)
 
-    def _convert_on_gpu(
-        self, blocks: torch.Tensor, part: torch.Tensor, memory: torch.Tensor, device: torch.device
-    ) -> None:
-        """Make `part` of `blocks`, which `memory` begins with, and wait for it; what is for the host returns there."""
-        landed = memory[: part.nbytes].view(part.dtype).view(part.shape) if part.is_cpu else part
-        done = torch.cuda.Event(blocking=True)
-        with self.staging.turn:
-            landed.copy_(self._converted(blocks.to(device, non_blocking=True), part), non_blocking=True)
-            done.record()
-        done.synchronize()
-        if landed is not part:  # without the interpreter's lock
-            ctypes.memmove(part.data_ptr(), landed.data_ptr(), part.nbytes)
-
-    def _convert(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows as the file has them as `out` has them, but for their order."""
+    def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows as the file has them as `out` has them."""
+        blocks = stored.view(len(out), -1)
+        if self.head_dim is not None:
+            halves = blocks.view(-1, self.head_dim // 2, 2, blocks.shape[1]).transpose(1, 2)
+            blocks = halves.reshape(blocks.shape)
         if out.dtype == torch.uint8:
             store_rows(self.tensor.dtype, blocks, self.tensor.shape[-1], out)
         else:
             decode_file_rows(self.tensor.dtype, blocks, out)
-
-    def _converted(self, blocks: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """What belongs in `part`, on the device of `blocks`."""
-        made = torch.empty(part.shape, dtype=part.dtype, device=blocks.device)
-        self._convert(blocks, made)
-        if self.head_dim is None:
-            return made
-        width = part.shape[1] if len(self.tensor.shape) > 1 else 1
-        return made.view(-1, self.head_dim // 2, 2, width).transpose(1, 2).reshape(part.shape)
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
@@ -398,13 +367,13 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    fills, staging = dict[str, Fill](), Staging()
+    fills = dict[str, Fill]()
     stored_name = _stored_names(header, config)
     tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
-        fills[name] = _GgufFill(tensor, config.head_dim if permuted else None, staging)
+        fills[name] = _GgufFill(tensor, config.head_dim if permuted else None)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds)

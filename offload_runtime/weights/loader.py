@@ -2,7 +2,7 @@
 
 Each tensor is read to where it belongs, in host memory straight into the rows of an arena, which is page-locked as soon
 as its last tensor has arrived, while other threads go on reading. What belongs on a device, or is made there, passes
-through memory of its thread, a piece at a time.
+through memory of its thread, a piece at a time (`Staging`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import torch
+from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.config import GB, ModelConfig
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.weights.checkpoint import PIECE_BYTES, CheckpointSource, DescribedModel
+from offload_runtime.weights import quantised
+from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight
 from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+from offload_runtime.weights.staging import PIECE_BYTES, Staging
 
-# Page faults of fresh arenas and the copy out of the page cache keep a core busy with 1 to 3 GB/s. Where whole matrices
-# are made in host memory before they are stored, each thread has one there.
+# Page faults of fresh arenas and the copy out of the page cache keep a core busy with 1 to 3 GB/s. Where torch makes
+# something of what is read in host memory, it has threads of its own in each of these.
 _READ_THREADS, _CODING_THREADS = 16, 4
 
 _CPU = torch.device("cpu")
@@ -42,21 +45,30 @@ class MatricesNotCodable(Exception):
         self.names = names
 
 
-def _whole_matrices(model: DescribedModel, layout: ModelLayout) -> list[int]:
-    """Elements of the matrices that are made in host memory, as a whole, before they are stored."""
-    scaled = {name for name, kind in model.kinds.items() if isinstance(kind, ScaledFormat)}
-    if not scaled and not layout.has_coded:
-        return []
-    tensors = checkpoint_tensors(model.config()).items()
-    return [math.prod(to.shape) for name, to in tensors if len(to.shape) == 2 and (layout.has_coded or name in scaled)]
+def _decodes_blocks(model: DescribedModel, layout: ModelLayout) -> bool:
+    """Whether blocks of a GGUF file are decoded as they are read."""
+    kinds = {kind for kind in model.kinds.values() if isinstance(kind, str)}
+    return bool(kinds.intersection(FORMATS).difference(layout.bytes_by_kind))
+
+
+def _num_threads(model: DescribedModel, layout: ModelLayout, device: torch.device) -> int:
+    """Threads that read a model, of whose rows those that change are made on `device`."""
+    scaled = any(isinstance(kind, ScaledFormat) for kind in model.kinds.values())
+    on_cpu = scaled or layout.has_coded or (device.type == "cpu" and _decodes_blocks(model, layout))
+    return _CODING_THREADS if on_cpu else _READ_THREADS
 
 
 def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
-    """Host memory that weights pass through at the most."""
-    whole = _whole_matrices(model, layout)
-    if not whole:
+    """Host memory that weights pass through at the most: a piece of each thread, the bf16 of matrices that are coded,
+    and what of quantised ones is read as a whole."""
+    scaled = {name: form for name, form in model.kinds.items() if isinstance(form, ScaledFormat)}
+    if not scaled and not layout.has_coded:
         return _READ_THREADS * PIECE_BYTES
-    return sum(sorted(whole)[-_CODING_THREADS:]) * layout.dtype.itemsize
+    matrices = {name: to.shape for name, to in checkpoint_tensors(model.config()).items() if len(to.shape) == 2}
+    whole = [quantised.passing_bytes(form, matrices[name]) for name, form in scaled.items()]
+    if layout.has_coded:
+        whole += [math.prod(shape) * layout.dtype.itemsize for shape in matrices.values()]
+    return _CODING_THREADS * PIECE_BYTES + sum(sorted(whole)[-_CODING_THREADS:])
 
 
 @dataclass
@@ -105,6 +117,7 @@ def load_weights(
     onto: Mapping[int | None, torch.Tensor] | None = None,
     pin: Collection[int] = (),
     registrar: Registrar | None = None,
+    pinned_bytes: int | None = None,
     on_progress: Progress | None = None,
     coding_device: torch.device = _CPU,
 ) -> HostWeights:
@@ -116,7 +129,9 @@ def load_weights(
         onto: Where blocks belong that do not stay in host memory, by layer, that of None the shared one: uint8 of
             their bytes, on any device.
         pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
-        registrar: Locks them piece by piece, until the system refuses; what it has not locked then stays pageable.
+        registrar: Locks them as they are complete, and what weights pass through on their way to a GPU, until the
+            system refuses; layers that it has not locked in the end stay pageable.
+        pinned_bytes: Most of both that is page-locked at once; None: no limit.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
         coding_device: Where matrices are coded, or brought in order, that are not kept as they are in the file; on its
             default stream.
@@ -135,8 +150,12 @@ def load_weights(
         if layer not in onto
     }
     weights = HostWeights(source.config(), layout, arenas)
+    left_bytes = None if pinned_bytes is None else max(0, pinned_bytes - sum(arenas[layer].nbytes for layer in pin))
     try:
-        _fill(weights, source, onto, set(pin), registrar, on_progress, coding_device)
+        with Staging(coding_device, registrar, left_bytes) as staging:
+            refused = _fill(weights, source, onto, set(pin), registrar, on_progress, staging)
+        if staging.locked_bytes:  # which the system may have refused those for
+            _lock(weights, refused, registrar)
     except BaseException:
         weights.close()
         raise
@@ -146,11 +165,19 @@ def load_weights(
     return weights
 
 
+def _lock(weights: HostWeights, layers: Collection[int], registrar: Registrar | None) -> list[int]:
+    """Page-lock layers until the system refuses: asking again only costs it. Returns those that are not locked."""
+    left = sorted(layers)
+    while left and registrar is not None and not weights.arenas[left[0]].lock(registrar):
+        del left[0]
+    return left
+
+
 def _fill(
     weights: HostWeights, source: CheckpointSource, onto: Mapping[int | None, torch.Tensor], to_lock: set[int],
-    registrar: Registrar | None, on_progress: Progress | None, coding_device: torch.device,
-) -> None:  # fmt: skip
-    """Read every tensor into its rows, and lock layers that are complete."""
+    registrar: Registrar | None, on_progress: Progress | None, staging: Staging,
+) -> list[int]:  # fmt: skip
+    """Read every tensor into its rows, and lock layers that are complete. Returns those that are not locked."""
     destinations = checkpoint_tensors(weights.config)
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     names = defaultdict[int | None, list[str]](list)  # in the order of the files, but block by block
@@ -158,14 +185,18 @@ def _fill(
         names[destinations[name].layer].append(name)
     left = {layer: len(found) for layer, found in names.items()}
     jobs: dict[Future[int], str] = {}
-    not_codable, done_bytes = set[str](), 0
-    most = _CODING_THREADS if _whole_matrices(source, weights.layout) else _READ_THREADS
+    not_codable, refused, done_bytes = set[str](), list[int](), 0
+    most = _num_threads(source, weights.layout, staging.device)
     with ThreadPoolExecutor(min(most, os.cpu_count() or 1), "load") as pool:
-
-        def collect() -> None:
-            nonlocal done_bytes
-            for job in wait(jobs, return_when=FIRST_COMPLETED).done:
-                name = jobs.pop(job)
+        try:
+            for layer, found in names.items():
+                views = weights.layout.block(layer).views(onto[layer] if layer in onto else weights.block(layer))
+                for name in found:
+                    to = destinations[name]
+                    fill_rows = views[to.packed].fill
+                    jobs[pool.submit(fill_rows, to.row_start, to.row_end, source.fills[name], staging)] = name
+            for job in as_completed(jobs):
+                name = jobs[job]
                 layer = destinations[name].layer
                 left[layer] -= 1
                 try:
@@ -173,23 +204,14 @@ def _fill(
                 except NotCodable:
                     not_codable.add(name)
                 if not left[layer] and layer in to_lock:
-                    assert registrar is not None
-                    if weights.arenas[layer].lock(registrar):
-                        to_lock.clear()  # it has refused once: asking again only costs the system
+                    assert layer is not None and registrar is not None
+                    # Once it has refused, only at the end, when pieces are no longer locked.
+                    refused += [layer] if refused else _lock(weights, [layer], registrar)
                 if on_progress is not None:
                     on_progress(done_bytes, weights.layout.total_bytes)
-
-        try:
-            for layer, found in names.items():
-                views = weights.layout.block(layer).views(onto[layer] if layer in onto else weights.block(layer))
-                for name in found:
-                    to = destinations[name]
-                    fill_rows = views[to.packed].fill
-                    jobs[pool.submit(fill_rows, to.row_start, to.row_end, source.fills[name], coding_device)] = name
-            while jobs:
-                collect()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if not_codable:
         raise MatricesNotCodable(frozenset(not_codable))
+    return refused

@@ -19,10 +19,12 @@ does with `dequantize=True`: that is nearer to the model they were made of, and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +40,11 @@ from offload_runtime_kernels.scaled_rows import (
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.checkpoint import StoredTensor, damaged
-from offload_runtime.weights.encodings.scaled_rows import scaled_bytes, scaled_rows
+from offload_runtime.weights.encoding import aligned
+from offload_runtime.weights.encodings.scaled_rows import scale_tensors, scaled_bytes
 from offload_runtime.weights.fields import Fields, shown
 from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 
 # How elements are called in files, of which matrices may consist or their parts.
 DTYPES = {
@@ -54,6 +58,7 @@ _SCALES = ("F16", "BF16", "F32")
 _AWQ_ORDER, _AWQ_PLACE = (0, 2, 4, 6, 1, 3, 5, 7), (0, 4, 1, 5, 2, 6, 3, 7)
 _CACHED_BYTES = 1 << 18
 _SQUARES = 64  # rows of squares that are transposed together, in the cache
+_WORD_ROWS = 8  # whose numbers are in one word of AWQ
 
 
 @dataclass(frozen=True)
@@ -259,33 +264,57 @@ class QuantisedTensor(StoredTensor):
     layout: str
     parts: Mapping[str, StoredTensor]
 
-    def fill(self, out: torch.Tensor) -> None:
-        """Read it into uint8 [scaled_bytes], or decoded into `out` [M, K] of a float dtype, through host memory for all
-        of it where `out` is on a GPU.
+    def fill(self, out: torch.Tensor, staging: Staging | None = None) -> None:
+        """Read it into uint8 [scaled_bytes], or decoded into `out` [M, K] of a float dtype, some rows at a time.
 
         Raises:
             CheckpointError: A file ends too early, scales are not finite, or weights no numbers.
         """
-        if not out.is_cpu:
-            host = torch.empty(out.shape, dtype=out.dtype)
-            self.fill(host)
-            out.copy_(host)
-            return
-        raw = out.dtype == torch.uint8
-        stored = out if raw else torch.empty(scaled_bytes(self.form, *self.shape), dtype=torch.uint8)
-        to = scaled_rows(stored, self.form, *self.shape)
-        stored[to.numbers.nbytes :] = 0  # also between rows of scales
-        numbers = torch.empty(self.shape[0], self.form.file_bytes(self.shape[1]), dtype=torch.uint8)
-        _LAYOUTS[self.layout](self.parts, to._replace(numbers=numbers), BITS[self.form.number])
-        if not bool((to.scales.float().abs() < LARGEST_SCALE).all()):
+        (height, columns), form, raw = self.shape, self.form, out.dtype == torch.uint8
+        numbers_bytes = height * form.row_bytes(columns)
+        kept = torch.zeros(scaled_bytes(form, height, columns) - aligned(numbers_bytes), dtype=torch.uint8)
+        scales = scale_tensors(kept, form, height, columns)
+        read_rows = _LAYOUTS[self.layout](self.parts, scales, BITS[form.number])
+        if not bool((scales.scales.float().abs() < LARGEST_SCALE).all()):
             raise damaged(self.path, f"scales of {self.name} are infinite or no numbers, or beyond 2^100")
-        if self.form.number == "FP8" and _has_no_number(numbers):
-            raise damaged(self.path, f"weights of {self.name} are no numbers")
-        pack_numbers(numbers, self.form, to.numbers)
-        if self.form.ordered:
-            to.groups.copy_(read_tensor(self.parts["groups"]))
-        if not raw:
-            decode_scaled(to, self.form, 0, out)
+        if form.ordered:
+            scales.groups.copy_(read_tensor(self.parts["groups"]))
+        if raw:
+            out[numbers_bytes : aligned(numbers_bytes)] = 0
+            out[aligned(numbers_bytes) :].copy_(kept)
+        rows = out[:numbers_bytes].view(height, -1) if raw else out
+        # A piece begins with a row of scales, and of words; it has what is read, what is stored and what is made.
+        together = math.lcm(form.rows if form.rows < height else 1, _WORD_ROWS)
+        sizes = form.file_bytes(columns), form.row_bytes(columns), rows[0].nbytes
+        step = max(1, (PIECE_BYTES - len(sizes) * aligned(1)) // (sum(sizes) * together)) * together
+        with own_or(staging) as pieces, pieces.piece(sum(aligned(step * size) for size in sizes), out.device) as piece:
+            for start, part in zip(range(0, height, step), rows.split(step), strict=True):
+                numbers, stored, made = piece.cut(*(len(part) * size for size in sizes))
+                numbers, stored = numbers.view(len(part), -1), stored.view(len(part), -1)
+                read_rows(start, numbers)
+                if form.number == "FP8" and _has_no_number(numbers):
+                    raise damaged(self.path, f"weights of {self.name} are no numbers")
+                to = part if out.is_cpu else made.view(part.dtype).view(part.shape)
+                pack_numbers(numbers, form, to if raw else stored)
+                if not raw:
+                    decode_scaled(_behind(scales, start // form.rows, form)._replace(numbers=stored), form, 0, to)
+                if to is not part:
+                    part.copy_(to)
+
+
+def _behind(scales: ScaledRows, first: int, form: ScaledFormat) -> ScaledRows:
+    """From a row of scales on."""
+    zeros = scales.zeros[first:] if form.zeros else scales.zeros
+    return scales._replace(scales=scales.scales[first:], zeros=zeros)
+
+
+def passing_bytes(form: ScaledFormat, shape: tuple[int, ...]) -> int:
+    """Host memory beside a piece that a matrix [M, K] passes through at the most: its scales, as a file has them and as
+    they are kept, and all of its words where these may lie across the rows, as those of GPTQ and AWQ do."""
+    height, columns = shape
+    scales_bytes = scaled_bytes(form, height, columns) - aligned(height * form.row_bytes(columns))
+    across = form.zeros and form.number.startswith("uint")
+    return 2 * scales_bytes + (height * form.file_bytes(columns) if across else 0)
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
@@ -300,8 +329,8 @@ def _has_no_number(numbers: torch.Tensor) -> bool:
     return any(int(some.bitwise_and(0x7F).amax()) == 0x7F for some in numbers.view(-1).split(_CACHED_BYTES))
 
 
-def _read_numbers(stored: StoredTensor, to: torch.Tensor) -> None:
-    stored.read_into(to.view(-1).numpy().data)
+def _read_rows(stored: StoredTensor, start: int, to: torch.Tensor) -> None:
+    stored.read_into(to.view(-1).numpy().data, start * to.shape[1])
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -319,47 +348,62 @@ def _pack_zeros(zeros: torch.Tensor, to: torch.Tensor, bits: int) -> None:
     to[:, : zeros.shape[1] // 2] |= zeros[:, 1::2] << 4
 
 
-def _plain(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
-    _read_numbers(parts["numbers"], to.numbers)
+# Of each way that a module's tensors lie: writes the scales and their zeros, and gives what reads rows of numbers, from
+# one of the matrix on, as uint8 [R, file_bytes] in the order of columns.
+_ReadRows = Callable[[int, torch.Tensor], None]
+
+
+def _plain(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
     to.scales.copy_(read_tensor(parts["scales"]).view(to.scales.shape))
     if to.zeros.numel():
         to.zeros.copy_(read_tensor(parts["zeros"]).view(torch.uint8).view(to.zeros.shape))
+    return partial(_read_rows, parts["numbers"])
 
 
-def _packed(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
-    _read_numbers(parts["numbers"], to.numbers)
+def _packed(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
     to.scales.copy_(read_tensor(parts["scales"]).view(to.scales.shape))
     if to.zeros.numel():
         zeros = _unpacked(read_tensor(parts["zeros"]).t(), bits)
         _pack_zeros(zeros[:, : len(to.zeros)].t(), to.zeros, bits)
+    return partial(_read_rows, parts["numbers"])
 
 
-def _gptq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+def _gptq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
     """Words run down the columns: those of a row, one after the other, are its numbers."""
-    to.numbers.view(torch.int32).copy_(read_tensor(parts["numbers"]).t())
     to.scales.copy_(read_tensor(parts["scales"]).t())
     _pack_zeros(_unpacked(read_tensor(parts["zeros"]), bits).t(), to.zeros, bits)
+    words = read_tensor(parts["numbers"]).t()
+
+    def read_rows(start: int, rows: torch.Tensor) -> None:
+        rows.view(torch.int32).copy_(words[start : start + len(rows)])
+
+    return read_rows
 
 
-def _awq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+def _awq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
     """Words run along the rows of the transposed matrix, each of eight numbers in an order of their own: squares of
     eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in these."""
-    stored = read_tensor(parts["numbers"])
-    words = torch.empty(len(stored) // 8, stored.shape[1], 8, dtype=torch.int32)
-    for square, out in zip(stored.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
-        for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-            upper, lower = square.view(len(square), -1, 2, half, square.shape[2]).unbind(2)
-            exchanged = (upper >> 4 * half).bitwise_xor_(lower).bitwise_and_(mask)
-            lower ^= exchanged
-            upper ^= exchanged.bitwise_left_shift_(4 * half)
-        out[..., _AWQ_ORDER] = square.transpose(1, 2)
-    to.numbers.view(torch.int32).copy_(words.view(len(words), -1).t())
     to.scales.copy_(read_tensor(parts["scales"]).t())
     zeros = _unpacked(read_tensor(parts["zeros"]), bits)
     _pack_zeros(zeros.view(len(zeros), -1, 8)[..., _AWQ_PLACE].view(zeros.shape).t(), to.zeros, bits)
+    stored = read_tensor(parts["numbers"])
+
+    def read_rows(start: int, rows: torch.Tensor) -> None:
+        some = stored[:, start // 8 : (start + len(rows)) // 8]
+        words = torch.empty(len(stored) // 8, some.shape[1], 8, dtype=torch.int32)
+        for square, out in zip(some.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
+            for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+                upper, lower = square.view(len(square), -1, 2, half, square.shape[2]).unbind(2)
+                exchanged = (upper >> 4 * half).bitwise_xor_(lower).bitwise_and_(mask)
+                lower ^= exchanged
+                upper ^= exchanged.bitwise_left_shift_(4 * half)
+            out[..., _AWQ_ORDER] = square.transpose(1, 2)
+        rows.view(torch.int32).copy_(words.view(len(words), -1).t())
+
+    return read_rows
 
 
-_LAYOUTS: dict[str, Callable[[Mapping[str, StoredTensor], ScaledRows, int], None]] = {
+_LAYOUTS: dict[str, Callable[[Mapping[str, StoredTensor], ScaledRows, int], _ReadRows]] = {
     "plain": _plain, "packed": _packed, "gptq": _gptq_words, "awq": _awq_words,
 }  # fmt: skip
 _NUMBERS = {"plain": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}

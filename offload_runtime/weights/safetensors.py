@@ -19,10 +19,8 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import (
-    PIECE_BYTES,
     CheckpointSource,
     DescribedModel,
-    Staging,
     StoredTensor,
     match_tensors,
     open_header,
@@ -31,6 +29,7 @@ from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import MOST, Fields, shortened, shown
 from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
 from offload_runtime.weights.quantised import QuantisedTensor, gather, quantisation_of
+from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import load_tokenizer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,8 +78,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def fill_from_file(stored: StoredTensor, out: torch.Tensor, *, staging: Staging | None = None) -> None:
-    """Read a tensor into `out` (contiguous, the stored shape, on any device), converting to `out`'s dtype.
+def fill_from_file(stored: StoredTensor, out: torch.Tensor, staging: Staging | None = None) -> None:
+    """Read a tensor into `out` (contiguous, the stored shape, on any device), converting to `out`'s dtype there.
 
     In host memory equal dtypes are read in place; all else passes through `staging`, by default its own.
     """
@@ -90,13 +89,17 @@ def fill_from_file(stored: StoredTensor, out: torch.Tensor, *, staging: Staging 
     if dtype == out.dtype and out.is_cpu:
         stored.read_into(flat.view(torch.uint8).numpy().data)
         return
-    with (staging or Staging()).piece(min(PIECE_BYTES, stored.nbytes), out.device) as memory:
+
+    def convert(part: torch.Tensor, to: torch.Tensor) -> None:
+        to.copy_(part.view(dtype))
+
+    with own_or(staging) as pieces, pieces.piece(min(PIECE_BYTES, stored.nbytes), out.device) as piece:
         done_bytes = 0
-        for piece in flat.split(memory.nbytes // dtype.itemsize):
-            part = memory[: piece.numel() * dtype.itemsize]
-            stored.read_into(part.numpy().data, done_bytes)
-            piece.copy_(part.view(dtype))
-            done_bytes += part.nbytes
+        for to in flat.split(PIECE_BYTES // dtype.itemsize):
+            nbytes = to.numel() * dtype.itemsize
+            stored.read_into(piece.memory[:nbytes].numpy().data, done_bytes)
+            piece.convert(nbytes, to, convert)
+            done_bytes += nbytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -196,8 +199,7 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
     if quantisation is not None and not quantised:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
-    fill = partial(fill_from_file, staging=Staging())
-    fills: dict[str, Fill] = {name: partial(fill, tensor) for name, tensor in tensors.items()}
+    fills: dict[str, Fill] = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
     fills |= {name: tensor.fill for name, tensor in quantised.items()}
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])

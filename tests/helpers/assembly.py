@@ -17,6 +17,7 @@ from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
+from offload_runtime.weights.staging import Staging
 from tests.helpers.models import model_config_from_transformers
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ class Assembled:
             ring.close()
 
 
-def _copy_weight(weight: torch.Tensor, out: torch.Tensor) -> None:
+def _copy_weight(weight: torch.Tensor, out: torch.Tensor, _: Staging | None = None) -> None:
     out.copy_(weight)
 
 

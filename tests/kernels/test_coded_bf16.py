@@ -156,6 +156,9 @@ def test_coding_on_a_gpu_gives_the_same_bytes(name: str) -> None:
     values = MATRICES[name](130, 4096)
     stored, row = coded(values)
     assert torch.equal(coded(values.cuda())[0].cpu(), stored)
+    on_device = torch.empty_like(stored, device=KERNEL_DEVICE)
+    encode_rows(values.cuda(), row, on_device, KERNEL_DEVICE)
+    assert torch.cuda.current_stream().query()  # all is written
     on_host = torch.empty_like(stored)
     assert encode_rows(values, row, on_host, KERNEL_DEVICE) == 0 and torch.equal(on_host, stored)
 

@@ -29,6 +29,7 @@ from widening.shapes import WideShape, check_architecture, check_fits, place_hea
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.architectures import model_config_from_json
+from offload_runtime.weights.staging import Staging
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -143,7 +144,7 @@ class WidenedCheckpoint(MadeCheckpoint):
             small *= torch.randn(small.shape, generator=generator).mul_(self._noise).add_(1.0)
         return small
 
-    def _fill(self, name: str, out: torch.Tensor) -> None:
+    def _fill(self, name: str, out: torch.Tensor, _: Staging | None = None) -> None:
         """Compute one tensor of the large model into `out` (contiguous)."""
         stem = name.removesuffix(".weight")
         if stem.startswith("model.layers."):

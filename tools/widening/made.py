@@ -16,6 +16,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.staging import Staging
 
 _BLOCK_ELEMENTS = 1 << 20
 _VOCAB_SIZE = 32000
@@ -90,8 +91,8 @@ class UntrainedLlama(MadeCheckpoint):
     """
 
     def __init__(
-        self, shape: WideShape, fill: Callable[[str, torch.Tensor], None], *, vocab_size: int, context_tokens: int,
-        reference: str, words: CheckpointSource | None = None,
+        self, shape: WideShape, fill: Callable[[str, torch.Tensor, Staging | None], None], *, vocab_size: int,
+        context_tokens: int, reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
         described = None if words is None else words.hf_config
         hf_config = LlamaConfig(
@@ -121,7 +122,7 @@ def random_llama(
         device: Where the numbers are drawn: a CPU core needs minutes for 7B of them. A GPU draws others.
     """
 
-    def fill(name: str, out: torch.Tensor) -> None:
+    def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
         mean = 1.0 if out.dim() == 1 else 0.0  # Llama's only vectors are norms
         fill_gaussian(out, named_generator(device or torch.device("cpu"), seed, "random", name), mean=mean)
 
@@ -140,7 +141,7 @@ def repeated_llama(shape: WideShape, *, context_tokens: int) -> UntrainedLlama:
     block = torch.empty(_BLOCK_ELEMENTS, dtype=torch.bfloat16)
     fill_gaussian(block, named_generator(torch.device("cpu"), "repeated"), mean=0.0)
 
-    def fill(name: str, out: torch.Tensor) -> None:
+    def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
         if out.dim() == 1:  # Llama's only vectors are norms
             out.fill_(1)
             return

@@ -20,6 +20,7 @@ from widening.shapes import WideShape
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encodings.gguf_rows import decode_file_rows, file_bytes, store_rows
+from offload_runtime.weights.staging import Staging
 
 BF16 = "bf16"
 STORED = (*(mix.lower() for mix in MIXES), BF16)
@@ -132,7 +133,7 @@ def stored_llama(
     """
     mix, stretches, kinds = mix_named(stored), _Stretches(seed, stretch_bytes), dict[str, str]()
 
-    def fill(name: str, out: torch.Tensor, device: torch.device | None = None) -> None:
+    def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
         if name not in kinds and out.dim() == 1:  # Llama's only vectors are norms
             out.fill_(1)
             return

@@ -17,6 +17,7 @@ from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, EncodedRows, Encoding, Fill, NotCodable
+from offload_runtime.weights.staging import Staging
 
 _PLAIN = DTYPE_KINDS[torch.bfloat16]
 
@@ -60,12 +61,12 @@ class CodedRows(EncodedRows):
     ) -> None:
         coded_linear_triton(x, stored, _coded_row(x.shape[1]), out, bias=bias, add=add)
 
-    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
+    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, staging: Staging) -> None:
         """Raises `NotCodable` where some have more exceptions than room."""
         if kind == _PLAIN:
-            super().fill_rows(kind, rows, fill, columns, device)
+            super().fill_rows(kind, rows, fill, columns, staging)
             return
         values = torch.empty(len(rows), columns, dtype=torch.bfloat16)
-        fill(values)
-        if encode_rows(values, _coded_row(columns), rows, device):
+        fill(values, staging)
+        if encode_rows(values, _coded_row(columns), rows, staging.device):
             raise NotCodable

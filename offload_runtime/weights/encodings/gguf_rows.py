@@ -15,7 +15,7 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 
-from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding, Fill
+from offload_runtime.weights.encoding import DTYPE_KINDS, KIND_DTYPES, EncodedRows, Encoding
 
 # What is read, in the words of the format.
 KINDS = (*KIND_DTYPES, *FORMATS)
@@ -52,6 +52,10 @@ def decode_file_rows(kind: str, blocks: torch.Tensor, out: torch.Tensor) -> None
     """The same of rows as a file has them, uint8 [R, file_bytes]."""
     if kind in KIND_DTYPES:
         out.copy_(blocks.view(KIND_DTYPES[kind]))
+    elif blocks.is_cuda:  # by the kernel, which reads planes
+        stored = torch.empty(len(blocks), row_bytes(kind, out.shape[1]), dtype=torch.uint8, device=blocks.device)
+        pack_rows(blocks, FORMATS[kind], out.shape[1], stored)
+        decode_blocks(stored, FORMATS[kind], out)
     else:
         decode_file_blocks(blocks, FORMATS[kind], out)
 
@@ -82,12 +86,6 @@ class GgufRows(EncodedRows):
         kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
     ) -> None:
         gguf_linear_triton(x, stored, FORMATS[kind], out, bias=bias, add=add)
-
-    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, device: torch.device) -> None:
-        if kind in FORMATS:
-            fill(rows, device)
-        else:
-            super().fill_rows(kind, rows, fill, columns, device)
 
     @classmethod
     def smallest(cls, parts: Iterable[tuple[int, str]], columns: int, dtype: torch.dtype) -> Encoding:

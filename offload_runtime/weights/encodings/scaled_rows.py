@@ -16,6 +16,7 @@ from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled
 
 from offload_runtime.weights.encoding import DTYPE_KINDS, Fill, StackedEncoding, StoredPart, aligned
+from offload_runtime.weights.staging import Staging
 
 _NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4"}
 
@@ -39,8 +40,15 @@ def scaled_bytes(form: ScaledFormat, rows: int, columns: int) -> int:
 
 def scaled_rows(stored: torch.Tensor, form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
     """What uint8 [scaled_bytes] holds, without copying."""
-    found, start = list[torch.Tensor](), 0
-    for shape, row_bytes, dtype in _tensors(form, rows, columns):
+    numbers_bytes = rows * form.row_bytes(columns)
+    scales = scale_tensors(stored[aligned(numbers_bytes) :], form, rows, columns)
+    return scales._replace(numbers=stored[:numbers_bytes].view(rows, -1))
+
+
+def scale_tensors(stored: torch.Tensor, form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
+    """What the bytes behind the numbers hold, without copying, and no numbers."""
+    found, start = [torch.empty(0, form.row_bytes(columns), dtype=torch.uint8, device=stored.device)], 0
+    for shape, row_bytes, dtype in _tensors(form, rows, columns)[1:]:
         strides = (row_bytes // dtype.itemsize, 1)[-len(shape) :]
         nbytes = shape[0] * row_bytes
         found.append(stored[start : start + nbytes].view(dtype).as_strided(shape, strides))
@@ -70,13 +78,13 @@ class _ScaledPart(StoredPart):
         assert self.form is not None
         scaled_linear_triton(x, self._scaled(self.form), self.form, out, bias=bias, add=add)
 
-    def fill(self, start: int, end: int, fill: Fill, device: torch.device) -> int:
+    def fill(self, start: int, end: int, fill: Fill, staging: Staging) -> int:
         if self.form is None:
             rows = self._plain[start:end]
-            fill(rows)
+            fill(rows, staging)
             return rows.nbytes
         assert (start, end) == (0, self.end - self.start), "a matrix of the checkpoint is filled at once"
-        fill(self.stored)
+        fill(self.stored, staging)
         return self.stored.nbytes
 
     def _scaled(self, form: ScaledFormat) -> ScaledRows:
