@@ -281,6 +281,11 @@ class ModelConfig:
         """Bytes of K and V that one token holds over all layers."""
         return 2 * self.kv_size * self.num_layers * element_bytes
 
+    def of_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The same of some of the layers, which are numbered anew."""
+        windows, rope = tuple(self.layer_windows[i] for i in layers), tuple(self.layer_rope[i] for i in layers)
+        return replace(self, num_layers=len(layers), layer_windows=windows, layer_rope=rope)
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -5,7 +5,7 @@ Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -89,6 +89,36 @@ class Placement:
         return tuple(sorted({*range(self.num_layers)} - {*self.resident_layers}))
 
 
+@dataclass(frozen=True)
+class LayerShare:
+    """What one of several cards has of a model: layers, by their numbers in the model, and where these are, numbered
+    anew."""
+
+    layers: tuple[int, ...]
+    placement: Placement
+
+    def of_model(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """The numbers in the model of some layers of the share."""
+        return tuple(self.layers[layer] for layer in layers)
+
+
+def merged(shares: Sequence[LayerShare]) -> Placement:
+    """Where the layers of a model are that are dealt out to several cards. `num_slots` are those of all of them; rings
+    that staging takes are as large as the largest."""
+
+    def layers_of(name: str) -> tuple[int, ...]:
+        return tuple(sorted(layer for share in shares for layer in share.of_model(getattr(share.placement, name))))
+
+    placements = [share.placement for share in shares]
+    return Placement(
+        layers_of("resident_layers"), sum(one.num_slots for one in placements),
+        sum(one.num_layers for one in placements), staged_layers=layers_of("staged_layers"),
+        resident_kv_layers=layers_of("resident_kv_layers"), staged_kv_layers=layers_of("staged_kv_layers"),
+        h2d_ring=max((one.h2d_ring for one in placements), key=lambda ring: ring.nbytes),
+        d2h_ring=max((one.d2h_ring for one in placements), key=lambda ring: ring.nbytes),
+    )  # fmt: skip
+
+
 def all_resident(num_layers: int) -> Placement:
     """Every layer on the device, nothing streamed."""
     return Placement(tuple(range(num_layers)), 0, num_layers)
@@ -115,11 +145,24 @@ class ModelPlan:
     borrowable_bytes: int = 0
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
+    shares: tuple[LayerShare, ...] = ()  # of the cards, where the layers are dealt out to several
 
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return self.layout.dtype
+
+    def with_shares(self, shares: Sequence[LayerShare]) -> ModelPlan:
+        """The same with its layers dealt out."""
+        return replace(self, placement=merged(shares), shares=tuple(shares))
+
+    def on_card(self, card: int) -> ModelPlan:
+        """A card's share as a model of its own, of fewer layers; the first card has what all layers share."""
+        if not self.shares:
+            return self
+        share = self.shares[card]
+        config, layout = self.config.of_layers(share.layers), self.layout.of_layers(share.layers, shared=card == 0)
+        return replace(self, config=config, layout=layout, placement=share.placement, shares=())
 
     @property
     def on_host(self) -> bool:
@@ -301,7 +344,8 @@ class RunPlan:
 
     A retrieval verifier, if it `has_verifier`, is the target over retrieved chunks, between the draft and the target;
     `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
-    why there is none where there could be.
+    why there is none where there could be. Of what one of several cards has `card` is the number; the draft is on the
+    first.
     """
 
     request: RuntimeConfig
@@ -312,6 +356,18 @@ class RunPlan:
     tree_room: int = 0
     tree_note: str = ""
     reason: str = ""
+    card: int = 0
+
+    @property
+    def num_cards(self) -> int:
+        """That the target's layers are dealt out to."""
+        return max(1, len(self.target.shares))
+
+    def on_card(self, card: int) -> RunPlan:
+        """What one of the cards has of it."""
+        if not self.target.shares:
+            return self
+        return replace(self, target=self.target.on_card(card), limits=self.limits.on_card(card), card=card)
 
     @property
     def proposer(self) -> str:

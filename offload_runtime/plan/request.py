@@ -223,12 +223,20 @@ def common_figures() -> MachineFigures:
 
 
 @dataclass(frozen=True)
+class CardLimit:
+    """Most memory that a run may take of one card, None for no limit, and what of it is taken already."""
+
+    device_bytes: int | None
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryLimits:
     """Most memory that a run may take, this process included; None: no limit.
 
-    `device_bytes` are of the device, of which `reserved_bytes` are taken already; `ram_bytes` of the host, and of these
-    `pinned_bytes` page-locked, if `page_locks` says that the device's copies need that at all. The names say whose
-    limits these are, and the ways how to have more, for messages.
+    `device_bytes` are of the device, of which `reserved_bytes` are taken already, and `further_cards` the same of those
+    behind the first; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if `page_locks` says that the
+    device's copies need that at all. The names say whose limits these are, and the ways how to have more, for messages.
     """
 
     device_bytes: int | None
@@ -241,6 +249,17 @@ class MemoryLimits:
     page_locks: bool = True
     device_name: str = "device memory"
     device_way: str = "raise --vram"
+    further_cards: tuple[CardLimit, ...] = ()
+
+    @property
+    def num_cards(self) -> int:
+        """That the layers may be dealt out to."""
+        return 1 + len(self.further_cards)
+
+    def on_card(self, card: int) -> MemoryLimits:
+        """The same of one card alone."""
+        own = self.further_cards[card - 1] if card else self
+        return replace(self, device_bytes=own.device_bytes, reserved_bytes=own.reserved_bytes, further_cards=())
 
 
 def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
