@@ -304,7 +304,7 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.gamma
     elif tree_nodes(plan):
         chosen = request.max_gamma
-    elif request.device == "cpu":
+    elif device_type_of(request) == "cpu":
         chosen = _DEFAULT_GAMMA["cpu"]
     elif plan.has_verifier:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]

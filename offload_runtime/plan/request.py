@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes, require
 from offload_runtime.copy import MOST_THREADS
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
@@ -53,8 +53,8 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
 
 
 def device_type_of(request: RuntimeConfig) -> str:
-    """Where a plan's target runs: `cuda` or `cpu`."""
-    return "cpu" if request.device == "cpu" else "cuda"
+    """Where a plan's target runs, on one card or several: `cuda` or `cpu`."""
+    return "cpu" if request.devices[0] == "cpu" else "cuda"
 
 
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
@@ -112,7 +112,7 @@ def check_window(window: int, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """What is known of a machine; figures of a GPU are of one card.
+    """What is known of a machine; figures of a GPU are of one of `num_cards` equal cards.
 
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
@@ -132,6 +132,7 @@ class MachineFigures:
     launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
     staging_gbps: float = _DEFAULT_STAGING_GBPS
     decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict)
+    num_cards: int = 1
 
     @property
     def lockable_bytes(self) -> int:
@@ -174,7 +175,7 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     return MachineFigures(
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
-        _staging_gbps(profile), profile.decode_gweights_per_s,
+        _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus,
     )  # fmt: skip
 
 
@@ -256,20 +257,34 @@ class MemoryLimits:
         """That the layers may be dealt out to."""
         return 1 + len(self.further_cards)
 
+    @property
+    def bytes_of_cards(self) -> tuple[int | None, ...]:
+        """What each card may take at the most."""
+        return (self.device_bytes, *(card.device_bytes for card in self.further_cards))
+
     def on_card(self, card: int) -> MemoryLimits:
-        """The same of one card alone."""
-        own = self.further_cards[card - 1] if card else self
-        return replace(self, device_bytes=own.device_bytes, reserved_bytes=own.reserved_bytes, further_cards=())
+        """The same of one card alone, whose name says which of several it is."""
+        own, name = self.further_cards[card - 1] if card else self, self.device_name
+        return replace(
+            self, device_bytes=own.device_bytes, reserved_bytes=own.reserved_bytes, further_cards=(),
+            device_name=f"{name} of card {card}" if self.further_cards else name,
+        )  # fmt: skip
 
 
 def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
-    """What a run may take of a machine that need not be here.
+    """What a run may take of a machine that need not be here: of the cards that are named, or of all of them.
 
     Raises:
         BudgetError: More device, host or page-locked memory is asked for than there is.
+        OptionError: More cards are named than there are, or not as many limits as cards.
     """
     name, other = machine.name, "choose another --profile"
-    device_bytes = within("--vram", request.vram_bytes, machine.vram_bytes, f"of a card of {name}", other)
+    named = machine.num_cards if request.device == "auto" else len(request.devices)
+    fine = named <= machine.num_cards or device_type_of(request) == "cpu"
+    require(fine, f"--devices names {named} cards and {name} has {machine.num_cards}: name fewer, or {other}")
+    asked = request.vram_of_cards(named)
+    whose = f"of a card of {name}"
+    device_bytes, *further_bytes = (within("--vram", one, machine.vram_bytes, whose, other) for one in asked)
     ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
     pinned_bytes, pinned_name = machine.pinnable_bytes, name
     if request.pinned_bytes is not None:
@@ -279,7 +294,8 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     if ram_bytes < machine.ram_bytes:
         ram_name, ram_way = "--ram", "allow more with --ram"
     return MemoryLimits(
-        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name
+        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name,
+        further_cards=tuple(CardLimit(nbytes, machine.vram_reserved_bytes) for nbytes in further_bytes),
     )  # fmt: skip
 
 

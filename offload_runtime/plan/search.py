@@ -121,7 +121,7 @@ def check_host_memory(plan: RunPlan) -> None:
     loaded = plan.host_bytes > plan.loading_bytes
     parts = plan.host if loaded else plan.loading
     # On a CPU all layers are in host memory.
-    moves = plan.placement.streamed_layers and plan.request.device != "cpu"
+    moves = plan.placement.streamed_layers and device_type_of(plan.request) != "cpu"
     ways = ["raise --vram, which keeps more layers there"] if moves else []
     if target.on_host and loaded:
         ways.append(f"lower --context (now {target.context_tokens})")
