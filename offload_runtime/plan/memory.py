@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -180,6 +181,13 @@ class ModelPlan:
     def cards(self) -> tuple[ModelPlan, ...]:
         """What each card has of it."""
         return tuple(map(self.on_card, range(max(1, len(self.shares)))))
+
+    @cached_property
+    def num_hops(self) -> int:
+        """Hops of a pass from card to card, from the embedding on the first through the layers to the head there."""
+        owners = {layer: card for card, share in enumerate(self.shares) for layer in share.layers}
+        way = [0, *(owners[layer] for layer in sorted(owners)), 0]
+        return sum(one != other for one, other in pairwise(way))
 
     @property
     def has_head(self) -> bool:

@@ -39,6 +39,8 @@ _GIGA, _TERA = 1e9, 1e12
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
 _DEFAULT_GRAPH_LAUNCH_US = 2.5
+# A few rows through mapped page-locked memory, written by a kernel of one card and read by one of the other. Assumed.
+_DEFAULT_HOP_US = 30.0
 # A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
 # 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
 _DEFAULT_STAGING_GBPS = 10.0
@@ -117,8 +119,9 @@ class MachineFigures:
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
-    while the link is busy. `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a
-    second, by the kind of GGUF blocks.
+    while the link is busy. Rows that hop from card to card take `hop_us` and their bytes at `hop_gbps` (None: as fast
+    as the link); all links together carry no more than `host_gbps`, if that is known. `decode_gweights_per_s` are
+    weights that products of few rows decode in registers, in 1e9 a second, by the kind of GGUF blocks.
     """
 
     name: str
@@ -133,6 +136,9 @@ class MachineFigures:
     staging_gbps: float = _DEFAULT_STAGING_GBPS
     decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict)
     num_cards: int = 1
+    hop_us: float = _DEFAULT_HOP_US
+    hop_gbps: float | None = None
+    host_gbps: float | None = None
 
     @property
     def lockable_bytes(self) -> int:
@@ -153,6 +159,10 @@ class MachineFigures:
         the slowest that was; if none was, only memory bounds them. Other kernels take their share, as of memory."""
         rates = self.decode_gweights_per_s
         return _HBM_SHARE * _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
+
+    def hop_s(self, nbytes: int) -> float:
+        """Seconds of one hop of so many bytes from card to card."""
+        return self.hop_us * 1e-6 + nbytes / ((self.hop_gbps or self.link_gbps) * GB)
 
     @property
     def attained_hbm(self) -> float:
@@ -175,7 +185,8 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     return MachineFigures(
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
-        _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus,
+        _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus, profile.hop_us or _DEFAULT_HOP_US,
+        profile.hop_gbps, profile.host_gbps,
     )  # fmt: skip
 
 
@@ -225,10 +236,12 @@ def common_figures() -> MachineFigures:
 
 @dataclass(frozen=True)
 class CardLimit:
-    """Most memory that a run may take of one card, None for no limit, and what of it is taken already."""
+    """Most memory that a run may take of one card, None for no limit, and what of it is taken already; and how fast
+    its link is, of the first card's."""
 
     device_bytes: int | None
     reserved_bytes: int
+    link_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -236,8 +249,9 @@ class MemoryLimits:
     """Most memory that a run may take, this process included; None: no limit.
 
     `device_bytes` are of the device, of which `reserved_bytes` are taken already, and `further_cards` the same of those
-    behind the first; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if `page_locks` says that the
-    device's copies need that at all. The names say whose limits these are, and the ways how to have more, for messages.
+    behind the first, whose `link_ratio` is 1; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
+    `page_locks` says that the device's copies need that at all. The names say whose limits these are, and the ways how
+    to have more, for messages.
     """
 
     device_bytes: int | None
@@ -251,6 +265,7 @@ class MemoryLimits:
     device_name: str = "device memory"
     device_way: str = "raise --vram"
     further_cards: tuple[CardLimit, ...] = ()
+    link_ratio: float = 1.0
 
     @property
     def num_cards(self) -> int:
@@ -266,8 +281,8 @@ class MemoryLimits:
         """The same of one card alone, whose name says which of several it is."""
         own, name = self.further_cards[card - 1] if card else self, self.device_name
         return replace(
-            self, device_bytes=own.device_bytes, reserved_bytes=own.reserved_bytes, further_cards=(),
-            device_name=f"{name} of card {card}" if self.further_cards else name,
+            self, device_bytes=own.device_bytes, reserved_bytes=own.reserved_bytes, link_ratio=own.link_ratio,
+            further_cards=(), device_name=f"{name} on card {card}" if self.further_cards else name,
         )  # fmt: skip
 
 

@@ -191,8 +191,21 @@ class ModelLayout:
 
     def of_layers(self, layers: Sequence[int], *, shared: bool) -> ModelLayout:
         """The same of some of the layers, with what all share or without."""
-        kept = tuple(self.layers[layer] for layer in layers)
-        return replace(self, layers=kept, shared=self.shared if shared else PackedLayout((), 0))
+        wanted = tuple(layers), shared
+        if wanted not in self._parts:  # plans ask for the same many times
+            kept = tuple(self.layers[layer] for layer in layers)
+            self._parts[wanted] = replace(self, layers=kept, shared=self.shared if shared else PackedLayout((), 0))
+        return self._parts[wanted]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[tuple[int, ...], bool], ModelLayout]:
+        return {}
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Of each layer a number, the same for blocks that are alike."""
+        numbers: dict[PackedLayout, int] = {}
+        return tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
