@@ -318,15 +318,15 @@ class Upgrade:
 
 
 def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
-    """One more GB of device memory, and a second card."""
-    second = "if every layer's bytes were split over two cards and links: at best, tensor parallelism is not built yet"
-    more_bytes, more = (plan.limits.device_bytes or 0) + GB, "1 GB more device memory"
-    if more_bytes <= machine.vram_bytes:  # the card has it, and a limit of the user's keeps it back
-        more = f"--vram {size_option_down(more_bytes)}"
-    offers = (
-        (more, *_with_vram(plan.request, machine, GB), ""),
-        ("a second card", *second_card(plan.request, machine), second),
-    )
+    """One more GB of device memory of each card, and for a run on one card a second one."""
+    limits = tuple((nbytes or 0) + GB for nbytes in plan.limits.bytes_of_cards)
+    more = f"1 GB more device memory{' of each card' if len(limits) > 1 else ''}"
+    if max(limits) <= machine.vram_bytes:  # the card has it, and a limit of the user's keeps it back
+        more = f"--vram {_sizes_option(limits[0] if len(set(limits)) == 1 else limits)}"
+    offers = [(more, *_with_vram(plan.request, machine, GB), "")]
+    if len(limits) == 1:
+        second = "a second card" if machine.num_cards == 1 else "both cards"
+        offers.append((second, *second_card(plan.request, machine), "layers dealt out to both"))
     found: list[Upgrade] = []
     for what, request, better, note in offers:
         if (faster := _plan_or_none(request, better)) is not None:
@@ -344,13 +344,7 @@ def _with_vram(
 
 
 def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[RuntimeConfig, MachineFigures]:
-    """The same run where every layer's bytes are split over two cards and links, and neither waits for the other: a
-    bound of what tensor parallelism could bring."""
-    limit = request.vram_of_cards(1)[0] or machine.vram_bytes
-    request, larger = _with_vram(request, machine, max(0, limit - machine.vram_reserved_bytes))
-    twice = {dtype: 2 * tflops for dtype, tflops in machine.tflops.items()}
-    decoded = {kind: 2 * gweights_per_s for kind, gweights_per_s in machine.decode_gweights_per_s.items()}
-    return request, replace(
-        larger, link_gbps=2 * machine.link_gbps, hbm_gbps=2 * machine.hbm_gbps, tflops=twice,
-        decode_gweights_per_s=decoded,
-    )  # fmt: skip
+    """The same run of one card, and its layers dealt out to two."""
+    limit = request.vram_bytes
+    limit = limit[0] if isinstance(limit, tuple) else limit
+    return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)
