@@ -14,7 +14,7 @@ beside the rings that staging takes, and then what is left locks weights.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -609,28 +609,35 @@ def _dealt(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = tuple(layers * (card + 1) // cards - layers * card // cards for card in range(cards))
     best, tried = dealer.deal(counts), {counts}
-    while True:
-        order = sorted(range(cards), key=lambda card: (best[card].load, counts[card]))
-        giver, taker = order[-1], order[0]
-        moved = min(_to_move(best[giver], best[taker]), counts[giver] - 1)
-        while moved:
-            gave, took = counts[giver] - moved, counts[taker] + moved
-            changed = tuple({giver: gave, taker: took}.get(card, count) for card, count in enumerate(counts))
-            if changed not in tried:
-                tried.add(changed)
-                found = dealer.deal(changed)
-                if _burden(found, changed) < _burden(best, counts):
-                    best, counts = found, changed
-                    break
-            moved //= 2
-        if not moved:
-            break
+    while (found := next(_evener(dealer, counts, best, tried), None)) is not None:
+        counts, best = found
+    giver = max(range(cards), key=lambda card: best[card].load)
     if best[giver].missing_bytes:
         short, limit_bytes = best[giver].plan, best[giver].plan.limits.device_bytes
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
     placed = zip(deal(counts), best, strict=True)
     return plan.with_shares([LayerShare(layers, one.plan.placement) for layers, one in placed])
+
+
+def _evener(
+    dealer: _Dealer, counts: tuple[int, ...], cards: list[_CardDeal], tried: set[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], list[_CardDeal]]]:
+    """Better deals, in which the card that has most to do gives layers to the one with the least, or to another."""
+    giver, *takers = sorted(range(len(cards)), key=lambda card: (cards[card].load, counts[card]), reverse=True)
+    for taker in reversed(takers):
+        moved = min(_to_move(cards[giver], cards[taker]), counts[giver] - 1)
+        if cards[giver].load == cards[taker].load:
+            moved = (counts[giver] - counts[taker]) // 2
+        while moved:
+            numbers = {giver: counts[giver] - moved, taker: counts[taker] + moved}
+            changed = tuple(numbers.get(card, count) for card, count in enumerate(counts))
+            if changed not in tried:
+                tried.add(changed)
+                found = dealer.deal(changed)
+                if _burden(found, changed) < _burden(cards, counts):
+                    yield changed, found
+            moved //= 2
 
 
 def _burden(cards: Sequence[_CardDeal], counts: Sequence[int]) -> tuple[int, float, int]:
