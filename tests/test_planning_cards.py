@@ -22,6 +22,7 @@ from offload_runtime.plan import (
     pass_time,
     plan_or_refuse,
     plan_run,
+    prefill_time,
 )
 from offload_runtime.plan.request import limits_of
 from offload_runtime.weights import DescribedModel, describe_model
@@ -122,6 +123,17 @@ def test_cards_compute_one_after_the_other_and_rows_hop() -> None:
     assert pass_time(two, slow, length_tokens=2047, rows=4).hop_s == pytest.approx(32 * (1e-3 + 4 * 4096 * 2 / 1e9))
 
 
+def test_prompts_are_pipelined_between_cards() -> None:
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=4096)
+    one, two = plan_run(request, ONE), plan_run(request, TWO)
+    before, long, short = (
+        prefill_time(plan, TWO, tokens) for plan, tokens in ((one, 4000), (two, 4000), (two, one.target.chunk_tokens))
+    )
+    hops_s = 32 * (30e-6 + 4000 * 4096 * 2 / 25e9)
+    assert long.compute_s == pytest.approx((before.compute_s + hops_s) / 2, rel=0.01)
+    assert short.compute_s > prefill_time(one, ONE, one.target.chunk_tokens).compute_s  # of one piece, card by card
+
+
 def test_links_share_the_memory_of_the_host() -> None:
     request = RuntimeConfig(model("llama-3.1-70b"), "none", context=2048)
     plan = plan_run(request, TWO)
@@ -176,6 +188,9 @@ def test_a_retrieval_verifier_is_on_every_card() -> None:
     assert plan.has_verifier and not plan.placement.streamed_layers
     held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
     assert all(parts["retrieval cache"] and parts["CUDA graphs"] for parts in held)
+    # A prefill of a card borrows what its own share of the verifier's cache holds.
+    borrowed = [card.target.borrowable_bytes for card in plan.cards]
+    assert sum(borrowed) == plan.target.borrowable_bytes and (not plan.target.on_host or min(borrowed) > 0)
     assert plan.verifier_bytes == sum(parts["retrieval cache"] for parts in held)
     predicted = forecast(plan, TWO)
     assert predicted.usual.tok_per_s > 1.8 * forecast(plan_run(request, ONE), ONE).usual.tok_per_s

@@ -275,7 +275,8 @@ def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade])
 
 def _pass_record(time: PassTime) -> dict[str, Any]:
     names = ("bytes_streamed", "link_s", "hbm_s", "arithmetic_s", "compute_s", "launch_s", "seconds", "bound_by")
-    return {name: getattr(time, name) for name in (*names, "staging_s", "hop_s")}
+    hops = ("hop_s",) if time.hop_s else ()  # of one card there are none
+    return {name: getattr(time, name) for name in (*names, "staging_s", *hops)}
 
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
