@@ -270,6 +270,7 @@ def test_what_each_card_holds_and_streams() -> None:
         (("--devices", "cuda:0,cuda:1,cuda:2"), "--devices names 3 cards and rtx4090-x2 has 2"),
         (("--vram", "20GB,20GB,20GB"), "--vram has 3 sizes and there are 2 cards"),
         (("--device", "cpu"), "a plan is one of GPUs"),
+        (("--devices", "cuda:0,tpu"), "'tpu' is not a device"),
         (("--vram", "24GB,3GB", "--context", "2048"), "on card 1 of 3.0 GB is too small"),
     ],
 )

@@ -7,6 +7,7 @@ Everything that can be judged without the model is judged here, before a byte of
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, wraps
@@ -65,6 +66,14 @@ def _unicode(param: typer.CallbackParam, given: Any) -> Any:
     return given
 
 
+def _devices(param: typer.CallbackParam, text: str) -> str:
+    """Leave names of devices alone that can be some, wherever they are."""
+    for name in text.split(","):
+        is_device = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", name.strip()) is not None
+        require(is_device, f"{param.opts[0]} {name!r} is not a device: use auto, cuda, cuda:N or cpu, or cuda:0,cuda:1")
+    return text
+
+
 _text = partial(typer.Option, None, metavar="TEXT", callback=_unicode)
 _memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_given(parse_bytes))
 _memory_of_cards = partial(_machine, None, metavar="SIZE[,SIZE]", parser=str, callback=_given(parse_sizes))
@@ -80,7 +89,7 @@ def _tuning(name: str, help: str) -> Any:
 
 # What several commands take; a call names the command's own default.
 _DEVICE = _machine("auto", help="Where the target runs.")
-_DEVICES = partial(_machine, "auto", "--device", "--devices", metavar="DEVICE[,DEVICE]")
+_DEVICES = partial(_machine, "auto", "--device", "--devices", metavar="DEVICE[,DEVICE]", callback=_devices)
 _DTYPE = _machine("auto", help="What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.")
 _SEED = _sampling(0, min=0, metavar="N", help="The same seed gives the same tokens.")
 _print = partial(_switch, rich_help_panel="Output")
