@@ -45,6 +45,14 @@ def parse_bytes(text: str | float) -> int:
     return round(size)  # 4.1 * 10**6 is a little less than what was meant
 
 
+def parse_sizes(text: str | float | Sequence[str | float]) -> int | tuple[int, ...]:
+    """The same of one size, or of several: a sequence, or one text with commas such as `"22GB,24GB"`."""
+    if isinstance(text, str):
+        sizes = tuple(map(parse_bytes, text.split(",")))
+        return sizes if len(sizes) > 1 else sizes[0]
+    return tuple(map(parse_bytes, text)) if isinstance(text, Sequence) else parse_bytes(text)
+
+
 def format_bytes(size_bytes: float) -> str:
     """Write bytes for people: `13.5 GB`, `256.0 MB`, in decimal units as the link's bandwidth is."""
     for unit, scale in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 10**3)):
@@ -281,6 +289,11 @@ class ModelConfig:
         """Bytes of K and V that one token holds over all layers."""
         return 2 * self.kv_size * self.num_layers * element_bytes
 
+    def of_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The same of some of the layers, which are numbered anew."""
+        windows, rope = tuple(self.layer_windows[i] for i in layers), tuple(self.layer_rope[i] for i in layers)
+        return replace(self, num_layers=len(layers), layer_windows=windows, layer_rope=rope)
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -494,7 +507,9 @@ class RuntimeConfig:
     """What a runtime is loaded with: the keywords of `Runtime.load`, made by it, the command line and the tools alike.
 
     `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
-    Limits are in bytes, and None allows what there is. `resident_layers` None keeps as many as fit, and `context` None
+    `device` names the cards that the target's layers are dealt out to, with commas between them; one that is named
+    twice is two logical cards. Limits are in bytes, and None allows what there is; `vram_bytes` are of each card, or
+    one figure for each. `resident_layers` None keeps as many as fit, and `context` None
     is what suits the model and the place of its KV cache. `gamma` is what a pass proposes where nothing else is asked
     for (None chooses) and `max_gamma` the longest chain to make room for. `tree_nodes` None leaves trees to the
     runtime, 0 makes no room for any. `encode` says whether matrices of the target that would be in bf16 are kept in 12
@@ -506,7 +521,7 @@ class RuntimeConfig:
     draft: Any = "ngram"
     device: str = "auto"
     dtype: str = "auto"
-    vram_bytes: int | None = None
+    vram_bytes: int | tuple[int, ...] | None = None
     ram_bytes: int | None = None
     pinned_bytes: int | None = None
     resident_layers: int | None = None
@@ -539,7 +554,22 @@ class RuntimeConfig:
             require_positive(name, getattr(self, name))
         for name in ("context", "tree_nodes"):
             require_positive(name, getattr(self, name), least=0)
+        self._check_devices()
         self._check_proposals()
+
+    def _check_devices(self) -> None:
+        """Refuse names that are none, cards of different kinds, and limits of more or fewer cards than there are."""
+        names = self.devices
+        require(all(names), f"device {self.device!r} has an empty name: write it like cuda:0, or cuda:0,cuda:1")
+        kinds = {name.split(":")[0] for name in names}
+        alone = len(names) == 1 or "auto" not in kinds
+        require(alone, f"device {self.device!r} has auto among others: name every card, or auto alone")
+        same = len(kinds) == 1
+        require(same, f"device {self.device!r} mixes {' and '.join(sorted(kinds))}: name cards of one kind")
+        if isinstance(self.vram_bytes, list | tuple):
+            object.__setattr__(self, "vram_bytes", tuple(self.vram_bytes))
+        if self.device != "auto":
+            self.vram_of_cards(len(names))
 
     def _check_proposals(self) -> None:
         """Refuse a draft that the mode leaves out, or a mode without what it needs; then proposals that there is no
@@ -562,6 +592,21 @@ class RuntimeConfig:
         require(mode != "none", f"--gamma {gamma} does nothing with --speculation none: drop one of the two")
         proposed = draft != "none" or mode == "triforce"
         require(proposed, f"--gamma {gamma} does nothing with --draft none: drop it or name a draft")
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the cards; `auto` stands for one."""
+        return tuple(name.strip() for name in self.device.split(","))
+
+    def vram_of_cards(self, num_cards: int) -> tuple[int | None, ...]:
+        """What is allowed of each of `num_cards` cards. Raises `OptionError` for as many figures as there are not."""
+        limits = self.vram_bytes
+        if not isinstance(limits, tuple):
+            return (limits,) * num_cards
+        sizes, cards = f"size{'s' * (len(limits) != 1)}", f"{'is' if num_cards == 1 else 'are'} {num_cards} card"
+        why = f"--vram has {len(limits)} {sizes} and there {cards}{'s' * (num_cards != 1)}"
+        require(len(limits) == num_cards, f"{why}: give one size for each card, or one for all")
+        return limits
 
     @property
     def proposed_by(self) -> str:

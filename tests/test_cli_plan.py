@@ -246,9 +246,37 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     assert float(said[1]) == pytest.approx(parse_bytes(streamed[1]) / 100_000, rel=0.01)
 
 
-def test_a_machine_of_two_cards_is_said_to_use_one() -> None:
-    result = plan("llama-3.1-8b", "--context", "4096", "--profile", "rtx4090-x2")
-    assert "one of its 2 cards: tensor parallelism is not built yet" in result.stdout
+def test_what_each_card_holds_and_streams() -> None:
+    options = ("--context", "2048", "--profile", "rtx4090-x2")
+    result = plan("llama-3.1-70b", *options)
+    for text in ("uses all of its 2 cards", "device memory of each card", "card 0: 39 layers, 8 of them on the"):
+        assert text in result.stdout, text
+    record = planned("llama-3.1-70b", *options)
+    first, second = record["cards"]
+    assert sorted(first["layers"] + second["layers"]) == list(range(80))
+    streamed = first["streamed_bytes"] + second["streamed_bytes"]
+    assert streamed == record["pass"]["plain"]["bytes_streamed"] and record["pass"]["plain"]["hop_s"] > 0
+    assert first["peak_bytes"] + second["peak_bytes"] == record["device_memory"]["peak_bytes"]
+    assert max(first["peak_bytes"], second["peak_bytes"]) <= first["limit_bytes"] == second["limit_bytes"]
+    assert set(first["weights_resident"]) | set(second["weights_resident"]) == {*record["layers"]["weights_resident"]}
+    one = plan("llama-3.1-70b", *options, "--devices", "cuda:0")
+    assert "this plan uses 1 of its 2 cards" in one.stdout and "card 0" not in one.stdout
+    assert "both cards: 0." in one.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--devices", "cuda:0,cuda:1,cuda:2"), "--devices names 3 cards and rtx4090-x2 has 2"),
+        (("--vram", "20GB,20GB,20GB"), "--vram has 3 sizes and there are 2 cards"),
+        (("--device", "cpu"), "a plan is one of GPUs"),
+        (("--devices", "cuda:0,tpu"), "'tpu' is not a device"),
+        (("--vram", "24GB,3GB", "--context", "2048"), "on card 1 of 3.0 GB is too small"),
+    ],
+)
+def test_cards_that_cannot_be_planned_for(options: tuple[str, ...], said: str) -> None:
+    result = plan("llama-3.1-70b", *options, "--profile", "rtx4090-x2")
+    assert result.exit_code == 2 and said in result.stderr
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offload_runtime import Runtime
 from offload_runtime.config import (
+    GB,
     GenerationParams,
     ModelConfig,
     RuntimeConfig,
@@ -21,6 +22,7 @@ from offload_runtime.config import (
     count_or_auto,
     format_bytes,
     parse_bytes,
+    parse_sizes,
     size_option_down,
     write_atomically,
 )
@@ -226,3 +228,38 @@ def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
     assert path.read_text() == "text"
     with pytest.raises(StorageError, match="File name too long"):
         write_atomically(tmp_path / ("ü" * 128), "text", way_out="elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [("22GB, 24GB", (22 * GB, 24 * GB)), ("24GB", 24 * GB), (GB, GB), (["22GB", GB], (22 * GB, GB)),
+     ("1,2,3", (1, 2, 3))],
+)  # fmt: skip
+def test_sizes_of_one_card_or_of_each(given: Any, sizes: int | tuple[int, ...]) -> None:
+    assert parse_sizes(given) == sizes
+
+
+def test_devices_are_names_with_commas_between_them() -> None:
+    assert RuntimeConfig("m").devices == ("auto",)
+    assert RuntimeConfig("m", device="cuda:0, cuda:1,cuda:0").devices == ("cuda:0", "cuda:1", "cuda:0")
+    two = RuntimeConfig("m", device="cpu,cpu", vram_bytes=(GB, 2 * GB))
+    assert two.vram_of_cards(2) == (GB, 2 * GB)
+    assert RuntimeConfig("m", device="cpu,cpu", vram_bytes=GB).vram_of_cards(2) == (GB, GB)
+    assert RuntimeConfig("m").vram_of_cards(3) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "cuda:0,"}, "an empty name"),
+        ({"device": ""}, "an empty name"),
+        ({"device": "cuda:0,,cuda:1"}, "an empty name"),
+        ({"device": "cpu,cuda:0"}, "mixes cpu and cuda"),
+        ({"device": "auto,cuda:0"}, "auto among others"),
+        ({"device": "cpu,cpu", "vram_bytes": (GB,)}, r"1 size and there are 2 cards"),
+        ({"device": "cpu", "vram_bytes": (GB, GB)}, r"2 sizes and there is 1 card"),
+    ],
+)
+def test_cards_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        RuntimeConfig("m", **options)

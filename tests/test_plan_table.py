@@ -25,7 +25,7 @@ def test_the_documented_plans_are_current(tmp_path: Path) -> None:
         + 2 * len(plan_table.ROWS) * len(plan_table.CONTEXTS)
     )
     assert made.count("\n| Llama") + made.count("\n| Qwen") == rows
-    assert made.count(" | 2, not built | ") == len(plan_table.SHORT_ROWS)
+    assert made.count(" | 2 | ") == len(plan_table.SHORT_ROWS) and "not built" not in made
     documented = (ROOT / "docs" / "plans.md").read_text()
     assert made == documented, "plans have changed: run `python tools/plan_table.py --out docs/plans.md`"
 

@@ -111,8 +111,8 @@ was run. `python tools/plan_table.py --out docs/plans.md` writes it.
 A context of {SHORT_CONTEXT} tokens in 16 bits, on [the profile of an RTX 4090](../profiles/{SHORT_PROFILE}.toml), but
 with as much RAM as the model takes. It is assumed that {_WHOLE} of a draft's first choices are what the target
 says. How many of yours are depends on models, text and temperature: `plan` has a table by acceptance, and
-[the results](results.md) say what was measured. A second card is **not built yet**: the rows of two are a
-bound, for every layer split over two cards and two links that never wait for each other.
+[the results](results.md) say what was measured. Two cards have the layers dealt out to them: both links carry at once,
+the cards compute one after the other, and a hop of a few rows from one to the other is assumed to take 30 us.
 
 """
 QUANTISED = f"""
@@ -135,7 +135,8 @@ predicted to be faster. The last column takes {_VERIFIER} of the retrieval verif
 {_STREAMING} of one that sees only its beginning and its end ({_FAR} in contexts beyond 8192 tokens).
 Llama 2 beyond 4096 tokens is its YaRN extension to 128K where there is one. The arithmetic is that of
 `offload_runtime/plan`, whose passes are within 10 % of those measured on an H200 (`tests/test_plan_prediction.py`).
-Host memory holds what is streamed: what stays on the card goes there as it is read.
+Host memory holds what is streamed: what stays on the card goes there as it is read. Of two cards VRAM and what a pass
+streams are those of both.
 """
 
 
@@ -150,7 +151,7 @@ def short_lines() -> Iterator[str]:
 
 def short_row(row: Row, cards: int, machine: MachineFigures) -> str:
     """One line: plain decoding with nothing else on the card, then a draft model that proposes chains or trees."""
-    return _line([row.name, str(cards) if cards == 1 else f"{cards}, not built"], row, cards, machine)
+    return _line([row.name, str(cards)], row, cards, machine)
 
 
 def quantised_lines() -> Iterator[str]:
@@ -250,9 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = [f"{INTRODUCTION}{short}\n{QUANTISED}{quantised}\n{DETAILS}"]
     for profile in options.profiles:
         found = load_profile(profile)
-        cards = f", one of its {found.gpus} cards" if found.gpus > 1 else ""
-        memory = f"{format_bytes(found.vram_bytes or 0)} of VRAM, {format_bytes(found.ram_bytes)} of RAM"
-        parts.append(f"### {profile}{cards}: {memory}, link {found.link_gbps:g} GB/s\n")
+        cards, each = (f", its {found.gpus} cards", " each") if found.gpus > 1 else ("", "")
+        memory = f"{format_bytes(found.vram_bytes or 0)} of VRAM{each}, {format_bytes(found.ram_bytes)} of RAM"
+        parts.append(f"### {profile}{cards}: {memory}, link {found.link_gbps:g} GB/s{each}\n")
         parts.append("\n".join(table_lines(profile)) + "\n")
     text = "\n".join(parts)
     if options.out is None:

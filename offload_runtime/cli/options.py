@@ -7,6 +7,7 @@ Everything that can be judged without the model is judged here, before a byte of
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, wraps
@@ -24,6 +25,7 @@ from offload_runtime.config import (
     count_or_auto,
     idle_options,
     parse_bytes,
+    parse_sizes,
     require,
     require_unicode,
 )
@@ -64,8 +66,17 @@ def _unicode(param: typer.CallbackParam, given: Any) -> Any:
     return given
 
 
+def _devices(param: typer.CallbackParam, text: str) -> str:
+    """Leave names of devices alone that can be some, wherever they are."""
+    for name in text.split(","):
+        is_device = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", name.strip()) is not None
+        require(is_device, f"{param.opts[0]} {name!r} is not a device: use auto, cuda, cuda:N or cpu, or cuda:0,cuda:1")
+    return text
+
+
 _text = partial(typer.Option, None, metavar="TEXT", callback=_unicode)
 _memory = partial(_machine, None, metavar="SIZE", parser=str, callback=_given(parse_bytes))
+_memory_of_cards = partial(_machine, None, metavar="SIZE[,SIZE]", parser=str, callback=_given(parse_sizes))
 _machine_profile = partial(_machine, None, metavar="NAME|FILE")
 _file = partial(typer.Option, None, metavar="FILE", parser=str, callback=_given(user_path))
 
@@ -78,6 +89,7 @@ def _tuning(name: str, help: str) -> Any:
 
 # What several commands take; a call names the command's own default.
 _DEVICE = _machine("auto", help="Where the target runs.")
+_DEVICES = partial(_machine, "auto", "--device", "--devices", metavar="DEVICE[,DEVICE]", callback=_devices)
 _DTYPE = _machine("auto", help="What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.")
 _SEED = _sampling(0, min=0, metavar="N", help="The same seed gives the same tokens.")
 _print = partial(_switch, rich_help_panel="Output")
@@ -139,7 +151,9 @@ class RunOptions:
         help="Keep bf16 weights of the target in 12 bits, which changes no bit of them. auto: where that is predicted "
         "to be faster, or to fit.",
     )
-    vram_bytes: int | None = _memory("--vram", help="Most GPU memory to use, such as 24GB or 20GiB.")
+    vram_bytes: Any = _memory_of_cards(
+        "--vram", help="Most GPU memory to use, such as 24GB or 20GiB: of each card, or one after the other: 22GB,24GB."
+    )
     ram_bytes: int | None = _memory("--ram", help="Most host memory to use; by itself, what there is.")
     pinned_bytes: int | None = _memory(
         "--pinned",
@@ -175,6 +189,7 @@ class PlanOptions(RunOptions):
 
     max_batch: int = typer.Option(1, "--batch", min=1, metavar="N", help="Prompts that are answered at once.")
     gamma: int | None = _GAMMA
+    device: str = _DEVICES(help="Cards to plan for, such as cuda:0,cuda:1; auto: all that the machine has.")
     profile: str | None = _machine_profile(help="The machine to plan for, such as rtx4090; left out, your own.")
     plot: Path | None = _file(help="Draw the plan as bars, such as plan.png or plan.svg.")
     as_json: bool = _JSON
@@ -184,7 +199,10 @@ class PlanOptions(RunOptions):
 class LoadOptions(RunOptions):
     """What a command that loads a model takes."""
 
-    device: Device = _DEVICE
+    device: str = _DEVICES(
+        help="Where the target runs: auto, cuda, cuda:1 or cpu; or several cards that its layers are dealt out to: "
+        "cuda:0,cuda:1."
+    )
     emulate: str | None = _machine_profile(help="Play a smaller card, such as rtx4090: its memory and link are limits.")
 
 

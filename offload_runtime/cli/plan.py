@@ -23,12 +23,13 @@ from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import PassTime, Refusal, RunForecast, RunPlan, Upgrade
+    from offload_runtime.plan import LayerShare, PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
     config, picture = options.config, options.plot
+    require(config.devices[0] != "cpu", "a plan is one of GPUs: drop --device cpu, or name some such as cuda:0,cuda:1")
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)
@@ -76,7 +77,8 @@ def plan_tables(
 
     tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", describe_speculation(plan)]
     if machine.gpus > 1:
-        tables.append(f"this plan uses one of its {machine.gpus} cards: tensor parallelism is not built yet")
+        used = "all" if plan.num_cards == machine.gpus else f"{plan.num_cards}"
+        tables.append(f"this plan uses {used} of its {machine.gpus} cards")
     tables += [*memory_tables(plan), _time_table(plan, predicted)]
     if predicted.steps:
         tables.append(_steps_table(predicted))
@@ -110,11 +112,38 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
         f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
     ]
+    if plan.num_cards > 1:
+        shares = zip(plan.cards, target.shares, strict=True)
+        words += [f"card {card.card}: {_share(card, share)}" for card, share in shares]
+        devices = [_cards_table(f"{memory} of each card", plan)]
+    else:
+        devices = [_memory_table(memory, device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes)))]
     return [
         *filter(None, words),
-        _memory_table(memory, device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes))),
+        *devices,
         _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, plan.limits.ram_bytes), locked)),
     ]
+
+
+def _share(card: RunPlan, share: LayerShare) -> str:
+    """One phrase: what a card has, and what it streams."""
+    where = f"{len(share.layers)} layers, {len(card.placement.resident_layers)} of them on the device"
+    if card.target.on_host:
+        where += f" and the KV cache of {len(card.resident_kv_layers)}"
+    return f"{where}; a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(share.layers)})"
+
+
+def _cards_table(title: str, plan: RunPlan) -> Table:
+    """Device memory part by part, a column for each card."""
+    held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
+    peaks = [_peak(card.device_bytes, card.limits.device_bytes) for card in plan.cards]
+    columns = [Column("", footer="peak")]
+    columns += [Column(f"card {card}", footer=peak, justify="right") for card, peak in enumerate(peaks)]
+    table = Table(*columns, title=title, title_justify="left", show_footer=True)
+    for part in plan.device:
+        sizes = (parts.get(part.name, 0) for parts in held)
+        table.add_row(part.name, *(format_bytes(nbytes) if nbytes else "" for nbytes in sizes))
+    return table
 
 
 def _peak(held_bytes: int, limit_bytes: int | None) -> str:
@@ -246,13 +275,16 @@ def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade])
 
 def _pass_record(time: PassTime) -> dict[str, Any]:
     names = ("bytes_streamed", "link_s", "hbm_s", "arithmetic_s", "compute_s", "launch_s", "seconds", "bound_by")
-    return {name: getattr(time, name) for name in (*names, "staging_s")}
+    hops = ("hop_s",) if time.hop_s else ()  # of one card there are none
+    return {name: getattr(time, name) for name in (*names, "staging_s", *hops)}
 
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
     """What a run holds, and where each layer is."""
     placement, resident_kv = plan.placement, plan.resident_kv_layers
-    device = {"limit_bytes": plan.limits.device_bytes, "peak_bytes": plan.device_bytes}
+    limits = plan.limits.bytes_of_cards
+    limit_bytes = None if None in limits else sum(nbytes for nbytes in limits if nbytes is not None)
+    device = {"limit_bytes": limit_bytes, "peak_bytes": plan.device_bytes}
     host = {"peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes, "loading_bytes": plan.loading_bytes}
     layers = {
         "weights_resident": placement.resident_layers, "weights_staged": placement.staged_layers,
@@ -260,8 +292,10 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "kv_staged": placement.staged_kv_layers,
         "kv_streamed": [layer for layer in range(placement.num_layers) if layer not in resident_kv],
     }  # fmt: skip
+    cards = [] if plan.num_cards == 1 else [_card_record(plan, card) for card in range(plan.num_cards)]
     return {
         "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
+        **({"cards": cards} if cards else {}),
         "host_memory": {**host, "parts": [asdict(part) for part in plan.host]},
         "stored_bytes": plan.target.layout.bytes_by_kind,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_slots": placement.num_slots},
@@ -269,6 +303,17 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "retrieval_verifier": plan.has_verifier,
         "why_no_retrieval_verifier": None if plan.has_verifier else plan.reason or None,
     }
+
+
+def _card_record(plan: RunPlan, number: int) -> dict[str, Any]:
+    """What one of several cards holds, of which layers, and what a pass streams to it."""
+    card, share = plan.cards[number], plan.target.shares[number]
+    return {
+        "layers": list(share.layers), "weights_resident": list(share.of_model(card.placement.resident_layers)),
+        "kv_resident": list(share.of_model(card.resident_kv_layers)), "ring_slots": card.placement.num_slots,
+        "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
+        "peak_bytes": card.device_bytes, "parts": [asdict(part) for part in card.device],
+    }  # fmt: skip
 
 
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
@@ -328,11 +373,13 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
             label = f"{part.name}: {size_gb:.3g} GB"
             axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
             top_gb += size_gb
-    if plan.limits.device_bytes is not None:
-        limit_gb = plan.limits.device_bytes / GB
+    limits = plan.limits.bytes_of_cards
+    if None not in limits:
+        limit_gb = sum(nbytes for nbytes in limits if nbytes is not None) / GB
         axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
     axes.hlines(plan.host_bytes / GB, 0.6, 1.4, colors="black", linestyles="dotted", label="peak of host memory")
-    axes.set_xticks([0, 1], ["device memory", "host memory (hatched: page-locked)"])
+    device = "device memory" if len(limits) == 1 else f"device memory of {len(limits)} cards"
+    axes.set_xticks([0, 1], [device, "host memory (hatched: page-locked)"])
     axes.set_ylabel("GB")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars: it would hide what is high
 

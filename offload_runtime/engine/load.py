@@ -167,7 +167,7 @@ def _load(
     registrar = registrar or (Registrar() if device.type == "cuda" else None)
     locks = registrar is not None
     limits = planning.limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=locks)
-    limit_bytes = config.vram_bytes
+    (limit_bytes,) = config.vram_of_cards(1)
     if emulation is not None:
         require_memory(emulation, device)
         whose, other = f"of an emulated {emulation.name}", "emulate a larger card"

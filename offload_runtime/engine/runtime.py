@@ -23,6 +23,7 @@ from offload_runtime.config import (
     params_of_each,
     params_once,
     parse_bytes,
+    parse_sizes,
     require,
     require_type,
 )
@@ -79,7 +80,8 @@ class Runtime(AbstractContextManager["Runtime"]):
     def load(
         cls, target: str | Path | CheckpointSource, *, draft: str | Path | CheckpointSource = "ngram",
         device: str = "auto", dtype: str = "auto",
-        vram: str | int | None = None, ram: str | int | None = None, pinned: str | int | None = None,
+        vram: str | int | Sequence[str | int] | None = None, ram: str | int | None = None,
+        pinned: str | int | None = None,
         resident_layers: int | str = "auto", context: int | str = "auto",
         kv: str = "auto", weights: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
         max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
@@ -93,7 +95,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         Args:
             target: Directory with safetensors, a `.gguf` file, `org/name` on the hub, or an opened checkpoint.
             draft: `ngram` (guesses from the context), `none`, or a small model of the same vocabulary.
-            device: `auto`, `cuda`, `cuda:N` or `cpu`.
+            device: `auto`, `cuda`, `cuda:N` or `cpu`, or several cards that layers are dealt out to, such as
+                `cuda:0,cuda:1`.
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
             vram: Hard limit of device memory, like `24GB`; None allows all that is free.
             ram: Hard limit of host memory, Python and libraries included (1.6 GB are taken for them), at most what is
@@ -141,9 +144,8 @@ class Runtime(AbstractContextManager["Runtime"]):
             StorageError: before anything large is read, each saying what would help.
         """
         layers, tokens = count_or_auto("resident_layers", resident_layers), count_or_auto("context", context)
-        vram_bytes, ram_bytes, pinned_bytes = (
-            None if size is None else parse_bytes(size) for size in (vram, ram, pinned)
-        )
+        vram_bytes = None if vram is None else parse_sizes(vram)
+        ram_bytes, pinned_bytes = (None if size is None else parse_bytes(size) for size in (ram, pinned))
         config = RuntimeConfig(
             target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
             pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv, weights=weights,

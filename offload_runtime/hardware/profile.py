@@ -136,6 +136,7 @@ class MachineProfile:
     GPU: `vram_bytes` is all of a card's memory, `vram_reserved_bytes` what of it nobody can have (the driver, the CUDA
     context, the desktop). `link_gbps` is host to device with large pinned copies, `link_back_gbps` device to host,
     `link_both_gbps` each direction while both run, `link_by_copy_mib` host to device by MiB of one copy.
+    A few rows take `hop_us` from card to card, and many of them arrive at `hop_gbps`.
     `pcie_generation` and `pcie_width` are the link's while it is busy. `hbm_gbps` counts bytes read and written.
     `tflops` are dense matrix products by element type, `launch_us` one small kernel launched from the host,
     `graph_launch_us` one within a CUDA graph. `decode_gweights_per_s` are weights that products of one row
@@ -156,6 +157,8 @@ class MachineProfile:
     link_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_back_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_both_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    hop_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
+    hop_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     pcie_generation: int | None = field(default=None, metadata=_key(_number(1, 7, whole=True), gpu=True))
     pcie_width: int | None = field(default=None, metadata=_key(_WIDTH, gpu=True))
     hbm_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))

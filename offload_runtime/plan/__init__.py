@@ -15,10 +15,12 @@ from offload_runtime.plan.forecast import (
     describe_staging,
     forecast,
 )
-from offload_runtime.plan.memory import ModelPlan, Placement, RunPlan
+from offload_runtime.plan.memory import LayerShare, ModelPlan, Placement, RunPlan, merged
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
+    CardLimit,
     MachineFigures,
+    MemoryLimits,
     common_figures,
     describe_models,
     device_type_of,

@@ -83,9 +83,9 @@ _BETWEEN_S = 0.015
 class PassTime:
     """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
 
-    `compute_s` sums over the layers the longer of HBM and arithmetic. `lookahead_s` of the copies fit the rings while
-    nothing of the pass computes. `weight_bytes` and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of
-    them comes out of pageable memory.
+    `compute_s` sums over the layers the longer of HBM and arithmetic, with `hop_s` in which rows hop from card to card.
+    `lookahead_s` of the copies fit the rings while nothing of the pass computes. `weight_bytes` and `kv_bytes` are
+    those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
     """
 
     weight_bytes: int
@@ -98,6 +98,7 @@ class PassTime:
     launch_s: float
     staging_s: float
     lookahead_s: float
+    hop_s: float = 0.0
 
     @property
     def bytes_streamed(self) -> int:
@@ -133,7 +134,10 @@ class PassTime:
 
 def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
     """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
-    ring of copies running across passes."""
+    ring of copies running across passes. Several cards copy side by side, and compute one after the other."""
+    if plan.num_cards > 1:
+        cards = [pass_time(card, machine, length_tokens=length_tokens, rows=rows) for card in plan.cards]
+        return _pass_of_cards(cards, machine, hop_s=hops_s(plan, machine, rows=plan.target.batch * rows))
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
     captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
@@ -144,7 +148,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     staged_kv_bytes = sum(streamed[layer] for layer in placement.staged_kv_layers)
     staged_bytes = target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     pieces = batch * sum(-(-nbytes // (batch * target.kv_piece_bytes)) for nbytes in streamed.values())
-    link_s = (weight_bytes + kv_bytes) / (machine.link_gbps * GB)
+    link_s = (weight_bytes + kv_bytes) / _link_bytes_per_s(plan, machine)
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
     lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
@@ -168,6 +172,40 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S,
         staging_s=staging_s, lookahead_s=lookahead_s,
+    )  # fmt: skip
+
+
+def _link_bytes_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Of the link of a plan's card."""
+    return machine.link_gbps * plan.limits.link_ratio * GB
+
+
+def hops_s(plan: RunPlan, machine: MachineFigures, *, rows: int) -> float:
+    """Seconds in which `rows` hop from card to card on their way through the layers; 0 on one card."""
+    target = plan.target
+    return target.num_hops * machine.hop_s(rows * target.config.hidden_size * target.dtype.itemsize)
+
+
+def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> float:
+    """The time of all links together, which read one host's memory."""
+    return seconds if machine.host_gbps is None else max(seconds, nbytes / (machine.host_gbps * GB))
+
+
+def _pass_of_cards(cards: Sequence[PassTime], machine: MachineFigures, *, hop_s: float) -> PassTime:
+    """The pass that the passes over each card's layers make together."""
+    nbytes = sum(card.bytes_streamed for card in cards)
+    link_s = _bound_by_host(nbytes, max(card.link_s for card in cards), machine)
+    staging_s = sum(card.staging_s for card in cards)
+    copies_s = max(link_s, staging_s)
+    return PassTime(
+        sum(card.weight_bytes for card in cards), sum(card.kv_bytes for card in cards),
+        sum(card.staged_bytes for card in cards), link_s,
+        hbm_s=sum(card.hbm_s for card in cards),
+        arithmetic_s=sum(card.arithmetic_s for card in cards),
+        compute_s=sum(card.compute_s for card in cards) + hop_s,
+        launch_s=sum(card.launch_s for card in cards), staging_s=staging_s,
+        # What delays no card's copies: of one that has less to copy, also what it waits for the others.
+        lookahead_s=min(card.lookahead_s + copies_s - card.copies_s for card in cards), hop_s=hop_s,
     )  # fmt: skip
 
 
@@ -224,6 +262,9 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
     target = plan.target
     if not plan.has_verifier:
         return 0.0
+    if plan.num_cards > 1:
+        rows = target.batch * (1 + len(guess_parents(plan, target.batch)))
+        return sum(verifier_step_s(card, machine) for card in plan.cards) + hops_s(plan, machine, rows=rows)
     options, batch = target.options, target.batch
     token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
@@ -245,7 +286,7 @@ def _step_s(
     compute_s = sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages)
     compute_s += kv_bytes / machine.attained_hbm
     launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + decodings
-    return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / (machine.link_gbps * GB)
+    return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / _link_bytes_per_s(plan, machine)
 
 
 def drafting_s(plan: RunPlan, machine: MachineFigures, *, gamma: int, tree_nodes: int = 0) -> float:
@@ -304,7 +345,7 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.gamma
     elif tree_nodes(plan):
         chosen = request.max_gamma
-    elif request.device == "cpu":
+    elif device_type_of(request) == "cpu":
         chosen = _DEFAULT_GAMMA["cpu"]
     elif plan.has_verifier:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
@@ -479,7 +520,40 @@ class PrefillTime:
 
 def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> PrefillTime:
     """Prompts of `prompt_tokens` in every sequence, one after the other. The link is taken to carry both directions
-    one after the other."""
+    one after the other. Several cards are taken to work on different pieces of a prompt at a time, without gaps, which
+    nothing has measured."""
+    layers, target = plan.target.config.num_layers, plan.target
+    cards = [_prefill_work(card, machine, prompt_tokens) for card in plan.cards]
+    pieces = -(-prompt_tokens // target.chunk_tokens)
+    abreast = min(len(cards), pieces)
+    hop_s = target.batch * hops_s(plan, machine, rows=prompt_tokens)
+    hbm_s, arithmetic_s = sum(card.hbm_s for card in cards), sum(card.arithmetic_s for card in cards)
+    compute_s = (sum(max(card.hbm_s, card.arithmetic_s) for card in cards) + hop_s) / abreast
+    link_bytes = sum(card.link_bytes for card in cards)
+    link_s = max(card.link_s for card in cards)
+    if len(cards) > 1:
+        link_s = _bound_by_host(link_bytes, link_s, machine)
+    growth_s, staging_s = sum(card.growth_s for card in cards), sum(card.staging_s for card in cards)
+    causes = {"HBM" if hbm_s >= arithmetic_s else "arithmetic": compute_s, "link": link_s, "staging": staging_s}
+    causes["host memory"] = growth_s
+    # Layers grow ahead of the one that is computed; what the first is written to has to be there first.
+    seconds = growth_s / layers + max(compute_s, link_s, staging_s, growth_s)
+    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)
+
+
+@dataclass(frozen=True)
+class _PrefillWork:
+    """What one card has to do for prompts, in seconds by cause."""
+
+    hbm_s: float
+    arithmetic_s: float
+    link_bytes: int
+    link_s: float
+    growth_s: float
+    staging_s: float
+
+
+def _prefill_work(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> _PrefillWork:
     target, placement = plan.target, plan.placement
     config, batch, layers = target.config, target.batch, target.config.num_layers
     flops = machine.flops(target.dtype)
@@ -493,17 +567,13 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     hbm_s = batch * moved_bytes / machine.attained_hbm
     arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
-    compute_s = max(hbm_s, arithmetic_s)
     layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * target.kv_block_bytes
     written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
     staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes
     link_bytes = batch * target.bytes_of_layers(placement.streamed_layers) + written_bytes
-    link_s = link_bytes / (machine.link_gbps * GB)
+    link_s = link_bytes / _link_bytes_per_s(plan, machine)
     # What is staged grows as the threads that write there touch it.
     growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
     staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
     staging_s = staged_bytes / (machine.staging_gbps * GB)
-    causes = {"HBM": hbm_s, "arithmetic": arithmetic_s, "link": link_s, "staging": staging_s, "host memory": growth_s}
-    # Layers grow ahead of the one that is computed; what the first is written to has to be there first.
-    seconds = growth_s / layers + max(compute_s, link_s, staging_s, growth_s)
-    return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)
+    return _PrefillWork(hbm_s, arithmetic_s, link_bytes, link_s, growth_s, staging_s)

@@ -5,9 +5,10 @@ Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -60,6 +61,15 @@ class MemoryPart:
     pinned: bool = False
 
 
+def added(lists: Iterable[Iterable[MemoryPart]]) -> tuple[MemoryPart, ...]:
+    """Parts of several cards, those of one name as one."""
+    found: dict[str, MemoryPart] = {}
+    for part in (part for parts in lists for part in parts):
+        before = found.get(part.name)
+        found[part.name] = part if before is None else replace(part, nbytes=before.nbytes + part.nbytes)
+    return tuple(found.values())
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where the layers of a model are: which stay on the device, and how many slots the others pass through.
@@ -89,6 +99,36 @@ class Placement:
         return tuple(sorted({*range(self.num_layers)} - {*self.resident_layers}))
 
 
+@dataclass(frozen=True)
+class LayerShare:
+    """What one of several cards has of a model: layers, by their numbers in the model, and where these are, numbered
+    anew."""
+
+    layers: tuple[int, ...]
+    placement: Placement
+
+    def of_model(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """The numbers in the model of some layers of the share."""
+        return tuple(self.layers[layer] for layer in layers)
+
+
+def merged(shares: Sequence[LayerShare]) -> Placement:
+    """Where the layers of a model are that are dealt out to several cards. `num_slots` are those of all of them; rings
+    that staging takes are as large as the largest."""
+
+    def layers_of(name: str) -> tuple[int, ...]:
+        return tuple(sorted(layer for share in shares for layer in share.of_model(getattr(share.placement, name))))
+
+    placements = [share.placement for share in shares]
+    return Placement(
+        layers_of("resident_layers"), sum(one.num_slots for one in placements),
+        sum(one.num_layers for one in placements), staged_layers=layers_of("staged_layers"),
+        resident_kv_layers=layers_of("resident_kv_layers"), staged_kv_layers=layers_of("staged_kv_layers"),
+        h2d_ring=max((one.h2d_ring for one in placements), key=lambda ring: ring.nbytes),
+        d2h_ring=max((one.d2h_ring for one in placements), key=lambda ring: ring.nbytes),
+    )  # fmt: skip
+
+
 def all_resident(num_layers: int) -> Placement:
     """Every layer on the device, nothing streamed."""
     return Placement(tuple(range(num_layers)), 0, num_layers)
@@ -115,11 +155,44 @@ class ModelPlan:
     borrowable_bytes: int = 0
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
+    shares: tuple[LayerShare, ...] = ()  # of the cards, where the layers are dealt out to several
 
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return self.layout.dtype
+
+    def with_shares(self, shares: Sequence[LayerShare]) -> ModelPlan:
+        """The same with its layers dealt out."""
+        return replace(self, placement=merged(shares), shares=tuple(shares))
+
+    def on_card(self, card: int) -> ModelPlan:
+        """A card's share as a model of its own, of fewer layers; the first card has what all layers share."""
+        if not self.shares:
+            return self
+        share = self.shares[card]
+        config, layout = self.config.of_layers(share.layers), self.layout.of_layers(share.layers, shared=card == 0)
+        return replace(
+            self, config=config, layout=layout, placement=share.placement, shares=(),
+            borrowable_bytes=self.borrowable_bytes * len(share.layers) // self.config.num_layers,
+        )  # fmt: skip
+
+    @cached_property
+    def cards(self) -> tuple[ModelPlan, ...]:
+        """What each card has of it."""
+        return tuple(map(self.on_card, range(max(1, len(self.shares)))))
+
+    @cached_property
+    def num_hops(self) -> int:
+        """Hops of a pass from card to card, from the embedding on the first through the layers to the head there."""
+        owners = {layer: card for card, share in enumerate(self.shares) for layer in share.layers}
+        way = [0, *(owners[layer] for layer in sorted(owners)), 0]
+        return sum(one != other for one, other in pairwise(way))
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits are made here, as on the first of several cards."""
+        return bool(self.layout.shared.tensors)
 
     @property
     def on_host(self) -> bool:
@@ -221,6 +294,8 @@ class ModelPlan:
     @property
     def kv_parts(self) -> tuple[MemoryPart, ...]:
         """The same part by part."""
+        if self.shares:
+            return added(card.kv_parts for card in self.cards)
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
             return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
@@ -291,7 +366,7 @@ class ModelPlan:
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
         return workspace_bytes(
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
-            rows=rows, sampled_rows=sampled_rows,
+            rows=rows, sampled_rows=sampled_rows, has_head=self.has_head,
         )  # fmt: skip
 
 
@@ -302,6 +377,9 @@ class RunPlan:
     A retrieval verifier, if it `has_verifier`, is the target over retrieved chunks, between the draft and the target;
     `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
     why there is none where there could be.
+
+    Layers may be dealt out to several cards: then device memory is that of all of them together, and `on_card` is what
+    one has, a plan with `is_share` whose `card` is its number. The draft, embedding and head are on the first.
     """
 
     request: RuntimeConfig
@@ -312,6 +390,29 @@ class RunPlan:
     tree_room: int = 0
     tree_note: str = ""
     reason: str = ""
+    card: int = 0
+    is_share: bool = False
+
+    @property
+    def num_cards(self) -> int:
+        """That the target's layers are dealt out to."""
+        return max(1, len(self.target.shares))
+
+    def on_card(self, card: int) -> RunPlan:
+        """What one of the cards has of it."""
+        if not self.target.shares:
+            return self
+        target, limits = self.target.cards[card], self.limits.on_card(card)
+        return replace(self, target=target, limits=limits, card=card, is_share=True)
+
+    @cached_property
+    def cards(self) -> tuple[RunPlan, ...]:
+        """What each card has of it."""
+        return tuple(map(self.on_card, range(self.num_cards)))
+
+    def with_shares(self, shares: Sequence[LayerShare]) -> RunPlan:
+        """The same with the target's layers dealt out."""
+        return replace(self, target=self.target.with_shares(shares))
 
     @property
     def proposer(self) -> str:
@@ -319,12 +420,23 @@ class RunPlan:
         return "none" if self.request.speculation.mode == "none" else self.request.proposed_by
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether device memory is the host's."""
+        return device_type_of(self.request) == "cpu"
+
+    @property
+    def draft_here(self) -> ModelPlan | None:
+        """The draft, where it takes memory of: not of cards behind the first."""
+        return None if self.card else self.draft
+
+    @property
     def placement(self) -> Placement:
         """Of the target's layers."""
         return self.target.placement
 
     def with_placement(self, placement: Placement) -> RunPlan:
-        """The same with the target's layers elsewhere."""
+        """The same with the target's layers elsewhere, of one card."""
+        assert not self.target.shares, "the layers of several cards are placed in their shares"
         return replace(self, target=replace(self.target, placement=placement))
 
     def of_batch(self, sequences: int) -> RunPlan:
@@ -342,9 +454,12 @@ class RunPlan:
 
     @cached_property
     def captured_bytes(self) -> int:
-        """CUDA graphs of the target's passes, where all that these need is on the device, with room for them."""
+        """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
+        where passes hop from card to card."""
         target, limit_bytes = self.target, self.limits.device_bytes
-        if self.request.device == "cpu" or self.placement.streamed_layers or target.kv_layers_on_host:
+        if self.on_cpu or self.is_share or self.num_cards > 1:
+            return 0
+        if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
         nbytes = captured_pass_bytes(target.config, target.dtype.itemsize)
         fits = limit_bytes is None or sum(part.nbytes for part in self._needed) + nbytes <= limit_bytes
@@ -353,7 +468,9 @@ class RunPlan:
     @cached_property
     def _needed(self) -> tuple[MemoryPart, ...]:
         """Device memory of what there must be."""
-        target, draft, placement = self.target, self.draft, self.placement
+        if self.num_cards > 1:
+            return added(card._needed for card in self.cards)
+        target, draft, placement = self.target, self.draft_here, self.placement
         return (
             MemoryPart("CUDA context", self.limits.reserved_bytes),
             MemoryPart("embedding and head", target.layout.shared.total_bytes),
@@ -376,30 +493,37 @@ class RunPlan:
     @property
     def fixed_bytes(self) -> int:
         """Of what there must be, everything but the target's layers of weights."""
+        if self.num_cards > 1:
+            return sum(card.fixed_bytes for card in self.cards)
         return sum(part.nbytes for part in self._needed) - self.target.held_bytes(self.placement)
 
     @property
     def scratch_bytes(self) -> int:
         """What each model decodes its matrices into, one after the other."""
-        models = [model for model in (self.target, self.draft) if model is not None]
+        models = [model for model in (*self.target.cards, self.draft_here) if model is not None]
         return sum(model.layout.scratch_bytes(device_type_of(self.request)) for model in models)
 
     @property
     def workspace_bytes(self) -> int:
         """Activations of both models."""
-        if self.draft is None:
+        if self.num_cards > 1:
+            return sum(card.workspace_bytes for card in self.cards)
+        draft = self.draft_here
+        if draft is None:
             return self.target.workspace_bytes
         # Draft and target take turns on one stream and share the allocator's blocks, unless the draft runs beside a
         # pass.
-        each = self.target.workspace_bytes, self.draft.workspace_bytes
-        return sum(each) if self.draft.tree_slots else max(each)
+        each = self.target.workspace_bytes, draft.workspace_bytes
+        return sum(each) if draft.tree_slots else max(each)
 
     @property
     def graph_bytes(self) -> int:
         """CUDA graphs of the draft's and the verifier's steps."""
-        if self.request.device == "cpu":
+        if self.on_cpu:
             return 0
-        draft, nbytes = self.draft, step_graph_bytes(self.target.config) if self.has_verifier else 0
+        if self.num_cards > 1:
+            return sum(card.graph_bytes for card in self.cards)
+        draft, nbytes = self.draft_here, step_graph_bytes(self.target.config) if self.has_verifier else 0
         if draft is not None:
             rows = draft.batch * REWRITTEN_TOKENS
             if self.has_verifier:
@@ -412,18 +536,21 @@ class RunPlan:
     @property
     def verifier_bytes(self) -> int:
         """Of a retrieval verifier: retrieved chunks, what they are chosen by, and what steps need but for graphs."""
-        return self.verifier_step_bytes + self.target.retrieved_bytes
+        return sum(card.verifier_step_bytes + card.target.retrieved_bytes for card in self.cards)
 
     @property
     def verifier_step_bytes(self) -> int:
         """Of these, the window and what a step computes on its way, of all sequences."""
+        if self.num_cards > 1:
+            return sum(card.verifier_step_bytes for card in self.cards)
         target, rows = self.target, self.target.batch
         if self.draft is not None:  # of the newest tokens as many as there are levels are written anew
             rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)
         far_chunks = target.context_tokens // target.options.chunk_size
         return verifier_step_bytes(
-            target.config, target.dtype.itemsize, batch=target.batch, rows=rows, far_chunks=far_chunks
-        )
+            target.config, target.dtype.itemsize, batch=target.batch, rows=rows, far_chunks=far_chunks,
+            has_head=target.has_head,
+        )  # fmt: skip
 
     # --- of the host
 
@@ -431,18 +558,19 @@ class RunPlan:
     def host(self) -> tuple[MemoryPart, ...]:
         """Host memory once the models are loaded, at the longest context, part by part."""
         target, placement, pinned = self.target, self.placement, self.limits.page_locks
+        placements = [card.placement for card in self.cards]  # with rings of their own
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
         parts = (
             MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
             MemoryPart("staged layers", staged_bytes),
-            MemoryPart("staging ring", placement.h2d_ring.nbytes, pinned),
+            MemoryPart("staging ring", sum(one.h2d_ring.nbytes for one in placements), pinned),
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
             MemoryPart("staged KV cache", staged_kv_bytes),
-            MemoryPart("pieces to write KV through", placement.d2h_ring.nbytes, pinned),
+            MemoryPart("pieces to write KV through", sum(one.d2h_ring.nbytes for one in placements), pinned),
             # Of a CPU, whose memory is the host's.
-            MemoryPart("all that a GPU would hold", self.device_bytes if self.request.device == "cpu" else 0),
+            MemoryPart("all that a GPU would hold", self.device_bytes if self.on_cpu else 0),
             MemoryPart("Python and libraries", PROCESS_BYTES),
         )
         return tuple(part for part in parts if part.nbytes)
@@ -457,7 +585,7 @@ class RunPlan:
         parts = (
             MemoryPart("streamed layers", self.target.host_bytes_of_layers(self.placement.streamed_layers)),
             MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
-            MemoryPart("weights that a GPU would hold", held_bytes if self.request.device == "cpu" else 0),
+            MemoryPart("weights that a GPU would hold", held_bytes if self.on_cpu else 0),
             MemoryPart("Python and libraries", LOADING_PROCESS_BYTES),
         )
         return tuple(part for part in parts if part.nbytes)

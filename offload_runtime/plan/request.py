@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes
+from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes, require
 from offload_runtime.copy import MOST_THREADS
 from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
@@ -40,6 +40,8 @@ _GIGA, _TERA = 1e9, 1e12
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
 _DEFAULT_GRAPH_LAUNCH_US = 2.5
+# A few rows through mapped page-locked memory, written by a kernel of one card and read by one of the other. Assumed.
+_DEFAULT_HOP_US = 30.0
 # A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
 # 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
 _DEFAULT_STAGING_GBPS = 10.0
@@ -54,8 +56,8 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
 
 
 def device_type_of(request: RuntimeConfig) -> str:
-    """Where a plan's target runs: `cuda` or `cpu`."""
-    return "cpu" if request.device == "cpu" else "cuda"
+    """Where a plan's target runs, on one card or several: `cuda` or `cpu`."""
+    return "cpu" if request.devices[0] == "cpu" else "cuda"
 
 
 def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.dtype:
@@ -113,7 +115,7 @@ def check_window(window: int, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """What is known of a machine; figures of a GPU are of one card.
+    """What is known of a machine; figures of a GPU are of one of `num_cards` equal cards.
 
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
@@ -133,6 +135,10 @@ class MachineFigures:
     launch_us: float = _DEFAULT_GRAPH_LAUNCH_US
     staging_gbps: float = _DEFAULT_STAGING_GBPS
     decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict)
+    num_cards: int = 1
+    hop_us: float = _DEFAULT_HOP_US
+    hop_gbps: float | None = None
+    host_gbps: float | None = None
 
     @property
     def lockable_bytes(self) -> int:
@@ -153,6 +159,10 @@ class MachineFigures:
         the slowest that was; if none was, only memory bounds them. Other kernels take their share, as of memory."""
         rates = self.decode_gweights_per_s
         return _HBM_SHARE * _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
+
+    def hop_s(self, nbytes: int) -> float:
+        """Seconds of one hop of so many bytes from card to card."""
+        return self.hop_us * 1e-6 + nbytes / ((self.hop_gbps or self.link_gbps) * GB)
 
     @property
     def attained_hbm(self) -> float:
@@ -175,7 +185,8 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     return MachineFigures(
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
-        _staging_gbps(profile), profile.decode_gweights_per_s,
+        _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus, profile.hop_us or _DEFAULT_HOP_US,
+        profile.hop_gbps, profile.host_gbps,
     )  # fmt: skip
 
 
@@ -224,12 +235,23 @@ def common_figures() -> MachineFigures:
 
 
 @dataclass(frozen=True)
+class CardLimit:
+    """Most memory that a run may take of one card, None for no limit, and what of it is taken already; and how fast
+    its link is, of the first card's."""
+
+    device_bytes: int | None
+    reserved_bytes: int
+    link_ratio: float = 1.0
+
+
+@dataclass(frozen=True)
 class MemoryLimits:
     """Most memory that a run may take, this process included; None: no limit.
 
-    `device_bytes` are of the device, of which `reserved_bytes` are taken already; `ram_bytes` of the host, and of these
-    `pinned_bytes` page-locked, if `page_locks` says that the device's copies need that at all. The names say whose
-    limits these are, and the ways how to have more, for messages.
+    `device_bytes` are of the device, of which `reserved_bytes` are taken already, and `further_cards` the same of those
+    behind the first, whose `link_ratio` is 1; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
+    `page_locks` says that the device's copies need that at all. The names say whose limits these are, and the ways how
+    to have more, for messages.
     """
 
     device_bytes: int | None
@@ -242,16 +264,42 @@ class MemoryLimits:
     page_locks: bool = True
     device_name: str = "device memory"
     device_way: str = "raise --vram"
+    further_cards: tuple[CardLimit, ...] = ()
+    link_ratio: float = 1.0
+
+    @property
+    def num_cards(self) -> int:
+        """That the layers may be dealt out to."""
+        return 1 + len(self.further_cards)
+
+    @property
+    def bytes_of_cards(self) -> tuple[int | None, ...]:
+        """What each card may take at the most."""
+        return (self.device_bytes, *(card.device_bytes for card in self.further_cards))
+
+    def on_card(self, card: int) -> MemoryLimits:
+        """The same of one card alone, whose name says which of several it is."""
+        own, name = self.further_cards[card - 1] if card else self, self.device_name
+        return replace(
+            self, device_bytes=own.device_bytes, reserved_bytes=own.reserved_bytes, link_ratio=own.link_ratio,
+            further_cards=(), device_name=f"{name} on card {card}" if self.further_cards else name,
+        )  # fmt: skip
 
 
 def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
-    """What a run may take of a machine that need not be here.
+    """What a run may take of a machine that need not be here: of the cards that are named, or of all of them.
 
     Raises:
         BudgetError: More device, host or page-locked memory is asked for than there is.
+        OptionError: More cards are named than there are, or not as many limits as cards.
     """
     name, other = machine.name, "choose another --profile"
-    device_bytes = within("--vram", request.vram_bytes, machine.vram_bytes, f"of a card of {name}", other)
+    named = machine.num_cards if request.device == "auto" else len(request.devices)
+    fine = named <= machine.num_cards or device_type_of(request) == "cpu"
+    require(fine, f"--devices names {named} cards and {name} has {machine.num_cards}: name fewer, or {other}")
+    asked = request.vram_of_cards(named)
+    whose = f"of a card of {name}"
+    device_bytes, *further_bytes = (within("--vram", one, machine.vram_bytes, whose, other) for one in asked)
     ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
     pinned_bytes, pinned_name = machine.pinnable_bytes, name
     if request.pinned_bytes is not None:
@@ -261,7 +309,8 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     if ram_bytes < machine.ram_bytes:
         ram_name, ram_way = "--ram", "allow more with --ram"
     return MemoryLimits(
-        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name
+        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name,
+        further_cards=tuple(CardLimit(nbytes, machine.vram_reserved_bytes) for nbytes in further_bytes),
     )  # fmt: skip
 
 

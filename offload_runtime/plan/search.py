@@ -14,9 +14,9 @@ beside the rings that staging takes, and then what is left locks weights.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,16 @@ from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
-from offload_runtime.plan.memory import NO_RING, MemoryPart, ModelPlan, Placement, RunPlan, all_resident, make_plan
+from offload_runtime.plan.memory import (
+    NO_RING,
+    LayerShare,
+    MemoryPart,
+    ModelPlan,
+    Placement,
+    RunPlan,
+    all_resident,
+    make_plan,
+)
 from offload_runtime.plan.request import (
     TREE_ROOMS,
     MachineFigures,
@@ -121,7 +130,7 @@ def check_host_memory(plan: RunPlan) -> None:
     loaded = plan.host_bytes > plan.loading_bytes
     parts = plan.host if loaded else plan.loading
     # On a CPU all layers are in host memory.
-    moves = plan.placement.streamed_layers and plan.request.device != "cpu"
+    moves = plan.placement.streamed_layers and device_type_of(plan.request) != "cpu"
     ways = ["raise --vram, which keeps more layers there"] if moves else []
     if target.on_host and loaded:
         ways.append(f"lower --context (now {target.context_tokens})")
@@ -234,11 +243,12 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
 def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
     """Of the sequences asked for those that could fit the device if it held nothing else: wherever the KV cache lives,
     at least one block of each sequence is there in every layer."""
-    if limits.device_bytes is None:
+    device_bytes = [nbytes for nbytes in limits.bytes_of_cards if nbytes is not None]
+    if len(device_bytes) < limits.num_cards:
         return request.max_batch
     dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))
     each_bytes = kv_cache_bytes(request.target.config(), dtype, capacity_tokens=1, batch=1)
-    return min(request.max_batch, limits.device_bytes // each_bytes)
+    return min(request.max_batch, sum(device_bytes) // each_bytes)
 
 
 def _refuses(plan: RunPlan) -> bool:
@@ -335,7 +345,24 @@ def _chains(plan: RunPlan) -> list[RunPlan]:
 
 
 def _staged(plan: RunPlan) -> RunPlan:
-    return plan.with_placement(place_staged(plan.target, plan.limits.pinned_bytes, plan.limits.pinned_name))
+    limit_bytes, name = plan.limits.pinned_bytes, plan.limits.pinned_name
+    if plan.num_cards == 1:
+        return plan.with_placement(place_staged(plan.target, limit_bytes, name))
+    # In proportion to what each card streams, beside what it stages through.
+    cards = plan.target.cards
+    needed = [card.host_kv_bytes + card.host_bytes_of_layers(card.placement.streamed_layers) for card in cards]
+    limits: list[int | None] = [None] * len(cards)
+    if limit_bytes is not None and sum(needed) > limit_bytes:
+        rings = [_least_ring_bytes(card) for card in cards]
+        left_bytes = limit_bytes - sum(rings)
+        if left_bytes < 0:
+            streaming = [with_staging_rings(card, 0) for card, nbytes in zip(cards, needed, strict=True) if nbytes]
+            raise _cannot_stage(streaming, plan.placement, limit_bytes, name)
+        each = zip(rings, needed, strict=True)
+        limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
+    staged = [place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True)]
+    shares = zip(plan.target.shares, staged, strict=True)
+    return plan.with_shares([replace(share, placement=placement) for share, placement in shares])
 
 
 def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
@@ -355,9 +382,9 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
         if plan.request.resident_layers is None:
             reason = f"beside it {len(plan.placement.streamed_layers)} of {layers} layers would be streamed"
             # With no keys and values on the device that could go.
-            assert limits.device_bytes is not None
-            lean = plan.with_placement(all_resident(layers))
-            ways = [f"raise --vram by {format_bytes_up(lean.device_bytes - limits.device_bytes)}", "lower --context"]
+            lean = [card.with_placement(all_resident(card.placement.num_layers)) for card in plan.cards]
+            more_bytes = max(card.device_bytes - (card.limits.device_bytes or 0) for card in lean)
+            ways = [f"raise --vram by {format_bytes_up(more_bytes)}", "lower --context"]
     elif draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the verifier would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
@@ -388,15 +415,18 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def place_layers(plan: RunPlan) -> RunPlan:
-    """Choose resident layers and ring: as many layers stay as are asked for, or else as fit.
+    """Choose resident layers and ring: as many layers stay as are asked for, or else as fit. With several cards, deal
+    the layers out first.
 
     Raises:
         BudgetError: Not even a ring of two slots fits, or the asked resident layers do not.
-        OptionError: More resident layers were asked for than the model has.
+        OptionError: More resident layers were asked for than the model has, or there are more cards than layers.
     """
     layers, asked = plan.placement.num_layers, plan.request.resident_layers
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
+    if plan.limits.num_cards > 1:
+        return _dealt(plan, lambda card: [place_layers(card)])
     available_bytes = plan.limits.device_bytes
     if available_bytes is None:
         return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_SLOTS))
@@ -417,13 +447,19 @@ def _evenly(resident: int, layers: int, slots: int) -> Placement:
 
 def _with_kv_on_host(plan: RunPlan) -> list[RunPlan]:
     """The ways to share the device between layers of weights and of the KV cache; beside a retrieval verifier the first
-    one, in which weights come before keys and values. Errors as of `place_layers`."""
+    one, in which weights come before keys and values. With several cards one way, in which each shares its memory so
+    that it streams the least. Errors as of `place_layers`."""
     target, borrowable_bytes = plan.target, 0
     if plan.has_verifier and target.batch == 1:  # else another sequence may be decoding
         budget_tokens = plan.request.speculation.budget_tokens
         borrowable_bytes = kv_cache_bytes(target.config, target.dtype, capacity_tokens=budget_tokens, batch=1)
-    target = replace(target, cache="host", borrowable_bytes=borrowable_bytes)
-    plan = place_layers(replace(plan, target=target))
+    plan = replace(plan, target=replace(target, cache="host", borrowable_bytes=borrowable_bytes))
+    return [_dealt(plan, _kv_ways)] if plan.limits.num_cards > 1 else _kv_ways(plan)
+
+
+def _kv_ways(plan: RunPlan) -> list[RunPlan]:
+    """The same of one card and a KV cache on the host."""
+    target, plan = plan.target, place_layers(plan)
     limit_bytes, placement = plan.limits.device_bytes, plan.placement
     ways = [placement]
     if limit_bytes is not None and plan.request.resident_layers is None and not plan.has_verifier:
@@ -470,8 +506,13 @@ def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tup
     return tuple(sorted(kept))
 
 
+def _least_placed(plan: RunPlan, resident: int) -> RunPlan:
+    """What takes the least of the device that can be."""
+    return plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
+
+
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
-    least = plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
+    least = _least_placed(plan, resident)
     ways = [plan.limits.device_way, "lower --context"]
     if plan.has_verifier:
         ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
@@ -484,6 +525,138 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
         f"{format_bytes(least.device_bytes - available_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
         f"({_listed(least.device)}): {', '.join(ways)}"
     )
+
+
+# --- one way: dealt out to several cards
+
+
+@lru_cache(maxsize=4096)
+def deal(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each card that gets so many of them, evenly interleaved: in turn, where all get as many."""
+    middles = sorted(((2 * number + 1) / count, card) for card, count in enumerate(counts) for number in range(count))
+    owners = [card for _, card in middles]
+    return tuple(tuple(layer for layer, owner in enumerate(owners) if owner == card) for card in range(len(counts)))
+
+
+@dataclass(frozen=True)
+class _CardDeal:
+    """What one card makes of the layers that it gets: where they are and how long their copies take, in bytes over the
+    first card's link; or by how much memory it is too small."""
+
+    plan: RunPlan
+    link_bytes: float = 0.0
+    missing_bytes: int = 0
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """What other cards may relieve it of."""
+        return self.missing_bytes, self.link_bytes
+
+
+class _Dealer:
+    """Deals the layers of a plan out, as many to each card as asked for, each card placed by that of its `ways` which
+    streams the least."""
+
+    def __init__(self, plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> None:
+        self._plan, self._ways = plan, ways
+        self._found: dict[object, _CardDeal] = {}  # cards with layers alike are placed alike
+
+    def deal(self, counts: tuple[int, ...]) -> list[_CardDeal]:
+        """What each card makes of its layers."""
+        target, asked, dealt = self._plan.target, self._plan.request.resident_layers, deal(counts)
+        shares = tuple(LayerShare(layers, all_resident(len(layers))) for layers in dealt)
+        plan, found = replace(self._plan, target=replace(target, shares=shares)), list[_CardDeal]()
+        kinds = list(zip(target.layout.layer_kinds, target.config.layer_windows, strict=True))
+        for card, layers in enumerate(dealt):
+            resident = None
+            if asked is not None:  # of the whole model, in proportion
+                begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (card, card + 1))
+                resident = end - begin
+            alike = card, resident, tuple(kinds[layer] for layer in layers)
+            if alike not in self._found:
+                share = plan.on_card(card)
+                self._found[alike] = self._placed(
+                    replace(share, request=replace(share.request, resident_layers=resident))
+                )
+            found.append(self._found[alike])
+        return found
+
+    def _placed(self, card: RunPlan) -> _CardDeal:
+        try:
+            best = min(self._ways(card), key=lambda way: way.streamed_bytes)
+        except BudgetError:
+            least, limit_bytes = _least_placed(card, card.request.resident_layers or 0), card.limits.device_bytes
+            assert limit_bytes is not None
+            return _CardDeal(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
+        return _CardDeal(best, best.streamed_bytes / card.limits.link_ratio)
+
+
+def _dealt(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
+    """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
+    least time; of equals the most even.
+
+    From even counts on layers go from the card that is short of memory, or whose copies take longest, to the one with
+    the shortest: as many as would even both out, and half as many where that gains nothing.
+
+    Raises:
+        BudgetError: One card is too small; says which.
+        OptionError: There are more cards than layers.
+    """
+    layers, cards = plan.placement.num_layers, plan.limits.num_cards
+    if cards > layers:
+        raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
+    dealer = _Dealer(plan, ways)
+    # The first card has the embedding and the head, so that the others get what does not go evenly.
+    counts = tuple(layers * (card + 1) // cards - layers * card // cards for card in range(cards))
+    best, tried = dealer.deal(counts), {counts}
+    while (found := next(_evener(dealer, counts, best, tried), None)) is not None:
+        counts, best = found
+    giver = max(range(cards), key=lambda card: best[card].load)
+    if best[giver].missing_bytes:
+        short, limit_bytes = best[giver].plan, best[giver].plan.limits.device_bytes
+        assert limit_bytes is not None
+        raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
+    placed = zip(deal(counts), best, strict=True)
+    return plan.with_shares([LayerShare(layers, one.plan.placement) for layers, one in placed])
+
+
+def _evener(
+    dealer: _Dealer, counts: tuple[int, ...], cards: list[_CardDeal], tried: set[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], list[_CardDeal]]]:
+    """Better deals, in which the card that has most to do gives layers to the one with the least, or to another."""
+    giver, *takers = sorted(range(len(cards)), key=lambda card: (cards[card].load, counts[card]), reverse=True)
+    for taker in reversed(takers):
+        moved = min(_to_move(cards[giver], cards[taker]), counts[giver] - 1)
+        if cards[giver].load == cards[taker].load:
+            moved = (counts[giver] - counts[taker]) // 2
+        while moved:
+            numbers = {giver: counts[giver] - moved, taker: counts[taker] + moved}
+            changed = tuple(numbers.get(card, count) for card, count in enumerate(counts))
+            if changed not in tried:
+                tried.add(changed)
+                found = dealer.deal(changed)
+                if _burden(found, changed) < _burden(cards, counts):
+                    yield changed, found
+            moved //= 2
+
+
+def _burden(cards: Sequence[_CardDeal], counts: Sequence[int]) -> tuple[int, float, int]:
+    """What is to be small: memory that is short, the longest copies, unevenness."""
+    missing_bytes = sum(card.missing_bytes for card in cards)
+    return missing_bytes, max(card.link_bytes for card in cards), max(counts) - min(counts)
+
+
+def _to_move(giver: _CardDeal, taker: _CardDeal) -> int:
+    """Layers that one card would have to give another to even them out; at least one, if it has more to do."""
+    if giver.load <= taker.load:
+        return 0
+    target = giver.plan.target
+    if giver.missing_bytes:
+        on_device_bytes = target.open_kv_bytes if target.on_host else target.kv_layer_bytes
+        return max(1, -(-giver.missing_bytes // max(1, on_device_bytes)))
+    layer_bytes = sum(target.layout.layer_bytes) / target.config.num_layers + target.kv_layer_bytes
+    both_bytes = layer_bytes / giver.plan.limits.link_ratio + layer_bytes / taker.plan.limits.link_ratio
+    return max(1, round((giver.link_bytes - taker.link_bytes) / both_bytes))
 
 
 # --- one way: in host memory
@@ -522,16 +695,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
         return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=NO_RING, d2h_ring=NO_RING)
     least = with_staging_rings(target, 0)
     if least.ring_bytes > limit_bytes:
-        parts = [MemoryPart("a ring to stage layers through", least.h2d_ring.nbytes)]
-        ways = ["raise --vram or keep all layers resident"] if streamed else []
-        if least.d2h_ring.num_pieces:
-            parts.append(MemoryPart("pieces to write the KV cache through", least.d2h_ring.nbytes))
-            ways.insert(0, "take --kv gpu")
-        raise BudgetError(
-            f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
-            f"{format_bytes_up(least.ring_bytes - limit_bytes)} ({_listed(parts)}): "
-            f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
-        )
+        raise _cannot_stage([least], placement, limit_bytes, name)
     ringed = with_staging_rings(target, limit_bytes - kv_bytes)
     staged_kv: tuple[int, ...] = ()
     left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
@@ -546,6 +710,21 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
+def _cannot_stage(least: Sequence[Placement], placement: Placement, limit_bytes: int, name: str) -> BudgetError:
+    """That not even the least rings of some cards can be page-locked."""
+    parts = [MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least))]
+    ways = ["raise --vram or keep all layers resident"] if placement.streamed_layers else []
+    if any(one.d2h_ring.num_pieces for one in least):
+        parts.append(MemoryPart("pieces to write the KV cache through", sum(one.d2h_ring.nbytes for one in least)))
+        ways.insert(0, "take --kv gpu")
+    missing_bytes = sum(one.ring_bytes for one in least) - limit_bytes
+    return BudgetError(
+        f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
+        f"{format_bytes_up(missing_bytes)} ({_listed(parts)}): "
+        f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
+    )
+
+
 def least_pinned_bytes(plan: RunPlan) -> int:
     """Page-locked memory without which a plan cannot be: all that it streams, or rings to stage that through. A
     retrieval verifier reads keys and values where they lie, so they cannot be staged."""
@@ -553,7 +732,13 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     if plan.has_verifier:
         return target.host_kv_bytes
     all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
-    return min(all_bytes, with_staging_rings(target, 0).ring_bytes) if all_bytes else 0
+    return min(all_bytes, sum(map(_least_ring_bytes, target.cards)))
+
+
+def _least_ring_bytes(target: ModelPlan) -> int:
+    """Page-locked memory that staging takes at least; none where nothing is streamed."""
+    streams = target.kv_layers_on_host or target.placement.streamed_layers
+    return with_staging_rings(target, 0).ring_bytes if streams else 0
 
 
 def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...], int]:

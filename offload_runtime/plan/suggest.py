@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,6 +33,7 @@ _BYTES_STEP = 10_000_000
 _VRAM_STEP = 100_000_000
 # What is changed, as options of the command line, and the request that follows.
 Change: TypeAlias = tuple[str, RuntimeConfig]
+Sizes: TypeAlias = int | tuple[int, ...]
 Changed = TypeVar("Changed", RuntimeConfig, MachineFigures)
 
 
@@ -106,11 +108,24 @@ def _within(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, 
     """Options that lower limits beyond what the machine has to nearly all of it, and the request that follows."""
     options, there = {}, {"vram": machine.vram_bytes, "ram": machine.ram_bytes, "pinned": machine.lockable_bytes}
     for name, there_bytes in there.items():
-        asked_bytes = getattr(request, f"{name}_bytes")
-        if asked_bytes is not None and asked_bytes > there_bytes:
-            options[f"--{name}"] = size_option_down(there_bytes)
-            request = _with(request, f"{name}_bytes", parse_bytes(options[f"--{name}"]))
+        asked = getattr(request, f"{name}_bytes")
+        most_bytes = max(asked) if isinstance(asked, tuple) else asked
+        if most_bytes is not None and most_bytes > there_bytes:
+            whole = parse_bytes(size_option_down(there_bytes))
+            lowered = _each(asked, partial(min, whole))
+            options[f"--{name}"] = _sizes_option(lowered)
+            request = _with(request, f"{name}_bytes", lowered)
     return options, request
+
+
+def _each(sizes: Sizes, changed: Callable[[int], int]) -> Sizes:
+    """One size changed, or each of several."""
+    return tuple(map(changed, sizes)) if isinstance(sizes, tuple) else changed(sizes)
+
+
+def _sizes_option(sizes: Sizes) -> str:
+    """The same as an option's value."""
+    return ",".join(map(size_option_down, sizes if isinstance(sizes, tuple) else (sizes,)))
 
 
 def _largest(
@@ -135,11 +150,18 @@ def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change
     return _largest("--context", contexts, lambda tokens: replace(request, context=tokens), machine)
 
 
+def _with_vram_of(request: RuntimeConfig, nbytes: int) -> RuntimeConfig:
+    """The same where each card may take `nbytes`, or more where it may already."""
+    asked = request.vram_bytes
+    raised = tuple(max(nbytes, one) for one in asked) if isinstance(asked, tuple) else nbytes
+    return replace(request, vram_bytes=raised)
+
+
 def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence[int]) -> int | None:
-    """The least of ascending limits of device memory whose plan fits, as it is taken to for all larger ones."""
+    """The least of ascending limits of a card's memory whose plan fits, as it is taken to for all larger ones."""
 
     def fits(size: int) -> bool:
-        return _plan_or_none(replace(request, vram_bytes=size), machine) is not None
+        return _plan_or_none(_with_vram_of(request, size), machine) is not None
 
     # The first is likely where what is short is another memory.
     index = 0 if sizes and fits(sizes[0]) else bisect_left(sizes, True, key=fits)
@@ -148,9 +170,12 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
 
 def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
     if request.vram_bytes is not None:
-        sizes = range((request.vram_bytes // _VRAM_STEP + 1) * _VRAM_STEP, machine.vram_bytes + 1, _VRAM_STEP)
+        asked_bytes = min(request.vram_bytes) if isinstance(request.vram_bytes, tuple) else request.vram_bytes
+        sizes = range((asked_bytes // _VRAM_STEP + 1) * _VRAM_STEP, machine.vram_bytes + 1, _VRAM_STEP)
         if (vram_bytes := _least_vram(request, machine, sizes)) is not None:
-            yield f"--vram {size_option_down(vram_bytes)}", replace(request, vram_bytes=vram_bytes)
+            raised = _with_vram_of(request, vram_bytes)
+            assert raised.vram_bytes is not None
+            yield f"--vram {_sizes_option(raised.vram_bytes)}", raised
     if request.encode == "none":
         yield "--encode auto", replace(request, encode="auto")
     yield from _shorter(request, machine)
@@ -235,11 +260,12 @@ def _larger_machine(
         options["--context"], request = str(longest), replace(request, context=longest)
     ample = replace(machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
     searched, vram_limit = replace(request, ram_bytes=None, pinned_bytes=None), there.device_bytes or 0
+    vram_limit = min([vram_limit, *(card.device_bytes or 0 for card in there.further_cards)])
     # From what there is on, in steps.
     vram_bytes = _least_vram(searched, ample, range(vram_limit, _MOST_BYTES, _BYTES_STEP))
     if vram_bytes is None:
         return {}, ()
-    searched = replace(searched, vram_bytes=vram_bytes)
+    searched = _with_vram_of(searched, vram_bytes)
     needed_pinned = _least(searched, ample, least_pinned_bytes)
     allowed_pinned = _MOST_BYTES if there.pinned_bytes is None else there.pinned_bytes
     lockable = replace(ample, pinnable_bytes=max(allowed_pinned, needed_pinned))
@@ -253,9 +279,11 @@ def _larger_machine(
         if needed <= allowed:
             continue
         short_bytes[memory], size = needed - allowed, format_bytes_up(needed)
-        if getattr(request, f"{option}_bytes") is not None:
-            options[f"--{option}"] = size.replace(" ", "")
-            request = _with(request, f"{option}_bytes", parse_bytes(size))
+        if (asked := getattr(request, f"{option}_bytes")) is not None:
+            enough = parse_bytes(size)
+            raised = _each(asked, partial(max, enough))
+            options[f"--{option}"] = _sizes_option(raised)
+            request = _with(request, f"{option}_bytes", raised)
         if parse_bytes(size) > (getattr(machine, field) or _MOST_BYTES):
             lacking.append(f"{size} of {memory}")
             larger = _with(larger, field, parse_bytes(size))
@@ -290,15 +318,15 @@ class Upgrade:
 
 
 def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
-    """One more GB of device memory, and a second card."""
-    second = "if every layer's bytes were split over two cards and links: at best, tensor parallelism is not built yet"
-    more_bytes, more = (plan.limits.device_bytes or 0) + GB, "1 GB more device memory"
-    if more_bytes <= machine.vram_bytes:  # the card has it, and a limit of the user's keeps it back
-        more = f"--vram {size_option_down(more_bytes)}"
-    offers = (
-        (more, *_with_vram(plan.request, machine, GB), ""),
-        ("a second card", *second_card(plan.request, machine), second),
-    )
+    """One more GB of device memory of each card, and for a run on one card a second one."""
+    limits = tuple((nbytes or 0) + GB for nbytes in plan.limits.bytes_of_cards)
+    more = f"1 GB more device memory{' of each card' if len(limits) > 1 else ''}"
+    if max(limits) <= machine.vram_bytes:  # the card has it, and a limit of the user's keeps it back
+        more = f"--vram {_sizes_option(limits[0] if len(set(limits)) == 1 else limits)}"
+    offers = [(more, *_with_vram(plan.request, machine, GB), "")]
+    if len(limits) == 1:
+        second = "a second card" if machine.num_cards == 1 else "both cards"
+        offers.append((second, *second_card(plan.request, machine), "layers dealt out to both"))
     found: list[Upgrade] = []
     for what, request, better, note in offers:
         if (faster := _plan_or_none(request, better)) is not None:
@@ -311,17 +339,12 @@ def _with_vram(
 ) -> tuple[RuntimeConfig, MachineFigures]:
     limit = request.vram_bytes
     larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
-    return replace(request, vram_bytes=None if limit is None else limit + more_bytes), larger
+    raised = None if limit is None else _each(limit, lambda nbytes: nbytes + more_bytes)
+    return replace(request, vram_bytes=raised), larger
 
 
 def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[RuntimeConfig, MachineFigures]:
-    """The same run where every layer's bytes are split over two cards and links, and neither waits for the other: a
-    bound of what tensor parallelism could bring."""
-    limit = machine.vram_bytes if request.vram_bytes is None else request.vram_bytes
-    request, larger = _with_vram(request, machine, max(0, limit - machine.vram_reserved_bytes))
-    twice = {dtype: 2 * tflops for dtype, tflops in machine.tflops.items()}
-    decoded = {kind: 2 * gweights_per_s for kind, gweights_per_s in machine.decode_gweights_per_s.items()}
-    return request, replace(
-        larger, link_gbps=2 * machine.link_gbps, hbm_gbps=2 * machine.hbm_gbps, tflops=twice,
-        decode_gweights_per_s=decoded,
-    )  # fmt: skip
+    """The same run of one card, and its layers dealt out to two."""
+    limit = request.vram_bytes
+    limit = limit[0] if isinstance(limit, tuple) else limit
+    return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)

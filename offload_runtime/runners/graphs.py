@@ -184,18 +184,19 @@ def step_graph_bytes(config: ModelConfig) -> int:
     return nodes + _LIBRARY_BYTES
 
 
-def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int) -> int:
+def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int, has_head: bool = True) -> int:
     """Device bytes that the pass of a step allocates, sampling included.
 
     Args:
         config: The model's shape.
         element_bytes: Of its dtype.
         rows: Of the step, all sequences together.
+        has_head: Whether logits are made here.
     """
     # Residual stream, projections and the gated product, each with the one that it is made of.
     row = 4 * config.hidden_size + config.qkv_size + 2 * config.q_size + 3 * config.intermediate_size
     logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
-    return max(_LEAST_ROWS, rows) * row * element_bytes + logits
+    return max(_LEAST_ROWS, rows) * row * element_bytes + (logits if has_head else 0)
 
 
 def captured_shape(shape: PassShape, *, width: int, capacity_tokens: int) -> PassShape:

@@ -102,7 +102,9 @@ class RetrievalVerifier:
         window.accept(samples.view(window.num_rows, -1), self._counts, tree.links)
 
 
-def verifier_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int) -> int:
+def verifier_step_bytes(
+    config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int, has_head: bool = True
+) -> int:
     """Device bytes of the window and of what a step of the verifier computes on its way, which its graphs keep.
 
     Args:
@@ -111,8 +113,10 @@ def verifier_step_bytes(config: ModelConfig, element_bytes: int, *, batch: int, 
         batch: Sequences.
         rows: Of all of them together.
         far_chunks: Most chunks of a sequence to choose from.
+        has_head: Whether logits are made here.
     """
     scores = 4 * batch * config.num_kv_heads * far_chunks
     chunk_logits = 4 * rows * config.num_heads * far_chunks
     workspace = max(sources_workspace_bytes(config.head_dim), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
-    return device_window_bytes(batch=batch) + step_activation_bytes(config, element_bytes, rows=rows) + workspace
+    activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head)
+    return device_window_bytes(batch=batch) + activations + workspace

@@ -38,8 +38,9 @@ _LIBRARY_WORKSPACE_BYTES = 72 << 20
 
 
 def workspace_bytes(
-    config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, rows: int, sampled_rows: int
-) -> int:
+    config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, rows: int, sampled_rows: int,
+    has_head: bool = True,
+) -> int:  # fmt: skip
     """Device bytes of the activations of the largest pass.
 
     Args:
@@ -49,13 +50,14 @@ def workspace_bytes(
         context_tokens: Longest prompt (its residual stream is held through a layer-major prefill).
         rows: Of a decoding window.
         sampled_rows: Of these, rows that tokens are sampled from at once.
+        has_head: Whether logits are made here.
     """
     stream = context_tokens * config.hidden_size
     row = 3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * row
     angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
-    logits = rows * config.vocab_size * element_bytes + sampled_rows * config.vocab_size * 6 * 4
+    logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
     total = (stream + chunk) * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -189,6 +189,24 @@ class ModelLayout:
         layers = tuple(layer_layout(config, dtype, encodings[layer]) for layer in range(config.num_layers))
         return cls(dtype, layers, shared_layout(config, dtype, encodings[None]))
 
+    def of_layers(self, layers: Sequence[int], *, shared: bool) -> ModelLayout:
+        """The same of some of the layers, with what all share or without."""
+        wanted = tuple(layers), shared
+        if wanted not in self._parts:  # plans ask for the same many times
+            kept = tuple(self.layers[layer] for layer in layers)
+            self._parts[wanted] = replace(self, layers=kept, shared=self.shared if shared else PackedLayout((), 0))
+        return self._parts[wanted]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[tuple[int, ...], bool], ModelLayout]:
+        return {}
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Of each layer a number, the same for blocks that are alike."""
+        numbers: dict[PackedLayout, int] = {}
+        return tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
+
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of each layer's block."""
@@ -219,7 +237,7 @@ class ModelLayout:
 
     def scratch_bytes(self, device_type: str) -> int:
         """Bytes of the largest matrix that is decoded before a product; a GPU decodes the head in slices."""
-        head_bytes = self._head.decoded_bytes
+        head_bytes = self._head.decoded_bytes if self.shared.tensors else 0
         if device_type == "cuda":
             head_bytes = min(head_bytes, _HEAD_SLICE_BYTES)
         return max(self._layers_scratch_bytes, head_bytes)
@@ -232,8 +250,10 @@ class ModelLayout:
     @cached_property
     def multiplied(self) -> tuple[tuple[PackedLayout, int], ...]:
         """The blocks that a pass multiplies with, and how many are alike: the layers, and the head by itself."""
-        head = PackedLayout((self._head,), self._head.nbytes)
-        return (*Counter(self.layers).items(), (head, 1))
+        layers = tuple(Counter(self.layers).items())
+        if not self.shared.tensors:
+            return layers
+        return (*layers, (PackedLayout((self._head,), self._head.nbytes), 1))
 
     @property
     def _head(self) -> TensorSpec:

@@ -1,0 +1,247 @@
+"""Plans of several cards: layers are dealt out so that no card's copies take longest, and each card fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
+from offload_runtime.errors import BudgetError, OffloadError, OptionError
+from offload_runtime.hardware import load_profile
+from offload_runtime.plan import (
+    MachineFigures,
+    Refusal,
+    RunPlan,
+    find_plan,
+    forecast,
+    machine_figures,
+    pass_time,
+    plan_or_refuse,
+    plan_run,
+    prefill_time,
+)
+from offload_runtime.plan.request import limits_of
+from offload_runtime.weights import DescribedModel, describe_model
+from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
+
+ONE = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
+TWO, THREE = replace(ONE, num_cards=2), replace(ONE, num_cards=3)
+
+
+def model(name: str) -> DescribedModel:
+    return describe_model(CONFIGS / name)
+
+
+def counts(plan: RunPlan) -> list[int]:
+    return [len(share.layers) for share in plan.target.shares]
+
+
+def streamed(plan: RunPlan) -> list[int]:
+    return [card.streamed_bytes for card in plan.cards]
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_equal_cards_share_layers_and_bytes_alike(kv: str) -> None:
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=4096, kv=kv, resident_layers=0)
+    plan = plan_run(request, TWO)
+    assert counts(plan) == [16, 16]
+    assert plan.target.shares[0].layers == tuple(range(0, 32, 2))  # in turn
+    assert plan.target.shares[1].layers == tuple(range(1, 32, 2))
+    first, second = streamed(plan)
+    assert first == second == plan_run(request, ONE).streamed_bytes / 2
+    assert plan.placement.resident_layers == () and plan.placement.num_slots == 6
+
+
+def test_the_card_with_draft_and_head_gets_fewer_layers() -> None:
+    request = RuntimeConfig(model("llama-3.1-70b"), model("llama-3.2-1b"), context=2048)
+    plain, drafting = (plan_run(replace(request, draft=draft), TWO) for draft in ("none", request.draft))
+    for plan in (plain, drafting):
+        first, second = plan.cards
+        assert len(first.placement.resident_layers) < len(second.placement.resident_layers)
+        one_layer = plan.target.layer_bytes
+        assert abs(first.streamed_bytes - second.streamed_bytes) <= 2 * one_layer
+        parts = {part.name for part in second.device}
+        assert not parts & {"embedding and head", "draft weights", "draft KV cache"}
+        assert second.fixed_bytes < first.fixed_bytes
+    assert counts(drafting)[0] < counts(plain)[0] < 40 < counts(plain)[1] < counts(drafting)[1]
+
+
+@pytest.mark.parametrize("given_bytes", [(12 * GB, 18 * GB), (20 * GB, 12 * GB), (9 * GB, 17 * GB)])
+def test_unequal_limits_get_layers_in_proportion(given_bytes: tuple[int, int]) -> None:
+    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=given_bytes)
+    plan = plan_run(request, TWO)
+    for card, limit in zip(plan.cards, given_bytes, strict=True):
+        assert limit - 2 * plan.target.layer_bytes < card.device_bytes <= limit == card.limits.device_bytes
+    first, second = streamed(plan)
+    assert abs(first - second) <= 2 * plan.target.layer_bytes
+    smaller = given_bytes.index(min(given_bytes))
+    assert counts(plan)[smaller] < 20 < counts(plan)[1 - smaller]
+
+
+def test_what_fits_anyway_is_dealt_out_as_evenly_as_it_can_be() -> None:
+    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=(9 * GB, 25 * GB))
+    plan = plan_run(request, TWO)
+    assert not plan.placement.streamed_layers and counts(plan) == [9, 31]
+
+
+def test_a_slower_link_gets_fewer_bytes() -> None:
+    request = RuntimeConfig(model("llama-3.1-70b"), "none", context=2048)
+    limits = limits_of(TWO, request)
+    slower = replace(limits, further_cards=(replace(limits.further_cards[0], link_ratio=0.5),))
+    plan = find_plan(request, TWO, slower)
+    first, second = streamed(plan)
+    assert first == pytest.approx(2 * second, rel=0.06)
+    time = pass_time(plan, TWO, length_tokens=2047, rows=1)
+    assert time.link_s == max(first / 25e9, second / 12.5e9)
+
+
+@pytest.mark.parametrize("cards", [2, 3])
+@pytest.mark.parametrize(("name", "kv"), [("llama-2-13b", "gpu"), ("llama-2-7b-128k", "host")])
+def test_where_links_bind_a_pass_takes_as_much_less_time_as_there_are_cards(name: str, kv: str, cards: int) -> None:
+    """By the byte: of keys and values several cards keep more."""
+    context = 2048 if kv == "gpu" else 120_000
+    request = RuntimeConfig(model(name), "none", context=context, kv=kv, resident_layers=0, vram_bytes=8 * GB)
+    one, several = plan_run(request, ONE), plan_run(request, replace(ONE, num_cards=cards))
+    before, after = (pass_time(plan, ONE, length_tokens=context - 1, rows=1) for plan in (one, several))
+    assert before.bound_by == after.bound_by == "link"
+    gain = before.seconds / after.seconds * after.bytes_streamed / before.bytes_streamed
+    assert 0.925 * cards <= gain <= cards * (1 + 1e-9)
+
+
+def test_cards_compute_one_after_the_other_and_rows_hop() -> None:
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=2048)
+    one, two = plan_run(request, ONE), plan_run(request, TWO)
+    assert two.target.num_hops == 32  # between 32 layers, and from the last one back to the head
+    before, after = (pass_time(plan, TWO, length_tokens=2047, rows=4) for plan in (one, two))
+    assert after.hop_s == pytest.approx(32 * (30e-6 + 4 * 4096 * 2 / 25e9)) and before.hop_s == 0
+    assert after.compute_s == pytest.approx(before.compute_s + after.hop_s, rel=0.01)
+    slow = replace(TWO, hop_us=1000.0, hop_gbps=1.0)
+    assert pass_time(two, slow, length_tokens=2047, rows=4).hop_s == pytest.approx(32 * (1e-3 + 4 * 4096 * 2 / 1e9))
+
+
+def test_prompts_are_pipelined_between_cards() -> None:
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=4096)
+    one, two = plan_run(request, ONE), plan_run(request, TWO)
+    before, long, short = (
+        prefill_time(plan, TWO, tokens) for plan, tokens in ((one, 4000), (two, 4000), (two, one.target.chunk_tokens))
+    )
+    hops_s = 32 * (30e-6 + 4000 * 4096 * 2 / 25e9)
+    assert long.compute_s == pytest.approx((before.compute_s + hops_s) / 2, rel=0.01)
+    assert short.compute_s > prefill_time(one, ONE, one.target.chunk_tokens).compute_s  # of one piece, card by card
+
+
+def test_links_share_the_memory_of_the_host() -> None:
+    request = RuntimeConfig(model("llama-3.1-70b"), "none", context=2048)
+    plan = plan_run(request, TWO)
+    free, bound = (pass_time(plan, replace(TWO, host_gbps=gbps), length_tokens=2047, rows=1) for gbps in (None, 30.0))
+    assert bound.link_s == pytest.approx(plan.streamed_bytes / 30e9) and free.link_s < bound.link_s
+
+
+def test_odd_layers_and_three_cards() -> None:
+    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048)
+    plan = plan_run(request, THREE)
+    assert sorted(counts(plan)) == [13, 13, 14] and counts(plan)[0] == 13
+    assert sorted(layer for share in plan.target.shares for layer in share.layers) == list(range(40))
+    config = request.target.config()
+    five = DescribedModel(replace(config, num_layers=5, layer_windows=(), layer_rope=()), request.target.native_dtype)
+    assert sorted(counts(plan_run(replace(request, target=five), TWO))) == [2, 3]
+    assert counts(plan_run(replace(request, target=five), replace(ONE, num_cards=5))) == [1] * 5
+    with pytest.raises(OptionError, match="6 cards have no layer each of a model of 5"):
+        plan_run(replace(request, target=five), replace(ONE, num_cards=6))
+
+
+def test_a_card_that_is_too_small_is_named() -> None:
+    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=(20 * GB, 2 * GB))
+    with pytest.raises(BudgetError, match=r"device memory on card 1 of 2\.0 GB is too small by") as refused:
+        plan_run(request, TWO)
+    named = re.search(r": ([0-9.]+ GB) is the least", str(refused.value))
+    assert named is not None
+    enough = replace(request, vram_bytes=(20 * GB, parse_bytes(named[1])))
+    assert plan_run(enough, TWO).num_cards == 2
+    outcome = plan_or_refuse(request, TWO)
+    assert isinstance(outcome, Refusal)
+    assert any(one.change.startswith("--vram 20.0GB,") for one in outcome.suggestions)
+    with pytest.raises(BudgetError, match="on card 0"):
+        plan_run(replace(request, vram_bytes=(2 * GB, 20 * GB)), TWO)
+
+
+def test_resident_layers_are_of_the_whole_model() -> None:
+    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048)
+    for asked in (0, 1, 7, 30, 40):
+        plan = plan_run(replace(request, resident_layers=asked), THREE)
+        assert len(plan.placement.resident_layers) == asked
+        each = [len(card.placement.resident_layers) for card in plan.cards]
+        assert max(each) - min(each) <= 2
+    with pytest.raises(OptionError, match="between 0 and 40"):
+        plan_run(replace(request, resident_layers=41), TWO)
+
+
+def test_a_retrieval_verifier_is_on_every_card() -> None:
+    request = RuntimeConfig(
+        model("llama-2-7b-128k"), model("llama-68m"), context=120_000, speculation=SpeculationOptions("triforce")
+    )
+    plan = plan_run(request, TWO)
+    assert plan.has_verifier and not plan.placement.streamed_layers
+    held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
+    assert all(parts["retrieval cache"] and parts["CUDA graphs"] for parts in held)
+    # A prefill of a card borrows what its own share of the verifier's cache holds.
+    borrowed = [card.target.borrowable_bytes for card in plan.cards]
+    assert sum(borrowed) == plan.target.borrowable_bytes and (not plan.target.on_host or min(borrowed) > 0)
+    assert plan.verifier_bytes == sum(parts["retrieval cache"] for parts in held)
+    predicted = forecast(plan, TWO)
+    assert predicted.usual.tok_per_s > 1.8 * forecast(plan_run(request, ONE), ONE).usual.tok_per_s
+    with pytest.raises(OptionError, match="drop --resident-layers"):
+        plan_run(replace(request, resident_layers=3), TWO)
+
+
+def test_page_locked_memory_is_shared_by_what_streams() -> None:
+    machine = replace(TWO, pinnable_bytes=30 * GB)
+    plan = plan_run(RuntimeConfig(model("llama-3.1-70b"), "none", context=2048), machine)
+    assert plan.is_staged and plan.pinned_bytes <= 30 * GB
+    first, second = plan.cards
+    assert abs(len(first.placement.staged_layers) - len(second.placement.staged_layers)) <= 2
+    rings = first.placement.ring_bytes + second.placement.ring_bytes
+    assert {part.name: part.nbytes for part in plan.host}["staging ring"] == rings > first.placement.ring_bytes
+    with pytest.raises(BudgetError, match=r"page-locks 1\.0 MB at most"):
+        plan_run(plan.request, replace(TWO, pinnable_bytes=1_000_000))
+
+
+@PROPERTY
+@given(requests(), machines, st.integers(2, 4))
+def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: MachineFigures, cards: int) -> None:
+    several = replace(machine, num_cards=cards)
+    plan = plan_or_none(request, several)
+    if plan is None:
+        return
+    assert plan.num_cards == cards
+    dealt = sorted(layer for share in plan.target.shares for layer in share.layers)
+    assert dealt == list(range(plan.placement.num_layers))
+    for card in plan.cards:
+        assert card.limits.device_bytes is not None
+        assert card.device_bytes <= card.limits.device_bytes <= machine.vram_bytes
+    assert plan.device_bytes == sum(card.device_bytes for card in plan.cards)
+    assert plan.streamed_bytes == sum(card.streamed_bytes for card in plan.cards)
+    assert plan.host_bytes <= machine.ram_bytes
+    assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
+    assert request.pinned_bytes is None or plan.pinned_bytes <= request.pinned_bytes
+    predicted = forecast(plan, several)
+    assert predicted.plain.bytes_streamed == plan.streamed_bytes
+    assert 0 < predicted.plain.lookahead_s <= predicted.plain.copies_s or not plan.streamed_bytes
+
+
+@PROPERTY
+@given(requests(), machines)
+def test_a_second_card_never_refuses(request: RuntimeConfig, machine: MachineFigures) -> None:
+    """What fits one card fits two, but for what a second ring takes of page-locked memory."""
+    request = replace(request, pinned_bytes=None, speculation=SpeculationOptions(request.speculation.mode))
+    machine = replace(machine, pinnable_bytes=None)
+    if plan_or_none(request, machine) is None or request.target.config().num_layers < 2:
+        return
+    try:
+        plan_run(request, replace(machine, num_cards=2))
+    except OffloadError as error:
+        pytest.fail(str(error))
