@@ -153,7 +153,7 @@ class TraceRecorder:
     row and is added by marks for one at a time.
 
     Args:
-        device: The one that computes, by whose clock it is told when.
+        device: The one that computes, by whose clock it is told when; of several cards the first.
         most_spans: Any further ones are only counted.
     """
 
@@ -172,6 +172,15 @@ class TraceRecorder:
         self._pass_start: tuple[float, Any, int] = 0.0, None, 0
         self._pass_args: dict[str, Any] = {}
         self._launched_s = 0.0
+        self._others: list[TraceRecorder] = []
+
+    def of_card(self, number: int, device: torch.device) -> TraceRecorder:
+        """Who is told what happens on one of several cards, by its own clock: for the first this one, for each of the
+        others one whose rows this one has as well. To be asked for in the order of the numbers."""
+        if number:
+            assert number == len(self._others) + 1
+            self._others.append(TraceRecorder(device, most_spans=self._most_spans))
+        return self._others[number - 1] if number else self
 
     def mark(self) -> Any:
         """A moment of the device: when all is done that the current stream has been given."""
@@ -222,6 +231,8 @@ class TraceRecorder:
                 name, start, end, args = waiting.popleft()
                 self._keep(Span(row, name, *self._clock.read(start, end), args, on_device=True))
         self._clock.move_base()
+        for other in self._others:
+            other.settle()
 
     def finish(self) -> Trace:
         """Wait for the device, read what is left and put everything on the host's clock."""
@@ -230,18 +241,27 @@ class TraceRecorder:
             self.settle()
         except torch.AcceleratorError:  # what the device did before it failed is what the trace is for
             to_host = self._clock.to_host(wait=False)
-        self._dropped += sum(map(len, self._open.values()))
+        dropped = self._dropped + sum(map(len, self._open.values()))
         spans = [
             span._replace(start_s=to_host(span.start_s), end_s=to_host(span.end_s)) if span.on_device else span
             for span in self.spans
         ]
-        return Trace(sorted(spans, key=lambda span: span.start_s), self._started_s, self._dropped)
+        for number, other in enumerate(self._others, 1):
+            found = other.finish()
+            spans += [span._replace(row=row_of_card(span.row, number)) for span in found.spans]
+            dropped += found.dropped
+        return Trace(sorted(spans, key=lambda span: span.start_s), self._started_s, dropped)
 
     def _keep(self, span: Span) -> None:
         if len(self.spans) < self._most_spans:
             self.spans.append(span)
         else:
             self._dropped += 1
+
+
+def row_of_card(row: str, number: int) -> str:
+    """What a row is called that is of one of several cards: its plain name is of the first."""
+    return f"{row} of card {number}" if number else row
 
 
 # What is copied: `weights` of (layer,), or `kv` of (layer, sequence, first block).
@@ -251,14 +271,18 @@ _KEYS = ("layer", "sequence", "block")
 
 @dataclass(frozen=True)
 class CopyLog:
-    """Where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls."""
+    """Where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls.
+    `layers` are the numbers in the model of those that its card has; empty: all of them."""
 
     recorder: TraceRecorder
     row: str
+    layers: tuple[int, ...] = ()
 
     def copied(self, label: Label | None, nbytes: int, start: Any, end: Any) -> None:
         """A copy is made between these two marks."""
         kind, key = label or ("measurement", ())
+        if key and self.layers:
+            key = self.layers[key[0]], *key[1:]
         name = f"{kind} of layer {key[0]}" if key else kind
         args = {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
         self.recorder.add(self.row, name, start, end, args)
@@ -323,7 +347,8 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "offload_runtime"}}
-    threads = {row: number for number, row in enumerate(ROWS, start=1)}
+    others = sorted({span.row for span in trace.spans} - {*ROWS})
+    threads = {row: number for number, row in enumerate([*ROWS, *others], start=1)}
     for row, number in threads.items():
         thread = {"ph": "M", "pid": 1, "tid": number}
         yield {**thread, "name": "thread_name", "args": {"name": row}}

@@ -255,7 +255,7 @@ def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after
 @pytest.mark.few(2)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_while_waiting_for_a_copy(runtime: Runtime, said: list[int], after: int) -> None:
-    queue = runtime.parts.target.engine
+    queue = runtime.parts.target.shares[0].engine
     assert queue.log is None
 
     def interrupt() -> None:

@@ -20,7 +20,7 @@ from offload_runtime.copy import CopyEngine, CopyQueues
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load_model import LoadedModel, load_model
+from offload_runtime.engine.load_model import LoadedModel, OpenCard, load_model
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -33,7 +33,7 @@ from offload_runtime.errors import (
     UnsupportedArchitectureError,
     VocabularyMismatchError,
 )
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.memory import Card, DeviceBudget
 from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import open_checkpoint
@@ -298,7 +298,7 @@ def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
     )  # fmt: skip
     runner = ModelRunner(runner.decoder, streamer, runner.cache, runner.rows, runner.chunk_tokens)
-    return replace(model, runner=runner, engine=engine)
+    return replace(model, runner=runner, shares=(replace(model.shares[0], engine=engine),))
 
 
 # Three copies fill the ring, then five make a pass.
@@ -329,9 +329,10 @@ def test_a_copy_that_fails_while_loading(target: Path) -> None:
         closing(failing_once(after=4)) as engine,
         ExitStack() as undo,
     ):
+        cpu = torch.device("cpu")
+        card = OpenCard(Card(0, cpu), DeviceBudget(cpu, None), CopyQueues(engine, None))
         load_model(
-            open_checkpoint(target), plan, DeviceBudget(torch.device("cpu"), None), CopyQueues(engine, None),
-            name="target", registrar=None, on_progress=None, undo=undo,
+            open_checkpoint(target), plan, [card], name="target", registrar=None, on_progress=None, undo=undo
         )  # fmt: skip
 
 

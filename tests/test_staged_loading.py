@@ -26,7 +26,7 @@ from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import (
     MachineFigures,
-    Placement,
+    ModelPlan,
     RunPlan,
     common_figures,
     find_plan,
@@ -207,7 +207,7 @@ def test_staged_and_locked_layers_alternate(resident: int) -> None:
 def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
     with load_locked_by(LimitedRegistrar(5 * layer_bytes), target, resident_layers=0) as runtime:
         assert staged_of(runtime)
-        engine = runtime.parts.target.engine
+        engine = runtime.parts.target.shares[0].engine
         engine.drain()
         before = engine.bytes_copied
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
@@ -235,7 +235,7 @@ class _LaterError(Exception):
 class _ForgetfulPlan(RunPlan):
     """What fails once all is loaded."""
 
-    def with_placement(self, placement: Placement) -> RunPlan:
+    def with_target(self, target: ModelPlan) -> RunPlan:
         raise _LaterError
 
 

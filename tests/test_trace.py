@@ -83,7 +83,7 @@ def traced(path: Path, target: Path, *, load: Callable[..., Runtime] = Runtime.l
     with load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
         cache = runtime.parts.target.runner.cache
         writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
-        engine = runtime.parts.target.engine
+        engine = runtime.parts.target.shares[0].engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1
@@ -244,10 +244,10 @@ def test_the_link_is_idle_while_it_carries_nothing(target: Path, tmp_path: Path)
 
 def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     recorder = TraceRecorder(torch.device("cpu"))
-    engine = SimpleNamespace(copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0)
     parts = SimpleNamespace(
         target=SimpleNamespace(
-            engine=engine, runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
+            copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0,
+            runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
         ),
         recorder=recorder,
     )  # fmt: skip

@@ -62,7 +62,7 @@ def test_the_tokens_are_those_of_plain_decoding(runtime: Runtime, expected: list
 def wait_for_link(runtime: Runtime, *, free: int) -> None:
     """As if the link took longer than windows of so many proposals: n-grams may fill them."""
     own = runtime.parts
-    proposer = make_proposer(own.plan, own.target, own.draft, own.budget, recorder=own.recorder, free_rows=free + 1)
+    proposer = make_proposer(own.plan, own.target, own.draft, own.budgets, recorder=own.recorder, free_rows=free + 1)
     runtime.parts = replace(own, proposer=proposer, windows=replace(own.windows, free=free))
 
 

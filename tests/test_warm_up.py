@@ -18,9 +18,9 @@ from offload_runtime_kernels.select_chunks import different_counts, parts_of, se
 from offload_runtime.config import SamplingParams, SpeculationOptions
 from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine.build_proposer import warm_up_verifier
-from offload_runtime.engine.load_model import load_model, warm_up
+from offload_runtime.engine.load_model import OpenCard, load_model, warm_up
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.memory import Card, DeviceBudget
 from offload_runtime.model import PassRows
 from offload_runtime.runners import DraftModel, ModelRunner, StepGraphs, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
@@ -192,14 +192,16 @@ def test_warming_up_a_target_brings_few_layers_and_leaves_nothing(deep_target: P
     for warm in (False, True):
         with load_streaming_kv(deep_target, device="cpu", **options) as runtime:
             target = runtime.parts.target
-            target.engine.drain()
-            before_bytes = target.engine.bytes_copied
+            target.shares[0].engine.drain()
+            before_bytes = target.shares[0].engine.bytes_copied
             if warm:
                 warm_up(target, trees=True)
-                target.engine.drain()
+                target.shares[0].engine.drain()
                 layer_bytes = target.weights.layout.layer_bytes[0]
                 slots, passes = target.placement.num_slots, 4
-                assert target.engine.bytes_copied - before_bytes <= passes * (slots + 1) * layer_bytes + (1 << 20)
+                assert target.shares[0].engine.bytes_copied - before_bytes <= passes * (slots + 1) * layer_bytes + (
+                    1 << 20
+                )
                 assert target.runner.cache.length(0) == 0
             result = runtime.generate(prompt, max_new_tokens=20, ignore_eos=True, temperature=0.7, seed=2)
             answers.append((result.tokens, result.stats.passes))
@@ -226,10 +228,8 @@ def test_warming_up_runs_a_layer_of_every_kind(halved: tuple[tuple[str, ...], ..
     source = in_memory(random_model("llama"))
     plan = planned(source.config(), mixed(source.config(), halved)).target
     with ExitStack() as undo:
-        queues = CopyQueues(make_copy_engine(CPU))
-        model = load_model(
-            source, plan, DeviceBudget(CPU, None), queues, name="target", registrar=None, on_progress=None, undo=undo
-        )
+        card = OpenCard(Card(0, CPU), DeviceBudget(CPU, None), CopyQueues(make_copy_engine(CPU)))
+        model = load_model(source, plan, [card], name="target", registrar=None, on_progress=None, undo=undo)
         model.runner.decoder = decoder = SeenDecoder(model.runner.decoder)  # type: ignore[assignment]
         warm_up(model)
         assert decoder.ran == expected

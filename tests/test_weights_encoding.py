@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig
 from offload_runtime.copy import CopyQueues, make_copy_engine
-from offload_runtime.engine.load_model import load_model
+from offload_runtime.engine.load_model import OpenCard, load_model
 from offload_runtime.errors import BudgetError
-from offload_runtime.memory import PAGE_BYTES, DeviceBudget
+from offload_runtime.memory import PAGE_BYTES, Card, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
@@ -134,9 +134,8 @@ def test_a_plan_of_unlike_layers_is_loaded(source: CheckpointSource) -> None:
     plan = place_layers(replace(plan, limits=replace(plan.limits, device_bytes=None)))
     assert (plan.placement.resident_layers, plan.placement.num_slots) == ((1, 3), 2)
     budget, engine, undo = DeviceBudget(CPU, None), make_copy_engine(CPU), ExitStack()
-    model = load_model(
-        source, plan.target, budget, CopyQueues(engine), name="target", registrar=None, on_progress=None, undo=undo
-    )
+    card = OpenCard(Card(0, CPU), budget, CopyQueues(engine))
+    model = load_model(source, plan.target, [card], name="target", registrar=None, on_progress=None, undo=undo)
     sizes, reserved = layout.layer_bytes, dict(budget.reservations)
     assert (reserved["target: ring"], reserved["target: resident layers"]) == (2 * max(sizes), sizes[1] + sizes[3])
     assert model.runner.streamer.bytes_per_pass == sizes[0] + sizes[2]

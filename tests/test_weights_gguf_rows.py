@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine import Runtime, fetch_demo_model
-from offload_runtime.engine.load_model import load_model
+from offload_runtime.engine.load_model import OpenCard, load_model
 from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.memory import PAGE_BYTES, DeviceBudget
+from offload_runtime.memory import PAGE_BYTES, Card, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
@@ -254,7 +254,8 @@ def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: Checkpoi
     budget, engine, undo = DeviceBudget(torch.device("cpu"), None), make_copy_engine(torch.device("cpu")), ExitStack()
     stored_on_cpu = replace(request, target=source, device="cpu", dtype="fp32", weights="stored")
     on_cpu = plan_run(stored_on_cpu, MACHINE).target
-    load_model(source, on_cpu, budget, CopyQueues(engine), name="target", registrar=None, on_progress=None, undo=undo)
+    card = OpenCard(Card(0, budget.device), budget, CopyQueues(engine))
+    load_model(source, on_cpu, [card], name="target", registrar=None, on_progress=None, undo=undo)
     assert budget.reservations["target: decoded matrix"] == on_cpu.layout.scratch_bytes("cpu")
     undo.close()
 

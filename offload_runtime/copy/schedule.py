@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from offload_runtime.copy.queue import CopyEngine
+from offload_runtime.memory import Deal
 from offload_runtime.trace import COMPUTE, Label, TraceRecorder
 
 # One thing to bring to the device: the ring, or lane, whose slot it takes, with its key there, and its source: uint8
@@ -168,13 +169,15 @@ class LayerStreamer:
         engine: The copy queue.
         kv: A KV cache whose pieces cross the link in the same order, or None.
         kv_slots: Device buffers of its ring: uint8 each.
+        numbers: Of each layer its number in the model that these are some layers of, for a trace; None: its own.
     """
 
     def __init__(
         self, layers_host: Sequence[torch.Tensor], resident: dict[int, torch.Tensor], slots: Sequence[torch.Tensor], *,
         make_views: Callable[[int, torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
-        kv_slots: Sequence[torch.Tensor] = (),
+        kv_slots: Sequence[torch.Tensor] = (), numbers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
+        self._numbers = numbers or range(len(layers_host))
         streamed = [index for index in range(len(layers_host)) if index not in resident]
         assert bool(slots) == bool(streamed), "a ring is needed exactly when something is streamed"
         assert len(slots) <= len(streamed), "a ring larger than what it streams wastes slots"
@@ -197,25 +200,38 @@ class LayerStreamer:
         The weights of a streamed layer may be read until the next one is asked for. After an interrupted pass the
         cycle starts again at layer 0.
         """
-        kv, recorder = self._kv, self.recorder
+        self.begin_pass()
+        for index in range(self.num_layers):
+            with self.layer(index) as weights:
+                yield index, weights
+
+    def begin_pass(self) -> None:
+        """A pass begins, which asks for one `layer` after the other."""
+        kv = self._kv
         items = self.schedule.begin_pass(is_valid=kv is None or kv.is_valid(self._snapshot))
         self.bytes_begun += sum(source.nbytes for _, source in items)
         if kv is not None:
             kv.begin_pass(self._snapshot, self.schedule)
         self.schedule.fill()  # which may plan the next pass, by a snapshot of its own
-        for index in range(self.num_layers):
-            streamed = index not in self._resident
-            if streamed:
-                weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
-            else:
-                weights = self._resident[index]
-            name = f"layer {index}"
-            with recorder.span(name, row=COMPUTE, layer=index, streamed=streamed) if recorder else nullcontext():
-                yield index, weights
-            if streamed:
-                # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of
-                # a later one.
-                self.schedule.release(WEIGHTS)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[LayerViews]:
+        """The weights of the next layer of a pass, which may be read meanwhile."""
+        streamed, recorder = index not in self._resident, self.recorder
+        if streamed:
+            weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+        else:
+            weights = self._resident[index]
+        number = self._numbers[index]
+        tracing: AbstractContextManager[Any] = nullcontext()
+        if recorder is not None:
+            tracing = recorder.span(f"layer {number}", row=COMPUTE, layer=number, streamed=streamed)
+        with tracing:
+            yield weights
+        if streamed:
+            # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of a
+            # later one.
+            self.schedule.release(WEIGHTS)
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """What `layers` hands out, for passes that take no part in the streaming; None when some are streamed."""
@@ -231,3 +247,38 @@ class LayerStreamer:
             if self._kv is not None:
                 items += [((KV, key), source) for key, source in self._kv.pieces(index, self._snapshot)]
         return items
+
+
+class DealtStreamer:
+    """The same of a model whose layers are dealt out: each card streams its own over a link of its own, and all of
+    these work ahead at the same time.
+
+    Args:
+        deal: Which card each layer is on.
+        streamers: Of the cards.
+    """
+
+    def __init__(self, deal: Deal, streamers: Sequence[LayerStreamer]) -> None:
+        self._streamers, self._places = streamers, deal.places()
+        self.num_layers, self.num_streamed = len(self._places), sum(one.num_streamed for one in streamers)
+        self.bytes_per_pass = sum(one.bytes_per_pass for one in streamers)
+
+    @property
+    def bytes_begun(self) -> int:
+        """Of all passes so far, over all links."""
+        return sum(one.bytes_begun for one in self._streamers)
+
+    def layers(self) -> Iterator[tuple[int, LayerViews]]:
+        """As of `LayerStreamer`."""
+        for streamer in self._streamers:
+            streamer.begin_pass()
+        for index, (card, number) in enumerate(self._places):
+            with self._streamers[card].layer(number) as weights:
+                yield index, weights
+
+    def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
+        """As of `LayerStreamer`."""
+        if self.num_streamed:
+            return None
+        of_cards = [dict(one.resident_layers() or ()) for one in self._streamers]
+        return [(index, of_cards[card][number]) for index, (card, number) in enumerate(self._places)]

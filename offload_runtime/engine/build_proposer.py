@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.kv import DeviceKVCache, HostKVCache
+from offload_runtime.kv.dealt import DealtRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.memory import DeviceBudget, on_card
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
 from offload_runtime.runners import DraftTree, GuessTree, ModelRunner, warm_up_batches, warm_up_lengths
@@ -32,7 +33,7 @@ from offload_runtime.trace import TraceRecorder
 
 
 def make_proposer(
-    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budget: DeviceBudget, *,
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget], *,
     recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
     make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
@@ -42,15 +43,15 @@ def make_proposer(
         plan: Who proposes, and whether there is a retrieval verifier on top.
         target: Verifies.
         draft: The draft model; None where none was loaded.
-        budget: Of the device.
+        budgets: Of the cards; who proposes is on the first.
         recorder: Of a trace that steps are told; None: none.
         free_s: Behind a pass, in which drafting delays nothing.
         free_rows: Of a window, up to which no pass takes longer.
         make_policy: What chooses the chunks of the retrieval verifier.
     """
-    batch = plan.target.batch
+    batch, budget = plan.target.batch, budgets[0]
     if plan.has_verifier:
-        hierarchy = _make_triforce(plan, target, draft, budget, recorder, make_policy)
+        hierarchy = _make_triforce(plan, target, draft, budgets, recorder, make_policy)
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
     if draft is None:
         return Proposer() if plan.proposer == "none" else NgramProposer()
@@ -69,21 +70,27 @@ def make_proposer(
 
 
 def _make_triforce(
-    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budget: DeviceBudget,
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget],
     recorder: TraceRecorder | None, make_policy: type[RetrievalPolicy],
 ) -> Proposer:  # fmt: skip
-    options, runner = plan.request.speculation, target.runner
-    config, batch = plan.target.config, plan.target.batch
+    options, runner, budget = plan.request.speculation, target.runner, budgets[0]
+    config, batch, deal = plan.target.config, plan.target.batch, runner.decoder.deal
     layers, source = runner.streamer.resident_layers(), runner.cache
     assert layers is not None, "refused when it was planned"
-    assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
-    retrieved = RetrievalCache(
-        source, config, plan.target.dtype, budget_tokens=options.budget_tokens, chunk_size=options.chunk_size,
-        batch=batch, budget=budget, make_policy=make_policy,
-    )  # fmt: skip
-    if isinstance(source, HostKVCache) and batch == 1:
-        source.borrow_workspace = retrieved.chunks.borrow_workspace
-    budget.reserve("steps of the retrieval verifier", plan.verifier_step_bytes)
+    caches = list[RetrievalCache]()
+    for card, share, own_budget in zip(deal.cards, target.shares, budgets, strict=True):
+        own, own_plan = share.cache, plan.on_card(card.number)
+        assert isinstance(own, DeviceKVCache | HostKVCache), "a target's cache is whole"
+        with on_card(card):
+            chosen = RetrievalCache(
+                own, own_plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
+                chunk_size=options.chunk_size, batch=batch, budget=own_budget, make_policy=make_policy,
+            )  # fmt: skip
+        if isinstance(own, HostKVCache) and batch == 1:
+            own.borrow_workspace = chosen.chunks.borrow_workspace
+        own_budget.reserve("steps of the retrieval verifier", own_plan.verifier_step_bytes)
+        caches.append(chosen)
+    retrieved = DealtRetrievalCache(deal, caches) if len(caches) > 1 else caches[0]
     trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(

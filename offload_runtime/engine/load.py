@@ -6,11 +6,13 @@ Also the line about what was loaded: what is resident, what is streamed and how,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from threading import Lock
 
@@ -18,19 +20,26 @@ import psutil
 import torch
 
 from offload_runtime import plan as planning
-from offload_runtime.config import RuntimeConfig, format_bytes
+from offload_runtime.config import RuntimeConfig, format_bytes, require
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.generate import device_errors
-from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
-from offload_runtime.errors import DeviceError
+from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
-from offload_runtime.memory import DeviceBudget, HostArena, Registrar, device_memory_used_by_others, resolve_device
-from offload_runtime.plan import MachineFigures, ModelPlan, RunPlan
+from offload_runtime.memory import (
+    Card,
+    DeviceBudget,
+    HostArena,
+    Registrar,
+    device_memory_used_by_others,
+    resolve_device,
+)
+from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Choice, Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
@@ -42,29 +51,29 @@ _PROBE_BYTES = 64 << 20
 _PLANNING = Lock()  # a card is planned for before the next one looks at what is left of it
 
 
-def require_memory(emulation: Emulation, device: torch.device) -> None:
-    """Refuse a card with more memory than `device` has.
+def require_memory(emulation: Emulation, device: torch.device, count: int = 1) -> None:
+    """Refuse `count` cards with more memory than `device` has.
 
     Raises:
         DeviceError: It has.
     """
     on_gpu = device.type == "cuda"
     there_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    if emulation.whole_vram_bytes > there_bytes:
-        sizes = format_bytes(emulation.whole_vram_bytes), format_bytes(there_bytes)
+    if count * emulation.whole_vram_bytes > there_bytes:
+        sizes = format_bytes(count * emulation.whole_vram_bytes), format_bytes(there_bytes)
         why = f"it has {sizes[0]} of device memory and {device} has {sizes[1]}"
         raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a smaller card")
 
 
-def require_link(emulation: Emulation, device: torch.device) -> None:
-    """Measure the link of `device` in both directions and refuse a card whose link is faster.
+def require_link(emulation: Emulation, device: torch.device, count: int = 1) -> None:
+    """Measure the link of `device` in both directions and refuse `count` cards whose links are faster together.
 
     Takes 64 MiB on the device for a moment, and some 20 ms.
 
     Raises:
         DeviceError: It is faster.
     """
-    wanted = (emulation.link_gbps, emulation.link_back_gbps)
+    wanted = (count * emulation.link_gbps, count * emulation.link_back_gbps)
     ways = zip(wanted, measure_link_both_ways(device), ("to the device", "back to the host"), strict=True)
     for wanted_gbps, there_gbps, direction in ways:
         if wanted_gbps > there_gbps * (1 + _LINK_TOLERANCE):
@@ -89,6 +98,27 @@ def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) 
     return h2d_gbps, d2h_gbps
 
 
+def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[torch.device]:
+    """The devices of the cards that there may be: those that are named or, where it is `auto`, the first GPU and all
+    that are of its kind, since others round in other ways. A machine that is played has its own number of cards, on one
+    GPU if no more are named.
+
+    Raises:
+        DeviceError: One is not there; OptionError: More or fewer are named than a machine to play has.
+    """
+    found = [resolve_device(name) for name in config.devices]
+    if config.device == "auto" and found[0].type == "cuda":
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found = [torch.device("cuda", index) for index, name in enumerate(names) if name == names[0]]
+    if emulation is None:
+        return found
+    if config.device == "auto" or len(found) == 1:
+        return list(islice(cycle(found), emulation.cards))
+    cards = f"{emulation.name} has {emulation.cards} card{'s' * (emulation.cards != 1)}"
+    require(len(found) == emulation.cards, f"{cards} and --device {config.device} names {len(found)}: name as many")
+    return found
+
+
 def planned_figures(plan: RunPlan) -> MachineFigures | None:
     """The figures to predict a run with before anything of it is measured; errors as of `Runtime.load`.
 
@@ -98,21 +128,29 @@ def planned_figures(plan: RunPlan) -> MachineFigures | None:
     """
     asked = plan.request
     given = None if asked.profile is None else load_profile(asked.profile)
-    machine = planning.known_figures(given, resolve_device(asked.device), plan.target.dtype)
+    machine = planning.known_figures(given, resolve_device(asked.devices[0]), plan.target.dtype)
     if machine is None or asked.emulate is None:
         return machine
     return replace(machine, link_gbps=load_profile(asked.emulate).emulation().link_gbps)
 
 
-def describe_placement(model: LoadedModel, plan: RunPlan, budget: DeviceBudget, emulation: Emulation | None) -> str:
+def describe_placement(
+    model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget], emulation: Emulation | None
+) -> str:
     """One line: what is resident, what is streamed and how, what is reserved, who drafts, and what is emulated."""
     placement, streamed = model.placement, len(model.placement.streamed_layers)
     where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
-    limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
-    reserved = f"{format_bytes(budget.reserved_bytes)}{limit} of {budget.memory_name} reserved"
+    if len(budgets) > 1:
+        dealt = " and ".join(str(len(share.layers)) for share in model.plan.shares)
+        where += f", dealt out to {len(budgets)} cards ({dealt})"
+    sizes = []
+    for budget in budgets:
+        limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
+        sizes.append(f"{format_bytes(budget.reserved_bytes)}{limit}")
+    reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
     drafts = planning.describe_draft_cache(plan), planning.describe_speculation(plan)
     parts = [where, planning.describe_staging(placement), _describe_kv(plan.target), reserved, *drafts]
     if emulation is not None:
@@ -159,19 +197,25 @@ def _load(
         require_writable(config.trace)
     emulation = None if config.emulate is None else load_profile(config.emulate).emulation()
     profile = None if config.profile is None else load_profile(config.profile)
-    device = resolve_device(config.device)
-    # Before anything else touches the GPU: afterwards our own context would count as somebody else's memory.
-    others = device_memory_used_by_others(device.index) if device.type == "cuda" else None
+    devices = choose_devices(config, emulation)
+    device = devices[0]
+    # Before anything else touches the GPUs: afterwards our own context would count as somebody else's memory.
+    others = {one: device_memory_used_by_others(one.index) if one.type == "cuda" else None for one in devices}
     assembly.require_kernels(device)
     # A CPU reads any memory as fast.
     registrar = registrar or (Registrar() if device.type == "cuda" else None)
     locks = registrar is not None
     limits = planning.limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=locks)
-    (limit_bytes,) = config.vram_of_cards(1)
+    limits_bytes = config.vram_of_cards(len(devices))
     if emulation is not None:
-        require_memory(emulation, device)
+        for one, count in Counter(devices).items():
+            require_memory(emulation, one, count)
         whose, other = f"of an emulated {emulation.name}", "emulate a larger card"
-        limit_bytes = planning.within("--vram", limit_bytes, emulation.vram_bytes, whose, other)
+        limits_bytes = tuple(
+            planning.within("--vram", limit, emulation.vram_bytes, whose, other) for limit in limits_bytes
+        )
+    twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes
+    require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
     with device_errors(device), ExitStack() as undo:
         draft_model = config.draft if config.proposed_by == "the draft" else None
         target_source, draft_source = assembly.open_sources(config.target, draft_model)
@@ -179,8 +223,8 @@ def _load(
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
             reading = pool.submit(assembly.read_tokenizer, target_source, draft_source)
-            budget = DeviceBudget(device, limit_bytes, other_bytes=others)
-            undo.callback(budget.release)
+            budgets = _open_budgets(devices, limits_bytes, others, undo)
+            budget = budgets[0]
             dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
             planning.require_dtype(dtype, device)
             own_figures = planning.known_figures(profile, device, dtype)
@@ -188,11 +232,15 @@ def _load(
             if emulation is not None:
                 figures = replace(figures, link_gbps=emulation.link_gbps)
             draft = config.draft if draft_source is None else draft_source
-            request = replace(config, target=target_source, draft=draft, device=device.type)
             limits = replace(limits, device_name=budget.memory_name, device_way=budget.way_out)
             limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
-            plan = find(request, figures, limits)
-            budget.planned_bytes = plan.device_bytes
+            plan = _find_plan(replace(config, target=target_source, draft=draft), figures, limits, budgets, find)
+            for number, one_budget in enumerate(budgets):
+                if number < plan.num_cards:
+                    one_budget.planned_bytes = plan.on_card(number).device_bytes
+                else:
+                    one_budget.release()
+            budgets = budgets[: plan.num_cards]
         tokenizer = reading.result()
         if on_plan is not None:
             on_plan(plan)
@@ -200,9 +248,11 @@ def _load(
             model = plan.target
             check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
         planning.check_host_memory(plan)
-        budget.reserve("workspace", plan.workspace_bytes)
-        if graph_bytes := plan.graph_bytes + plan.captured_bytes:
-            budget.reserve("CUDA graphs", graph_bytes)
+        for number, one_budget in enumerate(budgets):
+            own = plan.on_card(number)
+            one_budget.reserve("workspace", own.workspace_bytes)
+            if graph_bytes := own.graph_bytes + own.captured_bytes:
+                one_budget.reserve("CUDA graphs", graph_bytes)
         undo.callback(gc.collect)  # before the budget's end, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
@@ -210,24 +260,31 @@ def _load(
         gc.freeze()
         undo.callback(gc.unfreeze)
         if emulation is not None:
-            require_link(emulation, device)
+            for one, count in Counter(devices).items():
+                require_link(emulation, one, count)
         recorder = TraceRecorder(device) if config.trace is not None else None
-        queues = _make_queues(device, emulation, recorder, undo, d2h=plan.target.on_host)
+        recorders = [recorder and recorder.of_card(number, one.device) for number, one in enumerate(budgets)]
+        cards = []
+        for number, one_budget in enumerate(budgets):
+            one = one_budget.device
+            layers = plan.target.shares[number].layers if plan.num_cards > 1 else ()
+            queues = _make_queues(one, emulation, recorders[number], undo, d2h=plan.target.on_host, layers=layers)
+            cards.append(OpenCard(Card(number, one), one_budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
         target, drafter = assembly.load_models(
-            target_source, draft_source, plan, budget, queues, registrar=registrar, on_progress=on_progress,
-            trees=branches, undo=undo,
+            target_source, draft_source, plan, cards, registrar=registrar, on_progress=on_progress, trees=branches,
+            undo=undo,
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
-            figures = replace(figures, link_gbps=target.link_peak_gbps)
+            figures = replace(figures, link_gbps=target.link_peak_gbps / len(cards))
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
-        proposer = make_proposer(plan, target, drafter, budget, recorder=recorder, free_s=free_s, free_rows=free_rows)
+        proposer = make_proposer(plan, target, drafter, budgets, recorder=recorder, free_s=free_s, free_rows=free_rows)
         free = max(0, min(config.max_gamma, free_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
-        placed = plan.with_placement(target.placement)
+        placed = plan.with_target(target.plan)
 
         def cost(choice: Choice, num_sequences: int, length_tokens: int) -> float:
             return planning.predicted_step_s(
@@ -236,24 +293,60 @@ def _load(
             )  # fmt: skip
 
         known_cost = None if own_figures is None else cost  # without figures of this machine only plans are compared
-        target.runner.recorder = target.runner.streamer.recorder = recorder
+        target.runner.recorder = recorder
+        for share, its_recorder in zip(target.shares, recorders, strict=True):
+            share.streamer.recorder = its_recorder
         return RuntimeParts(
-            target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), budget, windows,
+            target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), tuple(budgets), windows,
             controller=Controller(windows.by_mode, known_cost, streamed=target.link_peak_gbps is not None),
-            plan=placed, cost=known_cost, placement=describe_placement(target, plan, budget, emulation),
+            plan=placed, cost=known_cost, placement=describe_placement(target, plan, budgets, emulation),
             emulated=None if emulation is None else emulation.name,
             recorder=recorder, resources=undo.pop_all(),
         )  # fmt: skip
 
 
+def _open_budgets(
+    devices: Sequence[torch.device], limits_bytes: Sequence[int | None], others: Mapping[torch.device, int | None],
+    undo: ExitStack,
+) -> list[DeviceBudget]:  # fmt: skip
+    """A ledger of each card, which `undo` closes."""
+    budgets = list[DeviceBudget]()
+    for device, limit_bytes in zip(devices, limits_bytes, strict=True):
+        budgets.append(DeviceBudget(device, limit_bytes, other_bytes=others[device]))
+        undo.callback(budgets[-1].release)
+        budgets[-1].planned_bytes = limit_bytes or 0  # until it is planned: a GPU may be named twice
+    return budgets
+
+
+def _find_plan(
+    request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits, budgets: Sequence[DeviceBudget],
+    find: Callable[..., RunPlan],
+) -> RunPlan:  # fmt: skip
+    """The plan of all cards or, where nobody has named them, of the first alone unless that is slower or impossible."""
+    kind, further = budgets[0].device.type, [CardLimit(one.limit_bytes, one.reserved_bytes) for one in budgets[1:]]
+    everywhere = partial(
+        find, replace(request, device=",".join([kind] * len(budgets))), figures,
+        replace(limits, further_cards=tuple(further)),
+    )  # fmt: skip
+    if not further or request.device != "auto":
+        return everywhere()
+    try:
+        alone = find(replace(request, device=kind), figures, limits)
+    except BudgetError:
+        return everywhere()
+    together = everywhere()
+    return together if planning.tok_per_s(together, figures) > planning.tok_per_s(alone, figures) else alone
+
+
 def _make_queues(
-    device: torch.device, emulation: Emulation | None, recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool
-) -> CopyQueues:
-    """The copy queues, paced as the link that is played and logged to a trace; `d2h` says whether one leads to the
-    host. `undo` closes them."""
+    device: torch.device, emulation: Emulation | None, recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool,
+    layers: tuple[int, ...],
+) -> CopyQueues:  # fmt: skip
+    """The copy queues, paced as the link that is played and logged to a trace, which knows of several cards the
+    `layers`; `d2h` says whether one leads to the host. `undo` closes them."""
 
     def make(pace_gbps: float | None, row: str) -> CopyEngine:
-        log = None if recorder is None else CopyLog(recorder, row)
+        log = None if recorder is None else CopyLog(recorder, row, layers)
         engine = make_copy_engine(device, pace_gbps=pace_gbps, log=log)
         undo.callback(engine.close)
         return engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
-from offload_runtime.copy.schedule import LayerStreamer
-from offload_runtime.engine.staged_layers import StagedMemory, lock_layers
+from offload_runtime.copy.schedule import DealtStreamer, LayerStreamer
+from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
+from offload_runtime.kv.dealt import DealtKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import DeviceBudget, HostArena, Registrar, require_readable_arenas
+from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, on_card, require_readable_arenas
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Weights, Window
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
@@ -32,11 +33,12 @@ from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
 from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
 
 LoadProgress = Callable[[str, int, int], None]
+TargetCache = DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache
 
 
 def make_cache(
     plan: ModelPlan, budget: DeviceBudget, name: str, writeback: CopyEngine | None, memory: StagedMemory
-) -> DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache:
+) -> TargetCache:
     """The KV cache of a model.
 
     Args:
@@ -73,21 +75,42 @@ def make_cache(
 
 
 @dataclass(frozen=True)
+class OpenCard:
+    """A card that models are loaded onto: the ledger of its memory, and the queues of its link."""
+
+    card: Card
+    budget: DeviceBudget
+    queues: CopyQueues
+
+
+@dataclass(frozen=True)
+class LoadedShare:
+    """What one card has of a model: all of it, where there is one card.
+
+    `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `engine` is
+    the queue of its copies, which ends with `engine.close`; `staged` says where its layers are, and holds the rings
+    that some of it is staged through.
+    """
+
+    streamer: LayerStreamer
+    cache: TargetCache
+    engine: CopyEngine
+    staged: StagedMemory
+    link_peak_gbps: float | None
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run, and what of it stays on the host.
 
-    `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `rope` is
-    the table that rotates its queries and keys. `engine` is the queue of its copies, which ends with `engine.close`;
-    `staged` says where its layers are, and holds the rings that some of it is staged through. Who had it loaded gives
-    its memory back.
+    `rope` is the table that rotates its queries and keys. Who had it loaded gives its memory back.
     """
 
     runner: ModelRunner
     weights: HostWeights
-    link_peak_gbps: float | None
     rope: RopeTable
-    engine: CopyEngine
-    staged: StagedMemory
+    shares: tuple[LoadedShare, ...]
+    plan: ModelPlan  # as it turned out
 
     @property
     def config(self) -> ModelConfig:
@@ -97,13 +120,37 @@ class LoadedModel:
     @property
     def placement(self) -> Placement:
         """Where its layers are."""
-        return self.staged.placement
+        return self.plan.placement
+
+    @property
+    def link_peak_gbps(self) -> float | None:
+        """Of all links together; None when nothing is streamed."""
+        return sum(share.link_peak_gbps or 0.0 for share in self.shares) or None
+
+    def stall_seconds(self) -> float:
+        """That computing has waited for copies so far."""
+        return sum(share.engine.stall_seconds() for share in self.shares)
+
+    def copy_seconds(self) -> float:
+        """That a link has been busy so far, on average over those that carry something."""
+        links = [share for share in self.shares if share.link_peak_gbps is not None] or self.shares
+        return sum(share.engine.copy_seconds() for share in links) / len(links)
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
-        rings = [arena for arena, _ in self.staged.rings]
+        rings = [arena for share in self.shares for arena, _ in share.staged.rings]
         return sum(arena.pinned_bytes for arena in (*self.weights.layers.values(), *rings))
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Host memory that is staged."""
+        return sum(share.staged.pageable.nbytes for share in self.shares)
+
+    def end_copies(self) -> None:
+        """Before anything that is copied is let go of."""
+        for share in self.shares:
+            share.engine.close()
 
 
 def require_kernels(device: torch.device) -> None:
@@ -140,22 +187,24 @@ def open_sources(
 
 
 def load_models(
-    target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, budget: DeviceBudget,
-    queues: CopyQueues, *, registrar: Registrar | None, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
+    target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
+    *, registrar: Registrar | None, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """The target and its draft, which is loaded first; on a GPU warmed up too, the target for windows that are `trees`.
+    """The target and its draft, which is loaded first, onto the first card; on a GPU warmed up too, the target for
+    windows that are `trees`.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
-    if plan.has_verifier and plan.target.on_host and budget.device.type == "cuda":
-        require_readable_arenas(budget.device)
+    on_gpu = cards[0].budget.device.type == "cuda"
+    if plan.has_verifier and plan.target.on_host and on_gpu:
+        for card in cards:
+            require_readable_arenas(card.budget.device)
     load = partial(
-        load_model, budget=budget, queues=queues, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes,
-        on_progress=on_progress, undo=undo,
-    )  # fmt: skip
-    draft = load(draft_source, plan.draft, name="draft") if draft_source and plan.draft else None
-    target = load(target_source, plan.target, name="target")
-    if budget.device.type == "cuda":
+        load_model, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes, on_progress=on_progress, undo=undo
+    )
+    draft = load(draft_source, plan.draft, cards[:1], name="draft") if draft_source and plan.draft else None
+    target = load(target_source, plan.target, cards, name="target")
+    if on_gpu:
         warm_up(target, trees=trees)
         runner, layers = target.runner, target.runner.streamer.resident_layers()
         if plan.captured_bytes and layers is not None:
@@ -166,67 +215,106 @@ def load_models(
 
 
 def load_model(
-    source: CheckpointSource, plan: ModelPlan, budget: DeviceBudget, queues: CopyQueues, *, name: str,
-    registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None,
+    source: CheckpointSource, plan: ModelPlan, cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None,
+    on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again."""
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
-    held = device_blocks(plan, budget, name=name)
+    device, deal = cards[0].budget.device, plan.deal([one.card for one in cards])
+    held: dict[int | None, torch.Tensor] = {}
+    for one in cards[: len(deal.cards)]:
+        layers = deal.layers_of(one.card)
+        with on_card(one.card):
+            blocks = device_blocks(plan.on_card(one.card.number), one.budget, name=name)
+        held |= {None if number is None else layers[number]: block for number, block in blocks.items()}
     weights = load_weights(
         source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
-        coding_device=budget.device,
+        coding_device=device,
     )  # fmt: skip
     undo.callback(weights.close)
-    if budget.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()  # of what passed through
-    memory = lock_layers(weights, plan, registrar, undo)
-    return connect_model(weights, held, plan, budget, queues, name=name, memory=memory, undo=undo)
+    return connect_model(weights, held, plan, cards, name=name, registrar=registrar, undo=undo)
 
 
 def device_blocks(plan: ModelPlan, budget: DeviceBudget, *, name: str) -> dict[int | None, torch.Tensor]:
-    """Memory for the weights that stay on the device, by layer, that of None for embedding and head: uint8 each. Layers
-    are cut from one allocation: the allocator rounds each up."""
+    """Memory for the weights that stay on the device, by layer, that of None for embedding and head, where a card has
+    them: uint8 each. Layers are cut from one allocation: the allocator rounds each up."""
     layout, kept = plan.layout, plan.placement.resident_layers
     sizes = [layout.layer_bytes[index] for index in kept]
     layers = budget.allocate(f"{name}: resident layers", sum(sizes)).split(sizes) if kept else ()
-    shared = budget.allocate(f"{name}: embedding and head", layout.shared.total_bytes)
-    return {**dict(zip(kept, layers, strict=True)), None: shared}
+    found: dict[int | None, torch.Tensor] = dict(zip(kept, layers, strict=True))
+    if layout.shared.tensors:
+        found[None] = budget.allocate(f"{name}: embedding and head", layout.shared.total_bytes)
+    return found
 
 
 def connect_model(
-    weights: HostWeights, held: Mapping[int | None, torch.Tensor], plan: ModelPlan, budget: DeviceBudget,
-    queues: CopyQueues, *, name: str, memory: StagedMemory, undo: ExitStack,
+    weights: HostWeights, held: Mapping[int | None, torch.Tensor], plan: ModelPlan, cards: Sequence[OpenCard], *,
+    name: str, registrar: Registrar | None, undo: ExitStack,
 ) -> LoadedModel:  # fmt: skip
     """Connect loaded weights, those on the host and those that `device_blocks` holds, and build the runner.
 
-    What is streamed must be page-locked, or staged by `memory`. What `undo` does ends what has threads, the copies
-    before the memory that they copy.
+    What `undo` does ends what has threads, the copies before the memory that they copy.
     """
-    placement, device, layout = memory.placement, budget.device, weights.layout
+    deal = plan.deal([one.card for one in cards])
+    cards = cards[: len(deal.cards)]
+    shares, scratches = list[LoadedShare](), list[torch.Tensor | None]()
+    for one, locked_bytes in zip(cards, locked_shares(weights, plan) if registrar else repeat(None), strict=False):
+        layers, own_plan = deal.layers_of(one.card), plan.on_card(one.card.number)
+        own = weights if len(cards) == 1 else weights.of_layers(layers)
+        on_device = {number: held[layers[number]] for number in own_plan.placement.resident_layers}
+        with on_card(one.card):
+            memory = lock_layers(own, own_plan, registrar, undo, locked_bytes=locked_bytes)
+            share, scratch = _connect_share(
+                own, on_device, own_plan, one, name=name, memory=memory, numbers=layers, undo=undo
+            )
+        shares.append(share)
+        scratches.append(scratch)
+    decoder = Decoder(plan.config, weights.layout.shared.views(held[None], scratches[0]), deal)
+    streamer: LayerStreamer | DealtStreamer = shares[0].streamer
+    cache: TargetCache | DealtKVCache = shares[0].cache
+    if len(shares) > 1:
+        streamer = DealtStreamer(deal, [share.streamer for share in shares])
+        cache = DealtKVCache(deal, [share.cache for share in shares])
+        plan = plan.with_shares(
+            [replace(one, placement=share.staged.placement) for one, share in zip(plan.shares, shares, strict=True)]
+        )
+    else:
+        plan = replace(plan, placement=shares[0].staged.placement)
+    # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
+    fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
+    rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
+    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.chunk_tokens)
+    return LoadedModel(runner, weights, rope, tuple(shares), plan)
+
+
+def _connect_share(
+    weights: HostWeights, held: Mapping[int, torch.Tensor], plan: ModelPlan, one: OpenCard, *, name: str,
+    memory: StagedMemory, numbers: Sequence[int], undo: ExitStack,
+) -> tuple[LoadedShare, torch.Tensor | None]:  # fmt: skip
+    """What a card has of a model, and what its matrices are decoded into. What is streamed must be page-locked, or
+    staged by `memory`."""
+    placement, budget, layout = memory.placement, one.budget, plan.layout
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
     layers_host = [weights.block(index) if index in arenas else nothing for index in range(len(layout.layers))]
     slots = _ring(budget, f"{name}: ring", placement.num_slots, max(layout.layer_bytes))
-    scratch_bytes = layout.scratch_bytes(device.type)
+    scratch_bytes = layout.scratch_bytes(budget.device.type)
     scratch = budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None
     kv_slots = _ring(budget, f"{name}: KV ring", KV_RING_SLOTS if plan.kv_layers_on_host else 0, plan.kv_piece_bytes)
-    cache = make_cache(plan, budget, f"{name}: KV cache", queues.d2h, memory)
+    cache = make_cache(plan, budget, f"{name}: KV cache", one.queues.d2h, memory)
     undo.callback(cache.close)
-    link_peak_gbps = _measure_link(layers_host, slots + kv_slots, queues.h2d, memory)
-    decoder = Decoder(plan.config, layout.shared.views(held[None], scratch))
-    # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
-    fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
-    rope = RopeTable(plan.config, device, fixed_length=fixed_length)
-    engine = memory.to_device(queues.h2d)
+    link_peak_gbps = _measure_link(layers_host, slots + kv_slots, one.queues.h2d, memory)
+    engine = memory.to_device(one.queues.h2d)
     undo.callback(engine.close)
     streamer = LayerStreamer(
-        layers_host, {index: held[index] for index in placement.resident_layers}, slots,
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch), engine=engine,
-        kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
+        layers_host, dict(held), slots, make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
+        engine=engine, kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
+        numbers=numbers,
     )  # fmt: skip
-    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.chunk_tokens)
-    return LoadedModel(runner, weights, link_peak_gbps, rope, engine, memory)
+    return LoadedShare(streamer, cache, engine, memory, link_peak_gbps), scratch
 
 
 def _ring(budget: DeviceBudget, name: str, count: int, slot_bytes: int) -> list[torch.Tensor]:
@@ -255,8 +343,8 @@ def _measure_link(
 
 def _kinds_of_layers(model: LoadedModel) -> list[Hashable]:
     """What the kernels of each layer depend on."""
-    config, kv_layers = model.config, model.placement.resident_kv_layers
-    ways = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, strict=True)
+    config, kv_layers, owners = model.config, model.placement.resident_kv_layers, model.runner.decoder.deal.owners
+    ways = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, owners, strict=True)
     return [(*way, index in kv_layers) for index, way in enumerate(ways)]
 
 

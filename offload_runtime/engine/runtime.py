@@ -98,7 +98,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             device: `auto`, `cuda`, `cuda:N` or `cpu`, or several cards that layers are dealt out to, such as
                 `cuda:0,cuda:1`.
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
-            vram: Hard limit of device memory, like `24GB`; None allows all that is free.
+            vram: Hard limit of device memory, like `24GB`, of each card, or `22GB,24GB`; None allows all that is free.
             ram: Hard limit of host memory, Python and libraries included (1.6 GB are taken for them), at most what is
                 available; None allows that but for a reserve.
             pinned: Hard limit of page-locked host memory; None allows what the system does. Layers that it does not
@@ -385,7 +385,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             self._let_go_of_current()
             recorder, path = self.parts.recorder, self.plan.request.trace
             try:
-                self.parts.target.engine.close()  # before anything that it copies is let go of
+                self.parts.target.end_copies()  # before anything that it copies is let go of
                 del self.parts
                 self._give_back()
             finally:

@@ -19,7 +19,7 @@ from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import usable_cores
 from offload_runtime.kv import BlockLocking
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
-from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
+from offload_runtime.plan import LayerShare, ModelPlan, Placement, place_staged, with_staging_rings
 from offload_runtime.weights import HostWeights
 
 
@@ -74,11 +74,25 @@ class StagedMemory:
             arena.close()
 
 
-def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | None, undo: ExitStack) -> StagedMemory:
+def locked_shares(weights: HostWeights, plan: ModelPlan) -> list[int | None]:
+    """Of each card's share of the loaded layers, the page-locked memory to plan by where the system has refused some,
+    so that no card is left without; None where it has locked all that was planned."""
+    shares = plan.shares or (LayerShare(tuple(range(plan.placement.num_layers)), plan.placement),)
+    if not _refused(weights, plan.placement):
+        return [None] * len(shares)
+    locked_bytes = sum(arena.pinned_bytes for arena in weights.layers.values())
+    wanted = [plan.host_bytes_of_layers(share.of_model(share.placement.streamed_layers)) for share in shares]
+    return [locked_bytes * nbytes // max(1, sum(wanted)) for nbytes in wanted]
+
+
+def lock_layers(
+    weights: HostWeights, plan: ModelPlan, registrar: Registrar | None, undo: ExitStack, *, locked_bytes: int | None
+) -> StagedMemory:
     """Settle which of the loaded layers are page-locked, and make the rings for what of them is not, if anything.
 
-    Loading has locked what was planned. Where the system refused some of it, what it allowed is the limit to plan by
-    again, and locks are moved so that locked and staged layers alternate. What `undo` does gives the rings back.
+    Loading has locked what was planned. Where the system refused some of it, the `locked_bytes` that it allowed are the
+    limit to plan by again, and locks are moved so that locked and staged layers alternate. What `undo` does gives the
+    rings back.
 
     Raises:
         BudgetError: The system does not even lock enough for the rings.
@@ -86,8 +100,7 @@ def lock_layers(weights: HostWeights, plan: ModelPlan, registrar: Registrar | No
     placement = plan.placement
     if registrar is None:
         return StagedMemory(placement)
-    if _refused(weights, placement):
-        locked_bytes = sum(arena.pinned_bytes for arena in weights.layers.values())
+    if locked_bytes is not None:
         # Where not even a layer was locked a ring may be: it is smaller.
         placement = place_staged(plan, max(locked_bytes, with_staging_rings(plan, 0).ring_bytes), "the system")
     elif not placement.staged_layers and not placement.staged_kv_layers:

@@ -103,9 +103,9 @@ class PassMeter:
     def __init__(self, parts: RuntimeParts, started_s: float = 0.0) -> None:
         self._parts = parts
         self._passes, self._started_s, self._ended_s = 0, started_s, started_s
-        self._stall_before_s = parts.target.engine.stall_seconds()
+        self._stall_before_s = parts.target.stall_seconds()
         self._bytes_before = parts.target.runner.streamer.bytes_begun
-        self._copy_before_s = self._copy_after_s = parts.target.engine.copy_seconds()
+        self._copy_before_s = self._copy_after_s = parts.target.copy_seconds()
         self._spans_before = 0
         if parts.recorder is not None:
             parts.recorder.settle()
@@ -114,7 +114,7 @@ class PassMeter:
     def lap(self) -> float:
         """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
         self._passes, self._ended_s = self._passes + 1, time.perf_counter()
-        self._copy_after_s = self._parts.target.engine.copy_seconds()
+        self._copy_after_s = self._parts.target.copy_seconds()
         return self._ended_s
 
     def hidden_draft_share(self) -> float | None:
@@ -138,13 +138,13 @@ class PassMeter:
             "bytes_per_pass": round(streamed_bytes / passes) if passes else streamer.bytes_per_pass,
             "link_gbps": streamed_bytes / seconds / 1e9 if streamed else None,
             "link_peak_gbps": target.link_peak_gbps,
-            "stall_s": max(0.0, parts.target.engine.stall_seconds() - self._stall_before_s),
-            "peak_vram_bytes": parts.budget.peak_bytes(),
+            "stall_s": max(0.0, parts.target.stall_seconds() - self._stall_before_s),
+            "peak_vram_bytes": parts.peak_vram_bytes(),
             "pinned_bytes": target.pinned_bytes + target.runner.cache.pinned_bytes,
             "measured_s_per_pass": seconds / passes if passes else None,
             "predicted_s_per_pass": predicted_s / passes if passes and predicted_s is not None else None,
             "emulated": parts.emulated,
-            "pageable_bytes": target.staged.pageable.nbytes,
+            "pageable_bytes": target.pageable_bytes,
             "link_idle_share": min(1.0, max(0.0, 1 - copy_s / seconds)) if streamed else None,
             "hidden_draft_share": self.hidden_draft_share(),
         }

@@ -124,7 +124,7 @@ class RuntimeParts:
         eos_token_ids: Tokens that end an answer.
         proposer: Guesses, for as many sequences as were planned for.
         sampling: How each slot's tokens are chosen.
-        budget: Ledger of the device.
+        budgets: Ledgers of the cards.
         windows: What there is room to propose.
         controller: Chooses windows.
         plan: What lives where, as it turned out.
@@ -143,7 +143,7 @@ class RuntimeParts:
     eos_token_ids: frozenset[int]
     proposer: Proposer
     sampling: SlotSampling
-    budget: DeviceBudget
+    budgets: tuple[DeviceBudget, ...]
     windows: WindowLimits
     controller: Controller
     plan: RunPlan
@@ -153,6 +153,18 @@ class RuntimeParts:
     emulated: str | None = None
     recorder: TraceRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def budget(self) -> DeviceBudget:
+        """Of the first card."""
+        return self.budgets[0]
+
+    def peak_vram_bytes(self) -> int:
+        """Of all cards; what the driver says of a GPU includes all budgets that it has."""
+        peaks = [(budget.device, budget.peak_bytes()) for budget in self.budgets]
+        if self.budget.device.type == "cuda":
+            peaks = list(dict(peaks).items())
+        return sum(nbytes for _, nbytes in peaks)
 
 
 class StepRunner:

@@ -115,7 +115,8 @@ class CpuFigures:
 
 @dataclass(frozen=True)
 class Emulation:
-    """A card to play: `whole_vram_bytes` is all of its memory, `vram_bytes` what of it a program can have.
+    """Cards to play, `cards` of them: `whole_vram_bytes` is all of the memory of each, `vram_bytes` what of it a
+    program can have.
 
     `link_gbps` is host to device, `link_back_gbps` device to host, in GB/s.
     """
@@ -125,6 +126,7 @@ class Emulation:
     vram_bytes: int
     link_gbps: float
     link_back_gbps: float
+    cards: int = 1
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class MachineProfile:
         back_gbps = self.link_gbps if self.link_back_gbps is None else self.link_back_gbps
         # A reserve holds a context, and a run on a GPU counts its own again: it has some 0.8 GB less than the card.
         usable_bytes = self.vram_bytes - (self.vram_reserved_bytes or 0)
-        return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps)
+        return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
 
 
 def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:

@@ -44,7 +44,6 @@ class KVCache(LayerCache, Protocol):
 
     capacity_tokens: int
     max_tokens_with_draft: int  # of a sequence with what is only tentative: the capacity in whole blocks
-    observers: list[BlockObserver]
 
     @property
     def pinned_bytes(self) -> int:

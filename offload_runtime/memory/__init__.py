@@ -13,6 +13,7 @@ from offload_runtime.memory.arena import (
     require_readable_arenas,
     touch,
 )
+from offload_runtime.memory.cards import Card, Deal, current_card, hop, on_card
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,

@@ -271,17 +271,22 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
     copy_words(_words(pinned), _words(landed))
     if landed is not target:
         target.copy_(landed)
+    hold_pinned(pinned, target.device)
+
+
+def hold_pinned(pinned: object, device: torch.device) -> None:
+    """Keep page-locked memory until a device has done what its current stream has been given so far."""
     read = torch.cuda.Event()
-    read.record(torch.cuda.current_stream(target.device))
+    read.record(torch.cuda.current_stream(device))
     with _HELD_LOCK:
-        held = _held(target.device)
+        held = _held(device)
         held.append((pinned, read))
         while held[0][1].query() and len(held) > 1:
             held.popleft()
 
 
 @cache
-def _held(device: torch.device) -> deque[tuple[torch.Tensor, torch.cuda.Event]]:
+def _held(device: torch.device) -> deque[tuple[object, torch.cuda.Event]]:
     """Page-locked tensors that kernels of a device may still be reading, the oldest first."""
     return deque()
 

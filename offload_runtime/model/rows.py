@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import add
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime_kernels.window_steps import StepRows
 
-from offload_runtime.memory import pack, unpack, upload
+from offload_runtime.memory import Card, hop, pack, unpack, upload
 from offload_runtime.model.rope import RopeTable
 
 
@@ -154,6 +154,24 @@ class PassRows:
     def num_rows(self) -> int:
         """B * T."""
         return self.tokens.shape[0]
+
+    def on_card(self, source: Card, target: Card) -> PassRows:
+        """The same rows, which are on `source`, for another card."""
+        if source == target:
+            return self
+        parts = {part: _tensors(getattr(self, part)) for part in ("query", "full")}
+        tensors = [tensor for part in parts.values() for tensor in part.values()]
+        tokens, *rest = hop([self.tokens, *tensors], source, target)
+        moved = iter(rest)
+        query, full = (
+            replace(getattr(self, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()
+        )
+        return PassRows(tokens, query, full)
+
+
+def _tensors(part: QueryRows | RopeRows) -> dict[str, torch.Tensor]:
+    """The fields that are tensors."""
+    return {one.name: value for one in fields(part) if isinstance(value := getattr(part, one.name), torch.Tensor)}
 
 
 class RowBuilder:

@@ -19,7 +19,7 @@ from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
-from offload_runtime.memory import PAGE_BYTES
+from offload_runtime.memory import PAGE_BYTES, Card, Deal
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
@@ -165,6 +165,13 @@ class ModelPlan:
     def with_shares(self, shares: Sequence[LayerShare]) -> ModelPlan:
         """The same with its layers dealt out."""
         return replace(self, placement=merged(shares), shares=tuple(shares))
+
+    def deal(self, cards: Sequence[Card]) -> Deal:
+        """Which of the cards each layer is on."""
+        if not self.shares:
+            return Deal(tuple(cards[:1]), (0,) * self.config.num_layers)
+        owners = {layer: number for number, share in enumerate(self.shares) for layer in share.layers}
+        return Deal(tuple(cards), tuple(owners[layer] for layer in range(self.config.num_layers)))
 
     def on_card(self, card: int) -> ModelPlan:
         """A card's share as a model of its own, of fewer layers; the first card has what all layers share."""
@@ -437,7 +444,11 @@ class RunPlan:
     def with_placement(self, placement: Placement) -> RunPlan:
         """The same with the target's layers elsewhere, of one card."""
         assert not self.target.shares, "the layers of several cards are placed in their shares"
-        return replace(self, target=replace(self.target, placement=placement))
+        return self.with_target(replace(self.target, placement=placement))
+
+    def with_target(self, target: ModelPlan) -> RunPlan:
+        """The same with the target placed otherwise."""
+        return replace(self, target=target)
 
     def of_batch(self, sequences: int) -> RunPlan:
         """The same for another number of sequences."""

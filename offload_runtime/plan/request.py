@@ -120,8 +120,9 @@ class MachineFigures:
     `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
-    while the link is busy. `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a
-    second, by how they are stored.
+    while the link is busy. Rows that hop from card to card take `hop_us` and their bytes at `hop_gbps` (None: as fast
+    as the link); all links together carry no more than `host_gbps`, if that is known. `decode_gweights_per_s` are
+    weights that products of few rows decode in registers, in 1e9 a second, by how they are stored.
     """
 
     name: str

@@ -18,9 +18,9 @@ from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_W
 from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.copy.schedule import DealtStreamer, LayerStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.memory import pack, pack_words, packed_words, unpack, upload
+from offload_runtime.memory import hop, on_card, pack, pack_words, packed_words, unpack, upload
 from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
@@ -90,7 +90,7 @@ class ModelRunner:
     """
 
     decoder: Decoder
-    streamer: LayerStreamer
+    streamer: LayerStreamer | DealtStreamer
     cache: KVCache
     rows: RowBuilder
     chunk_tokens: int
@@ -324,9 +324,36 @@ def _run_layers(
 ) -> torch.Tensor:  # fmt: skip
     """Residual stream of the last piece behind the last layer, [N, H]."""
     residuals = [decoder.embed(rows) for rows in pieces]
+    on_layer = on_layer or (lambda done, layers: None)
+    if len(decoder.deal.cards) > 1:
+        return _run_dealt_layers(decoder, layers, cache, pieces, residuals, on_layer)
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
-        if on_layer is not None:
-            on_layer(index + 1, decoder.config.num_layers)
+        on_layer(index + 1, decoder.config.num_layers)
     return residuals[-1]
+
+
+def _run_dealt_layers(
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], residuals: list[torch.Tensor],
+    on_layer: Callable[[int, int], None],
+) -> torch.Tensor:  # fmt: skip
+    """The same where the layers are on several cards.
+
+    Where the next layer is on another card a piece goes there as soon as it is done, so that both cards compute while
+    there are more pieces than one.
+    """
+    deal = decoder.deal
+    at = first = deal.cards[0]
+    rows_of = {card: [rows.on_card(first, card) for rows in pieces] for card in deal.cards}
+    for index, weights in layers:
+        card, following = deal.card_of(index), deal.card_of(index + 1)
+        for number, rows in enumerate(rows_of[card]):
+            (residual,) = hop([residuals[number]], at, card)  # of the first layer; all others are there already
+            with on_card(card):
+                decoder.layer(index, weights, residual, rows, cache)
+            (residuals[number],) = hop([residual], card, following)
+        at = following
+        on_layer(index + 1, decoder.config.num_layers)
+    (residual,) = hop(residuals[-1:], at, first)  # of a pass that was given up
+    return residual

@@ -54,7 +54,7 @@ def runner_of(runtime: Runtime) -> ModelRunner:
 
 def engine_of(runtime: Runtime) -> CopyEngine:
     """What copies weights and the KV cache to the device."""
-    return runtime.parts.target.engine
+    return runtime.parts.target.shares[0].engine
 
 
 def budget_of(runtime: Runtime) -> DeviceBudget:
@@ -264,7 +264,7 @@ class Rig:
         request = replace(runtime.plan.request, speculation=options)
         plan = replace(runtime.plan, request=request, has_verifier=options.mode == "triforce")
         built = make_proposer(
-            plan, target_of(runtime), draft_of(runtime), budget_of(runtime), make_policy=chunk_policy(policy)
+            plan, target_of(runtime), draft_of(runtime), runtime.parts.budgets, make_policy=chunk_policy(policy)
         )
         tell_again(runtime)
         return built

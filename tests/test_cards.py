@@ -1,0 +1,233 @@
+"""Layers dealt out to several cards, here devices that are named more than once: the same tokens and logits as one
+card, and nobody who works for one touches another's tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.engine.load import load_runtime
+from offload_runtime.errors import OptionError
+from offload_runtime.memory import Card, Deal, hop, on_card
+from offload_runtime.model import Window
+from offload_runtime.plan import MachineFigures, RunPlan, find_plan
+from offload_runtime.plan.memory import LayerShare, Placement
+from offload_runtime.plan.request import MemoryLimits
+from tests.helpers.cards import CardWatch
+from tests.helpers.engine import PROMPT, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
+from tests.helpers.page_locking import LimitedRegistrar
+
+CPU = torch.device("cpu")
+TRIFORCE = SpeculationOptions("triforce", budget_tokens=256, chunk_size=8, gamma_draft=4)
+# Of five layers, each card's: two in turn, two unequal ones, three.
+DEALS = [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1), (1, 2, 2, 0, 1)]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"draft": "none"},
+    "plain, streamed": {"draft": "none", "resident_layers": 0},
+    "n-grams, half streamed": {"resident_layers": 2},
+    "n-grams, KV on the host": {"kv": "host", "resident_layers": 2},
+    "chain": {"draft": "model", "speculation": SpeculationOptions("chain"), "tree_nodes": 0},
+    "tree": {"draft": "model", "tree_nodes": 16, "resident_layers": 1},
+    "TriForce": {"draft": "model", "speculation": TRIFORCE},
+    "TriForce, KV on the host": {"draft": "model", "speculation": TRIFORCE, "kv": "host"},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_noisy_copy(target, tmp_path_factory.mktemp("draft") / "noisy")
+
+
+@pytest.fixture
+def watch() -> Iterator[CardWatch]:
+    with CardWatch() as watching:
+        yield watching
+
+
+def dealt(owners: tuple[int, ...]) -> Any:
+    """As `find_plan` of one card, with its layers dealt out so."""
+
+    def find(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+        plan = find_plan(replace(request, device="cpu"), machine, replace(limits, further_cards=()))
+        whole, shares = plan.placement, list[LayerShare]()
+        for card in range(max(owners) + 1):
+            layers = tuple(layer for layer, owner in enumerate(owners) if owner == card)
+            resident, kv = (
+                tuple(number for number, layer in enumerate(layers) if layer in kept)
+                for kept in (whole.resident_layers, whole.resident_kv_layers)
+            )
+            slots = min(whole.num_slots, len(layers) - len(resident))
+            shares.append(LayerShare(layers, Placement(resident, slots, len(layers), resident_kv_layers=kv)))
+        return replace(plan, target=plan.target.with_shares(shares), limits=limits, request=request)
+
+    return find
+
+
+def load(target: Path, owners: tuple[int, ...] = (), **options: Any) -> Runtime:
+    """On one card, or with the layers dealt out."""
+    cards = max(owners, default=0) + 1
+    config = RuntimeConfig(target=target, device=",".join(["cpu"] * cards), **options)
+    return Runtime(load_runtime(config, find=dealt(owners)) if owners else load_runtime(config))
+
+
+def answers(runtime: Runtime) -> list[list[int]]:
+    """Of a prompt, greedy and sampled; of a batch, if there is room for one."""
+    said = [
+        runtime.generate(PROMPT, max_new_tokens=24, ignore_eos=True, temperature=temperature).tokens
+        for temperature in (0.0, 0.8)
+    ]
+    if runtime.plan.request.max_batch > 1:
+        prompts = [PROMPT, PROMPT[:20], "a link, a layer"]
+        said += [one.tokens for one in runtime.generate_batch(prompts, max_new_tokens=12, temperature=0.7)]
+    return said
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("owners", DEALS, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tokens_are_those_of_one_card(
+    target: Path, draft: Path, watch: CardWatch, way: str, owners: tuple[int, ...]
+) -> None:
+    options = {name: draft if value == "model" else value for name, value in WAYS[way].items()}
+    with load(target, **options) as runtime:
+        expected = answers(runtime)
+    with load(target, owners, **options) as runtime:
+        assert answers(runtime) == expected
+    assert set(watch.touched) == set(owners) and min(watch.touched.values()) > 100
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_logits_are_those_of_one_card(target: Path, watch: CardWatch, kv: str) -> None:
+    """Of a prompt in several pieces, of a window behind it and of a tree."""
+    seen: list[list[torch.Tensor]] = []
+    for owners in ((), DEALS[0]):
+        with load(target, owners, draft="none", kv=kv, resident_layers=1) as runtime:
+            runner, tokens = runtime.parts.target.runner, runtime.tokenizer(PROMPT * 20)["input_ids"]
+            found = [runner.prefill(0, tokens[:290])]
+            found.append(runner.verify([Window(tuple(tokens[290:300]))], [0]))
+            runner.cache.commit(0, 10)
+            found.append(runner.verify([Window((5, 6, 7, 8), (-1, 0, 0, 1))], [0]))
+            runner.cache.commit_path(0, [0, 2])
+            found.append(runner.verify([Window((9,))], [0]))
+            seen.append([logits.clone() for logits in found])
+    assert all(map(torch.equal, *seen))
+    assert set(watch.touched) == {0, 1}
+
+
+def test_a_batch_and_a_conversation(target: Path, watch: CardWatch) -> None:
+    found = []
+    for owners in ((), DEALS[0]):
+        with load(target, owners, max_batch=3, resident_layers=1) as runtime:
+            said = answers(runtime)
+            chat = runtime.conversation("be brief")
+            turns = ["".join(chat.say(text, max_new_tokens=10)) for text in ("the quick", "jumps over", "and on")]
+            found.append((said, turns))
+    assert found[0] == found[1]
+    assert set(watch.touched) == {0, 1}
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_what_cannot_be_locked_is_staged_on_each_card(target: Path, watch: CardWatch, kv: str) -> None:
+    options: dict[str, Any] = {"target": target, "draft": "none", "resident_layers": 0, "kv": kv}
+    with load(target, (), **{name: value for name, value in options.items() if name != "target"}) as runtime:
+        expected, layer_bytes = answers(runtime), max(runtime.plan.target.layout.layer_bytes)
+    config = RuntimeConfig(device="cpu,cpu", **options)
+    registrar = LimitedRegistrar((3 if kv == "gpu" else 5) * layer_bytes - 1)
+    with Runtime(load_runtime(config, registrar=registrar, find=dealt(DEALS[0]))) as runtime:
+        assert answers(runtime) == expected
+        assert runtime.parts.target.pageable_bytes > 0
+    assert not registrar.locked and set(watch.touched) == {0, 1}
+
+
+def test_an_interrupted_turn_leaves_all_cards_alike(target: Path) -> None:
+    """Whatever came first on one card is cut off there before the next answer."""
+    with load(target, DEALS[0], resident_layers=1) as runtime:
+        expected = runtime.generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens
+        caches = [share.cache for share in runtime.parts.target.shares]
+        for card in (0, 1):
+            commit = caches[card].commit
+            caches[card].commit = _interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                runtime.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
+            caches[card].commit = commit  # type: ignore[method-assign]
+            assert runtime.generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens == expected
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_trace_has_rows_for_each_card(target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with load(target, DEALS[0], draft="none", resident_layers=0, trace=path) as runtime:
+        runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
+    events = json.loads(path.read_text())["traceEvents"]
+    layers: dict[str, set[int]] = {}
+    for event in events:
+        if event["ph"] == "X" and "layer" in event["args"]:
+            layers.setdefault(event["cat"], set()).add(event["args"]["layer"])
+    assert layers == {"link": {0, 2, 4}, "compute": {0, 2, 4}, "link of card 1": {1, 3}, "compute of card 1": {1, 3}}
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} <= set(names.values())
+
+
+def test_the_line_says_how_layers_are_dealt(target: Path) -> None:
+    with load(target, DEALS[2]) as runtime:
+        assert "5 of 5 layers resident, dealt out to 3 cards (1 and 2 and 2)" in runtime.placement
+
+
+# --- hops, and the watch itself
+
+
+def test_a_hop_copies_and_one_card_does_not() -> None:
+    one, other = Card(0, CPU), Card(1, CPU)
+    rows = [torch.arange(6.0).view(2, 3), torch.tensor([3, 4], dtype=torch.int32)]
+    assert all(there is here for there, here in zip(hop(rows, one, one), rows, strict=True))
+    there = hop(rows, one, other)
+    assert all(map(torch.equal, there, rows))
+    rows[0].zero_()
+    assert there[0].sum() == 15
+
+
+def test_a_deal_names_the_card_of_every_layer() -> None:
+    cards = Card(0, CPU), Card(1, CPU)
+    deal = Deal(cards, (1, 0, 0, 1))
+    assert [deal.card_of(layer).number for layer in range(5)] == [1, 0, 0, 1, 0]  # behind the last the first card
+    assert [deal.layers_of(card) for card in cards] == [[1, 2], [0, 3]]
+    assert deal.places() == [(1, 0), (0, 0), (0, 1), (1, 1)]
+
+
+def test_the_watch_sees_who_touches_another_cards_tensor(watch: CardWatch) -> None:
+    one, other = Card(0, CPU), Card(1, CPU)
+    with on_card(one):
+        mine = torch.ones(3)
+    with on_card(other):
+        view = mine[1:]  # reads nothing
+        (copy,) = hop([mine], one, other)
+        copy.add_(1)
+        for touch in (lambda: mine + 1, lambda: copy.add_(view), lambda: mine.zero_()):
+            with pytest.raises(AssertionError, match=r"for card 1 touches a tensor .* of 0"):
+                touch()
+    assert mine.sum() == 3 and watch.touched[1] >= 1
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cpu,", "empty name"), ("cpu,cuda", "mixes cpu and cuda"), ("auto,cpu", "auto among others")],
+)
+def test_names_that_are_no_cards_are_refused(target: Path, device: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Runtime.load(target, device=device)
