@@ -57,11 +57,11 @@ def watch() -> Iterator[CardWatch]:
         yield watching
 
 
-def dealt(owners: tuple[int, ...]) -> Any:
+def dealt(owners: tuple[int, ...], device: str = "cpu") -> Any:
     """As `find_plan` of one card, with its layers dealt out so."""
 
     def find(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-        plan = find_plan(replace(request, device="cpu"), machine, replace(limits, further_cards=()))
+        plan = find_plan(replace(request, device=device), machine, replace(limits, further_cards=()))
         whole, shares = plan.placement, list[LayerShare]()
         for card in range(max(owners) + 1):
             layers = tuple(layer for layer, owner in enumerate(owners) if owner == card)
@@ -231,3 +231,30 @@ def test_the_watch_sees_who_touches_another_cards_tensor(watch: CardWatch) -> No
 def test_names_that_are_no_cards_are_refused(target: Path, device: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device=device)
+
+
+# --- GPUs
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft whose heads GPU kernels take."""
+    directory = tmp_path_factory.mktemp("wide")
+    target = write_checkpoint(directory / "target", hidden_size=512, context=2048)
+    return target, write_noisy_copy(target, directory / "draft")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0,cuda:0", "cuda:0,cuda:1"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gpus_say_what_one_says(wide: tuple[Path, Path], way: str, device: str) -> None:
+    """One that is named twice, and two of a kind."""
+    if device.endswith("1") and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU is here")
+    target, draft = wide
+    options = {name: draft if value == "model" else value for name, value in WAYS[way].items()}
+    options |= {"target": target, "dtype": "bf16", "vram_bytes": 4_000_000_000}
+    with Runtime(load_runtime(RuntimeConfig(device="cuda:0", **options))) as runtime:
+        expected = answers(runtime)
+    with Runtime(load_runtime(RuntimeConfig(device=device, **options), find=dealt(DEALS[0], "cuda"))) as runtime:
+        assert answers(runtime) == expected
