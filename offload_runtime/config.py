@@ -568,7 +568,7 @@ class RuntimeConfig:
         require(same, f"device {self.device!r} mixes {' and '.join(sorted(kinds))}: name cards of one kind")
         if isinstance(self.vram_bytes, list | tuple):
             object.__setattr__(self, "vram_bytes", tuple(self.vram_bytes))
-        if self.device != "auto":
+        if self.device != "auto" and self.emulate is None:  # a machine that is played has its own number of cards
             self.vram_of_cards(len(names))
 
     def _check_proposals(self) -> None:

@@ -16,7 +16,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.memory import Card, Deal, hop, on_card
+from offload_runtime.memory import Card, LayerPartition, from_host, hop, on_card, to_host
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
@@ -204,10 +204,10 @@ def test_a_hop_copies_and_one_card_does_not() -> None:
 
 def test_a_deal_names_the_card_of_every_layer() -> None:
     cards = Card(0, CPU), Card(1, CPU)
-    deal = Deal(cards, (1, 0, 0, 1))
-    assert [deal.card_of(layer).number for layer in range(5)] == [1, 0, 0, 1, 0]  # behind the last the first card
-    assert [deal.layers_of(card) for card in cards] == [[1, 2], [0, 3]]
-    assert deal.places() == [(1, 0), (0, 0), (0, 1), (1, 1)]
+    partition = LayerPartition(cards, (1, 0, 0, 1))
+    assert [partition.card_of(layer).number for layer in range(5)] == [1, 0, 0, 1, 0]  # behind the last the first card
+    assert [partition.layers_of(card) for card in cards] == [[1, 2], [0, 3]]
+    assert partition.layer_slots() == [(1, 0), (0, 0), (0, 1), (1, 1)]
 
 
 def test_the_watch_sees_who_touches_another_cards_tensor(watch: CardWatch) -> None:
@@ -222,6 +222,16 @@ def test_the_watch_sees_who_touches_another_cards_tensor(watch: CardWatch) -> No
             with pytest.raises(AssertionError, match=r"for card 1 touches a tensor .* of 0"):
                 touch()
     assert mine.sum() == 3 and watch.touched[1] >= 1
+
+
+@pytest.mark.gpu
+def test_rows_cross_page_locked_memory() -> None:
+    """As between GPUs that do not reach each other's memory; of any number of bytes."""
+    device = torch.device("cuda", 0)
+    rows = [torch.randn(3, 5, device=device, dtype=torch.float16), torch.tensor([True, False, True], device=device)]
+    landed = [torch.empty_like(tensor) for tensor in rows]
+    from_host(to_host(rows, device), landed)
+    assert all(map(torch.equal, landed, rows))
 
 
 @pytest.mark.parametrize(

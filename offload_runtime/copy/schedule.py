@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_runtime.copy.queue import CopyEngine
-from offload_runtime.memory import Deal
+from offload_runtime.memory import LayerPartition
 from offload_runtime.trace import COMPUTE, Label, TraceRecorder
 
 # One thing to bring to the device: the ring, or lane, whose slot it takes, with its key there, and its source: uint8
@@ -249,18 +249,18 @@ class LayerStreamer:
         return items
 
 
-class DealtStreamer:
+class MultiCardStreamer:
     """The same of a model whose layers are dealt out: each card streams its own over a link of its own, and all of
     these work ahead at the same time.
 
     Args:
-        deal: Which card each layer is on.
+        partition: Which card each layer is on.
         streamers: Of the cards.
     """
 
-    def __init__(self, deal: Deal, streamers: Sequence[LayerStreamer]) -> None:
-        self._streamers, self._places = streamers, deal.places()
-        self.num_layers, self.num_streamed = len(self._places), sum(one.num_streamed for one in streamers)
+    def __init__(self, partition: LayerPartition, streamers: Sequence[LayerStreamer]) -> None:
+        self._streamers, self._layer_slots = streamers, partition.layer_slots()
+        self.num_layers, self.num_streamed = len(self._layer_slots), sum(one.num_streamed for one in streamers)
         self.bytes_per_pass = sum(one.bytes_per_pass for one in streamers)
 
     @property
@@ -272,7 +272,7 @@ class DealtStreamer:
         """As of `LayerStreamer`."""
         for streamer in self._streamers:
             streamer.begin_pass()
-        for index, (card, number) in enumerate(self._places):
+        for index, (card, number) in enumerate(self._layer_slots):
             with self._streamers[card].layer(number) as weights:
                 yield index, weights
 
@@ -281,4 +281,4 @@ class DealtStreamer:
         if self.num_streamed:
             return None
         of_cards = [dict(one.resident_layers() or ()) for one in self._streamers]
-        return [(index, of_cards[card][number]) for index, (card, number) in enumerate(self._places)]
+        return [(index, of_cards[card][number]) for index, (card, number) in enumerate(self._layer_slots)]

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.dealt import DealtRetrievalCache
+from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget, on_card
 from offload_runtime.plan import RunPlan
@@ -74,11 +74,11 @@ def _make_triforce(
     recorder: TraceRecorder | None, make_policy: type[RetrievalPolicy],
 ) -> Proposer:  # fmt: skip
     options, runner, budget = plan.request.speculation, target.runner, budgets[0]
-    config, batch, deal = plan.target.config, plan.target.batch, runner.decoder.deal
+    config, batch, partition = plan.target.config, plan.target.batch, runner.decoder.partition
     layers, source = runner.streamer.resident_layers(), runner.cache
     assert layers is not None, "refused when it was planned"
     caches = list[RetrievalCache]()
-    for card, share, own_budget in zip(deal.cards, target.shares, budgets, strict=True):
+    for card, share, own_budget in zip(partition.cards, target.shares, budgets, strict=True):
         own, own_plan = share.cache, plan.on_card(card.number)
         assert isinstance(own, DeviceKVCache | HostKVCache), "a target's cache is whole"
         with on_card(card):
@@ -90,7 +90,7 @@ def _make_triforce(
             own.borrow_workspace = chosen.chunks.borrow_workspace
         own_budget.reserve("steps of the retrieval verifier", own_plan.verifier_step_bytes)
         caches.append(chosen)
-    retrieved = DealtRetrievalCache(deal, caches) if len(caches) > 1 else caches[0]
+    retrieved = MultiCardRetrievalCache(partition, caches) if len(caches) > 1 else caches[0]
     trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,6 +15,7 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -28,7 +29,7 @@ from offload_runtime.engine.generate import device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
-from offload_runtime.errors import BudgetError, DeviceError
+from offload_runtime.errors import BudgetError, DeviceError, OffloadError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import (
@@ -36,7 +37,9 @@ from offload_runtime.memory import (
     DeviceBudget,
     HostArena,
     Registrar,
+    device_memory_in_use,
     device_memory_used_by_others,
+    on_card,
     resolve_device,
 )
 from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
@@ -49,6 +52,15 @@ from offload_runtime.weights import MatricesNotCodable, open_checkpoint
 _LINK_TOLERANCE = 0.02
 _PROBE_BYTES = 64 << 20
 _PLANNING = Lock()  # a card is planned for before the next one looks at what is left of it
+
+
+class DeviceLimit(NamedTuple):
+    """A device of a run: most of its memory that the run may take (None: all that is free), and what others have of it
+    (None: not known)."""
+
+    device: torch.device
+    limit_bytes: int | None
+    other_bytes: int | None
 
 
 def require_memory(emulation: Emulation, device: torch.device, count: int = 1) -> None:
@@ -197,10 +209,10 @@ def _load(
         require_writable(config.trace)
     emulation = None if config.emulate is None else load_profile(config.emulate).emulation()
     profile = None if config.profile is None else load_profile(config.profile)
+    # Before anything else touches the GPUs: afterwards our own context would count as somebody else's memory.
+    in_use = {} if config.devices[0] == "cpu" else device_memory_in_use()
     devices = choose_devices(config, emulation)
     device = devices[0]
-    # Before anything else touches the GPUs: afterwards our own context would count as somebody else's memory.
-    others = {one: device_memory_used_by_others(one.index) if one.type == "cuda" else None for one in devices}
     assembly.require_kernels(device)
     # A CPU reads any memory as fast.
     registrar = registrar or (Registrar() if device.type == "cuda" else None)
@@ -223,24 +235,20 @@ def _load(
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
             reading = pool.submit(assembly.read_tokenizer, target_source, draft_source)
-            budgets = _open_budgets(devices, limits_bytes, others, undo)
-            budget = budgets[0]
             dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
-            planning.require_dtype(dtype, device)
+            for one in devices:
+                planning.require_dtype(dtype, one)
             own_figures = planning.known_figures(profile, device, dtype)
             figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
             if emulation is not None:
                 figures = replace(figures, link_gbps=emulation.link_gbps)
             draft = config.draft if draft_source is None else draft_source
-            limits = replace(limits, device_name=budget.memory_name, device_way=budget.way_out)
-            limits = replace(limits, device_bytes=budget.limit_bytes, reserved_bytes=budget.reserved_bytes)
-            plan = _find_plan(replace(config, target=target_source, draft=draft), figures, limits, budgets, find)
-            for number, one_budget in enumerate(budgets):
-                if number < plan.num_cards:
-                    one_budget.planned_bytes = plan.on_card(number).device_bytes
-                else:
-                    one_budget.release()
-            budgets = budgets[: plan.num_cards]
+            cards = [
+                DeviceLimit(one, limit, device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None)
+                for one, limit in zip(devices, limits_bytes, strict=True)
+            ]
+            request = replace(config, target=target_source, draft=draft)
+            plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
         tokenizer = reading.result()
         if on_plan is not None:
             on_plan(plan)
@@ -264,22 +272,25 @@ def _load(
                 require_link(emulation, one, count)
         recorder = TraceRecorder(device) if config.trace is not None else None
         recorders = [recorder and recorder.of_card(number, one.device) for number, one in enumerate(budgets)]
-        cards = []
+        open_cards = []
         for number, one_budget in enumerate(budgets):
             one = one_budget.device
             layers = plan.target.shares[number].layers if plan.num_cards > 1 else ()
-            queues = _make_queues(one, emulation, recorders[number], undo, d2h=plan.target.on_host, layers=layers)
-            cards.append(OpenCard(Card(number, one), one_budget, queues))
+            card = Card(number, one)
+            with on_card(card):  # what paces a copy is launched once
+                queues = _make_queues(one, emulation, recorders[number], undo, d2h=plan.target.on_host, layers=layers)
+            open_cards.append(OpenCard(card, one_budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
         target, drafter = assembly.load_models(
-            target_source, draft_source, plan, cards, registrar=registrar, on_progress=on_progress, trees=branches,
+            target_source, draft_source, plan, open_cards, registrar=registrar, on_progress=on_progress, trees=branches,
             undo=undo,
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
-            figures = replace(figures, link_gbps=target.link_peak_gbps / len(cards))
+            links = sum(share.link_peak_gbps is not None for share in target.shares)
+            figures = replace(figures, link_gbps=target.link_peak_gbps / links)
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
         proposer = make_proposer(plan, target, drafter, budgets, recorder=recorder, free_s=free_s, free_rows=free_rows)
         free = max(0, min(config.max_gamma, free_rows - 1))
@@ -305,37 +316,63 @@ def _load(
         )  # fmt: skip
 
 
-def _open_budgets(
-    devices: Sequence[torch.device], limits_bytes: Sequence[int | None], others: Mapping[torch.device, int | None],
-    undo: ExitStack,
-) -> list[DeviceBudget]:  # fmt: skip
-    """A ledger of each card, which `undo` closes."""
+def _plan_cards(
+    request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits, cards: Sequence[DeviceLimit],
+    find: Callable[..., RunPlan], undo: ExitStack,
+) -> tuple[RunPlan, list[DeviceBudget]]:  # fmt: skip
+    """Open the cards and plan for them: for all, or where nobody has named them for the first alone unless that streams
+    something and all are faster. Gives the plan and the ledgers of its cards, which `undo` closes.
+
+    Raises:
+        BudgetError, OptionError: As of `find`.
+    """
     budgets = list[DeviceBudget]()
-    for device, limit_bytes in zip(devices, limits_bytes, strict=True):
-        budgets.append(DeviceBudget(device, limit_bytes, other_bytes=others[device]))
-        undo.callback(budgets[-1].release)
-        budgets[-1].planned_bytes = limit_bytes or 0  # until it is planned: a GPU may be named twice
-    return budgets
+
+    def planned(count: int) -> RunPlan:
+        for card in cards[len(budgets) : count]:
+            budgets.append(DeviceBudget(card.device, card.limit_bytes, other_bytes=card.other_bytes))
+            undo.callback(budgets[-1].release)
+            budgets[-1].planned_bytes = card.limit_bytes or 0  # until it is planned: a GPU may be named twice
+        first, sizes = budgets[0], request.vram_bytes
+        if isinstance(sizes, tuple):
+            sizes = sizes[:count] if count > 1 else sizes[0]
+        own = replace(
+            limits, device_name=first.memory_name, device_way=first.way_out, device_bytes=first.limit_bytes,
+            reserved_bytes=first.reserved_bytes,
+            further_cards=tuple(CardLimit(one.limit_bytes, one.reserved_bytes) for one in budgets[1:count]),
+        )  # fmt: skip
+        return find(replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes), figures, own)
+
+    open_choice = request.device == "auto" and request.emulate is None
+    plan = _fastest_of_cards(planned, len(cards), figures) if open_choice else planned(len(cards))
+    for number, budget in enumerate(budgets):
+        if number < plan.num_cards:
+            budget.planned_bytes = plan.on_card(number).device_bytes
+        else:
+            budget.release()
+    return plan, budgets[: plan.num_cards]
 
 
-def _find_plan(
-    request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits, budgets: Sequence[DeviceBudget],
-    find: Callable[..., RunPlan],
-) -> RunPlan:  # fmt: skip
-    """The plan of all cards or, where nobody has named them, of the first alone unless that is slower or impossible."""
-    kind, further = budgets[0].device.type, [CardLimit(one.limit_bytes, one.reserved_bytes) for one in budgets[1:]]
-    everywhere = partial(
-        find, replace(request, device=",".join([kind] * len(budgets))), figures,
-        replace(limits, further_cards=tuple(further)),
-    )  # fmt: skip
-    if not further or request.device != "auto":
-        return everywhere()
+def _fastest_of_cards(planned: Callable[[int], RunPlan], num_cards: int, figures: MachineFigures) -> RunPlan:
+    """What is `planned` for one card or for all, whichever is predicted to be faster; the others are not even opened
+    where one holds everything, and do without where they are busy. Errors as of a plan of one card."""
+    alone: RunPlan | None = None
     try:
-        alone = find(replace(request, device=kind), figures, limits)
+        alone = planned(1)
     except BudgetError:
-        return everywhere()
-    together = everywhere()
-    return together if planning.tok_per_s(together, figures) > planning.tok_per_s(alone, figures) else alone
+        if num_cards == 1:
+            raise
+    if alone is not None and (num_cards == 1 or not alone.streamed_bytes):
+        return alone
+    try:
+        together = planned(num_cards)
+    except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError):
+        if alone is None:
+            raise
+        return alone
+    if alone is None or planning.tok_per_s(together, figures) > planning.tok_per_s(alone, figures):
+        return together
+    return alone
 
 
 def _make_queues(

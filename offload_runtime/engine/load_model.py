@@ -17,12 +17,12 @@ from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
-from offload_runtime.copy.schedule import DealtStreamer, LayerStreamer
+from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
 from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
-from offload_runtime.kv.dealt import DealtKVCache
 from offload_runtime.kv.device import StreamingDraftCache
+from offload_runtime.kv.multi_card import MultiCardKVCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, on_card, require_readable_arenas
 from offload_runtime.model import Decoder, RopeTable, RowBuilder, Weights, Window
@@ -222,10 +222,10 @@ def load_model(
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
-    device, deal = cards[0].budget.device, plan.deal([one.card for one in cards])
+    device, partition = cards[0].budget.device, plan.partition([one.card for one in cards])
     held: dict[int | None, torch.Tensor] = {}
-    for one in cards[: len(deal.cards)]:
-        layers = deal.layers_of(one.card)
+    for one in cards[: len(partition.cards)]:
+        layers = partition.layers_of(one.card)
         with on_card(one.card):
             blocks = device_blocks(plan.on_card(one.card.number), one.budget, name=name)
         held |= {None if number is None else layers[number]: block for number, block in blocks.items()}
@@ -259,11 +259,11 @@ def connect_model(
 
     What `undo` does ends what has threads, the copies before the memory that they copy.
     """
-    deal = plan.deal([one.card for one in cards])
-    cards = cards[: len(deal.cards)]
+    partition = plan.partition([one.card for one in cards])
+    cards = cards[: len(partition.cards)]
     shares, scratches = list[LoadedShare](), list[torch.Tensor | None]()
     for one, locked_bytes in zip(cards, locked_shares(weights, plan) if registrar else repeat(None), strict=False):
-        layers, own_plan = deal.layers_of(one.card), plan.on_card(one.card.number)
+        layers, own_plan = partition.layers_of(one.card), plan.on_card(one.card.number)
         own = weights if len(cards) == 1 else weights.of_layers(layers)
         on_device = {number: held[layers[number]] for number in own_plan.placement.resident_layers}
         with on_card(one.card):
@@ -273,12 +273,12 @@ def connect_model(
             )
         shares.append(share)
         scratches.append(scratch)
-    decoder = Decoder(plan.config, weights.layout.shared.views(held[None], scratches[0]), deal)
-    streamer: LayerStreamer | DealtStreamer = shares[0].streamer
-    cache: TargetCache | DealtKVCache = shares[0].cache
+    decoder = Decoder(plan.config, weights.layout.shared.views(held[None], scratches[0]), partition)
+    streamer: LayerStreamer | MultiCardStreamer = shares[0].streamer
+    cache: TargetCache | MultiCardKVCache = shares[0].cache
     if len(shares) > 1:
-        streamer = DealtStreamer(deal, [share.streamer for share in shares])
-        cache = DealtKVCache(deal, [share.cache for share in shares])
+        streamer = MultiCardStreamer(partition, [share.streamer for share in shares])
+        cache = MultiCardKVCache(partition, [share.cache for share in shares])
         plan = plan.with_shares(
             [replace(one, placement=share.staged.placement) for one, share in zip(plan.shares, shares, strict=True)]
         )
@@ -343,7 +343,7 @@ def _measure_link(
 
 def _kinds_of_layers(model: LoadedModel) -> list[Hashable]:
     """What the kernels of each layer depend on."""
-    config, kv_layers, owners = model.config, model.placement.resident_kv_layers, model.runner.decoder.deal.owners
+    config, kv_layers, owners = model.config, model.placement.resident_kv_layers, model.runner.decoder.partition.owners
     ways = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, owners, strict=True)
     return [(*way, index in kv_layers) for index, way in enumerate(ways)]
 
@@ -386,4 +386,5 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
         sample(logits, SlotSampling.of([params], logits.device), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
     if logits.is_cuda:
-        torch.cuda.synchronize(logits.device)
+        for card in runner.decoder.partition.cards:
+            torch.cuda.synchronize(card.device)

@@ -13,12 +13,23 @@ from offload_runtime.memory.arena import (
     require_readable_arenas,
     touch,
 )
-from offload_runtime.memory.cards import Card, Deal, current_card, hop, on_card
+from offload_runtime.memory.cards import (
+    Card,
+    LayerPartition,
+    arrive,
+    current_card,
+    depart,
+    from_host,
+    hop,
+    on_card,
+    to_host,
+)
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
     DeviceBudget,
     current_device,
+    device_memory_in_use,
     device_memory_used_by_others,
     memory_name,
     overwrite,

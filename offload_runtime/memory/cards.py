@@ -8,7 +8,7 @@ test can watch that nobody touches another's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +30,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Deal:
+class LayerPartition:
     """Which card each layer of a model is on. The first card has what is not of any layer: embedding, head, tokens.
 
     `owners` are the numbers of the cards, by layer.
@@ -40,7 +40,7 @@ class Deal:
     owners: tuple[int, ...]
 
     @classmethod
-    def to_one(cls, device: torch.device, num_layers: int) -> Deal:
+    def of_one(cls, device: torch.device, num_layers: int) -> LayerPartition:
         """All layers on one card."""
         return cls((Card(0, device),), (0,) * num_layers)
 
@@ -57,7 +57,7 @@ class Deal:
         """The layers of a card, in order."""
         return [layer for layer, owner in enumerate(self.owners) if owner == card.number]
 
-    def places(self) -> list[tuple[int, int]]:
+    def layer_slots(self) -> list[tuple[int, int]]:
         """Of each layer its card, and which of the card's layers it is."""
         counts = [0] * len(self.cards)
         found = []
@@ -92,57 +92,106 @@ def _working_for(number: int | None) -> Iterator[None]:
         _CURRENT.reset(before)
 
 
-def hop(tensors: Sequence[torch.Tensor], source: Card, target: Card) -> list[torch.Tensor]:
-    """Copies of tensors on `source` for `target`, of which the same tensors if both are one card.
+@dataclass(frozen=True)
+class Departure:
+    """Tensors on their way from one card to another: on the first, or in page-locked memory where the other does not
+    reach that. `left` fires when they are there; None on one device."""
 
-    Enqueued behind the current stream of the one, in front of that of the other; never waits. Between devices that do
-    not reach each other's memory the bytes go through page-locked memory, by kernels: in a copy queue they would wait
-    behind a layer, 11 to 20 ms.
+    tensors: Sequence[torch.Tensor]
+    source: Card
+    pinned: Sequence[torch.Tensor] = ()
+    left: torch.cuda.Event | None = None
+
+
+def hop(tensors: Sequence[torch.Tensor], source: Card, target: Card) -> list[torch.Tensor]:
+    """Copies of tensors on `source` for `target`, of which the same tensors if both are one card."""
+    return arrive(depart(tensors, source, target), target)
+
+
+def depart(tensors: Sequence[torch.Tensor], source: Card, target: Card) -> Departure:
+    """The first half of a hop, enqueued behind what the current stream of `source` has to do. Never waits.
+
+    Between devices that do not reach each other's memory the bytes go through page-locked memory, by kernels: in a copy
+    queue they would wait behind a layer, 11 to 20 ms.
     """
+    if source.device == target.device:
+        return Departure(tensors, source)
+    with on_card(source):
+        pinned = [] if _reaches(source.device, target.device) else to_host(tensors, source.device)
+        left = torch.cuda.Event()
+        left.record(torch.cuda.current_stream(source.device))
+    return Departure(tensors, source, pinned, left)
+
+
+def arrive(departure: Departure, target: Card) -> list[torch.Tensor]:
+    """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
+    the source goes on with other rows meanwhile. The memory is the allocator's again when the stream has come so far.
+    """
+    tensors, source = departure.tensors, departure.source
     if source == target:
         return list(tensors)
     with on_card(target):
         landed = [torch.empty(tensor.shape, dtype=tensor.dtype, device=target.device) for tensor in tensors]
-    pairs = list(zip(landed, tensors, strict=True))
-    with _working_for(None):
-        if source.device == target.device or _reaches(source.device, target.device):
-            with current_device(target.device):
-                for one, tensor in pairs:
-                    one.copy_(tensor, non_blocking=True)
-        else:
-            _copy_through_host(pairs, source.device, target.device)
+        if departure.left is not None:
+            torch.cuda.current_stream(target.device).wait_event(departure.left)
+    with _working_for(None), current_device(target.device):
+        if departure.pinned:
+            from_host(departure.pinned, landed)
+            return landed
+        with (
+            nullcontext() if departure.left is None else _behind(departure.left, source.device, target.device, tensors)
+        ):
+            for one, tensor in zip(landed, tensors, strict=True):
+                one.copy_(tensor, non_blocking=True)
     return landed
 
 
-def _copy_through_host(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], source: torch.device, target: torch.device
-) -> None:
-    """Copy the second of each pair to the first, on another GPU."""
-    with current_device(source):
-        pinned = [_to_host(tensor) for _, tensor in pairs]
-        written = torch.cuda.Event()
-        written.record(torch.cuda.current_stream(source))
-    with current_device(target):
-        torch.cuda.current_stream(target).wait_event(written)
-        for host, (landed, _) in zip(pinned, pairs, strict=True):
-            words = torch.empty_like(host, device=target)
-            copy_words(host, words)
-            landed.copy_(words.view(torch.uint8)[: landed.nbytes].view(landed.dtype).view(landed.shape))
-        hold_pinned(pinned, target)
+@contextmanager
+def _behind(
+    left: torch.cuda.Event, source: torch.device, target: torch.device, tensors: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Around copies of tensors to another device, which torch enqueues on the current stream of the source and orders
+    with that of the target both ways: a stream of their own, behind `left`, keeps what else the source does out of it.
+    """
+    stream = _hop_stream(source)
+    stream.wait_event(left)
+    for tensor in tensors:
+        tensor.record_stream(stream)
+    with torch.cuda.stream(stream), torch.cuda.device(target):
+        yield
+
+
+@cache
+def _hop_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Bytes of tensors of a GPU in page-locked memory, in whole words: int32 [n] each, written by kernels on the
+    device's current stream."""
+    found = []
+    for tensor in tensors:
+        words = -(-tensor.nbytes // _WORD_BYTES)
+        pinned = torch.empty(words, dtype=torch.int32, pin_memory=True)
+        copy_words(_words(tensor, words), pinned)
+        hold_pinned(pinned, device)
+        found.append(pinned)
+    return found
+
+
+def from_host(pinned: Sequence[torch.Tensor], landed: Sequence[torch.Tensor]) -> None:
+    """The way back, into tensors of another GPU, on its current stream."""
+    for host, tensor in zip(pinned, landed, strict=True):
+        words = torch.empty_like(host, device=tensor.device)
+        copy_words(host, words)
+        hold_pinned(host, tensor.device)
+        tensor.copy_(words.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
 
 
 @cache
 def _reaches(one: torch.device, other: torch.device) -> bool:
     """Whether a GPU reads the memory of another one."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes in page-locked memory, in whole words: int32."""
-    words = -(-tensor.nbytes // _WORD_BYTES)
-    pinned = torch.empty(words, dtype=torch.int32, pin_memory=True)
-    copy_words(_words(tensor, words), pinned)
-    return pinned
 
 
 def _words(tensor: torch.Tensor, count: int) -> torch.Tensor:

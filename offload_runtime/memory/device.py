@@ -11,7 +11,7 @@ import contextlib
 import gc
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from threading import Lock, RLock
 from typing import Any, TypeVar
@@ -166,26 +166,32 @@ def memory_name(device_type: str) -> str:
     return "device memory" if device_type == "cuda" else "memory"
 
 
-def device_memory_used_by_others(index: int) -> int | None:
-    """Bytes in use on GPU `index` before this process touches it, from the driver; None when that cannot be told.
+def device_memory_in_use() -> dict[str, int]:
+    """Bytes in use on each GPU, by its UUID, before this process touches any, from the driver; none when that cannot be
+    told.
 
-    Must be called before the CUDA context exists, since afterwards the context itself is counted.
+    Must be called before a CUDA context exists, since afterwards the context itself is counted.
     """
     if torch.cuda.is_initialized():
-        return None
+        return {}
     try:
         import pynvml
 
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        used_by_uuid = {
+        return {
             # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
             pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
             for handle in handles
         }
     except Exception:  # no driver library, or one that does not say: nothing to measure by
-        return None
-    return used_by_uuid.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        return {}
+
+
+def device_memory_used_by_others(index: int, in_use: Mapping[str, int] | None = None) -> int | None:
+    """Of what is `in_use`, by default now, the bytes of GPU `index`; None when that is not known."""
+    found = device_memory_in_use() if in_use is None else in_use
+    return found.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}") if found else None
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -14,7 +14,7 @@ from offload_runtime_kernels.rope_store import HeadNorm, rope_store
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.kv import LayerCache
-from offload_runtime.memory import Deal
+from offload_runtime.memory import LayerPartition
 from offload_runtime.model.rows import PassRows
 from offload_runtime.weights import Weight
 
@@ -28,15 +28,15 @@ class Decoder:
         config: Shape and flags.
         shared: `embedding` [V, H], `final_norm` [H], and `lm_head` [V, H] unless it is tied; on the compute device, of
             several cards the first.
-        deal: Which card each layer is on; None: all are where the shared weights are.
+        partition: Which card each layer is on; None: all are where the shared weights are.
     """
 
-    def __init__(self, config: ModelConfig, shared: Weights, deal: Deal | None = None) -> None:
+    def __init__(self, config: ModelConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
         self.config = config
         self.embedding = shared["embedding"]
         self.lm_head = shared.get("lm_head", shared["embedding"])
         self.final_norm = shared["final_norm"].dense
-        self.deal = deal or Deal.to_one(self.final_norm.device, config.num_layers)
+        self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
 
     def embed(self, rows: PassRows) -> torch.Tensor:
         """The residual stream at the bottom: [N, H]."""

@@ -155,7 +155,7 @@ class PassRows:
         """B * T."""
         return self.tokens.shape[0]
 
-    def on_card(self, source: Card, target: Card) -> PassRows:
+    def to_card(self, source: Card, target: Card) -> PassRows:
         """The same rows, which are on `source`, for another card."""
         if source == target:
             return self

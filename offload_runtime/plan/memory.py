@@ -19,7 +19,7 @@ from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
-from offload_runtime.memory import PAGE_BYTES, Card, Deal
+from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
@@ -166,12 +166,12 @@ class ModelPlan:
         """The same with its layers dealt out."""
         return replace(self, placement=merged(shares), shares=tuple(shares))
 
-    def deal(self, cards: Sequence[Card]) -> Deal:
+    def partition(self, cards: Sequence[Card]) -> LayerPartition:
         """Which of the cards each layer is on."""
         if not self.shares:
-            return Deal(tuple(cards[:1]), (0,) * self.config.num_layers)
+            return LayerPartition(tuple(cards[:1]), (0,) * self.config.num_layers)
         owners = {layer: number for number, share in enumerate(self.shares) for layer in share.layers}
-        return Deal(tuple(cards), tuple(owners[layer] for layer in range(self.config.num_layers)))
+        return LayerPartition(tuple(cards), tuple(owners[layer] for layer in range(self.config.num_layers)))
 
     def on_card(self, card: int) -> ModelPlan:
         """A card's share as a model of its own, of fewer layers; the first card has what all layers share."""

@@ -16,7 +16,7 @@ from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKS
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.config import ModelConfig, SamplingParams
-from offload_runtime.kv.dealt import DealtRetrievalCache
+from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.model import Decoder, PassRows, RopeTable, RowFrequencies, Weights
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
@@ -41,7 +41,7 @@ class RetrievalVerifier:
     """
 
     def __init__(
-        self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache | DealtRetrievalCache,
+        self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache | MultiCardRetrievalCache,
         rope: RopeTable, window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.device
@@ -51,7 +51,7 @@ class RetrievalVerifier:
         self._decoder = decoder
         self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
-        self.graphs = StepGraphs(device if decoder.deal.on_one_device else torch.device("cpu"))
+        self.graphs = StepGraphs(device if decoder.partition.on_one_device else torch.device("cpu"))
         self._sampling = SlotSampling(batch, device)
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(rope, batch)

@@ -18,9 +18,9 @@ from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_W
 from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.copy.schedule import DealtStreamer, LayerStreamer
+from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.memory import hop, on_card, pack, pack_words, packed_words, unpack, upload
+from offload_runtime.memory import arrive, depart, on_card, pack, pack_words, packed_words, unpack, upload
 from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
@@ -90,7 +90,7 @@ class ModelRunner:
     """
 
     decoder: Decoder
-    streamer: LayerStreamer | DealtStreamer
+    streamer: LayerStreamer | MultiCardStreamer
     cache: KVCache
     rows: RowBuilder
     chunk_tokens: int
@@ -325,8 +325,8 @@ def _run_layers(
     """Residual stream of the last piece behind the last layer, [N, H]."""
     residuals = [decoder.embed(rows) for rows in pieces]
     on_layer = on_layer or (lambda done, layers: None)
-    if len(decoder.deal.cards) > 1:
-        return _run_dealt_layers(decoder, layers, cache, pieces, residuals, on_layer)
+    if len(decoder.partition.cards) > 1:
+        return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, on_layer)
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
@@ -334,26 +334,26 @@ def _run_layers(
     return residuals[-1]
 
 
-def _run_dealt_layers(
+def _run_layers_on_cards(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], residuals: list[torch.Tensor],
     on_layer: Callable[[int, int], None],
 ) -> torch.Tensor:  # fmt: skip
     """The same where the layers are on several cards.
 
-    Where the next layer is on another card a piece goes there as soon as it is done, so that both cards compute while
-    there are more pieces than one.
+    Where the next layer is on another card a piece departs as soon as it is done and arrives just before that layer, so
+    that both cards compute while there are more pieces than one.
     """
-    deal = decoder.deal
-    at = first = deal.cards[0]
-    rows_of = {card: [rows.on_card(first, card) for rows in pieces] for card in deal.cards}
+    partition = decoder.partition
+    first = partition.cards[0]
+    rows_of = {card: [rows.to_card(first, card) for rows in pieces] for card in partition.cards}
+    on_way = [depart([residual], first, partition.card_of(0)) for residual in residuals]
     for index, weights in layers:
-        card, following = deal.card_of(index), deal.card_of(index + 1)
+        card, following = partition.card_of(index), partition.card_of(index + 1)
         for number, rows in enumerate(rows_of[card]):
-            (residual,) = hop([residuals[number]], at, card)  # of the first layer; all others are there already
+            (residual,) = arrive(on_way[number], card)
             with on_card(card):
                 decoder.layer(index, weights, residual, rows, cache)
-            (residuals[number],) = hop([residual], card, following)
-        at = following
+            on_way[number] = depart([residual], card, following)
         on_layer(index + 1, decoder.config.num_layers)
-    (residual,) = hop(residuals[-1:], at, first)  # of a pass that was given up
+    (residual,) = arrive(on_way[-1], first)
     return residual

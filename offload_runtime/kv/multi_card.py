@@ -12,46 +12,46 @@ from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.kv.device import KVCache, LayerCache
 from offload_runtime.kv.retrieval import RetrievalCache
-from offload_runtime.memory import Deal, on_card
+from offload_runtime.memory import LayerPartition, on_card
 
 Cache = TypeVar("Cache", bound=LayerCache)
 Found = TypeVar("Found")
 
 
-class _DealtLayers(Generic[Cache]):
+class _MultiCardLayers(Generic[Cache]):
     """What a decoder layer needs, from the cache of its card."""
 
-    def __init__(self, deal: Deal, caches: Sequence[Cache]) -> None:
-        assert len(caches) == len(deal.cards)
-        self.caches, self._deal, self._places = caches, deal, deal.places()
+    def __init__(self, partition: LayerPartition, caches: Sequence[Cache]) -> None:
+        assert len(caches) == len(partition.cards)
+        self.caches, self._partition, self._layer_slots = caches, partition, partition.layer_slots()
 
     def store(self, layer: int) -> KVBlocks:
-        card, number = self._places[layer]
+        card, number = self._layer_slots[layer]
         return self.caches[card].store(number)
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-        card, number = self._places[layer]
+        card, number = self._layer_slots[layer]
         return self.caches[card].attend(number, q, rows)
 
-    def _of_each(self, call: Callable[[Cache], Found]) -> list[Found]:
+    def _for_each_card(self, call: Callable[[Cache], Found]) -> list[Found]:
         """What a call gives of the cache of each card, which is worked for meanwhile."""
         found = []
-        for card, cache in zip(self._deal.cards, self.caches, strict=True):
+        for card, cache in zip(self._partition.cards, self.caches, strict=True):
             with on_card(card):
                 found.append(call(cache))
         return found
 
 
-class DealtKVCache(_DealtLayers[KVCache]):
+class MultiCardKVCache(_MultiCardLayers[KVCache]):
     """A cache of whole sequences, on the device or in host memory: all cards' hold the same tokens of each.
 
     Args:
-        deal: Which card each layer is on.
+        partition: Which card each layer is on.
         caches: Of the cards.
     """
 
-    def __init__(self, deal: Deal, caches: Sequence[KVCache]) -> None:
-        super().__init__(deal, caches)
+    def __init__(self, partition: LayerPartition, caches: Sequence[KVCache]) -> None:
+        super().__init__(partition, caches)
         first = caches[0]
         self.capacity_tokens, self.max_tokens_with_draft = first.capacity_tokens, first.max_tokens_with_draft
 
@@ -60,52 +60,51 @@ class DealtKVCache(_DealtLayers[KVCache]):
         return sum(cache.pinned_bytes for cache in self.caches)
 
     def length(self, sequence: int) -> int:
-        # An interruption may have come between two cards.
+        # An interruption may have come between two cards; every slot is cut to what is kept before the next answer.
         return min(cache.length(sequence) for cache in self.caches)
 
     def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        self._of_each(lambda cache: cache.begin_window(sequences, counts))
+        self._for_each_card(lambda cache: cache.begin_window(sequences, counts))
 
     def begin_prefill(self, sequence: int, count: int) -> None:
-        self._of_each(lambda cache: cache.begin_prefill(sequence, count))
+        self._for_each_card(lambda cache: cache.begin_prefill(sequence, count))
 
     def end_prefill(self, sequence: int, count: int) -> None:
-        self._of_each(lambda cache: cache.end_prefill(sequence, count))
+        self._for_each_card(lambda cache: cache.end_prefill(sequence, count))
 
     def commit(self, sequence: int, count: int) -> None:
-        self._of_each(lambda cache: cache.commit(sequence, count))
+        self._for_each_card(lambda cache: cache.commit(sequence, count))
 
     def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
-        self._of_each(lambda cache: cache.commit_path(sequence, rows))
+        self._for_each_card(lambda cache: cache.commit_path(sequence, rows))
 
     def truncate(self, sequence: int, length: int) -> None:
-        self._of_each(lambda cache: cache.truncate(sequence, length))
+        self._for_each_card(lambda cache: cache.truncate(sequence, length))
 
     def close(self) -> None:
-        for cache in self.caches:
-            cache.close()
+        self._for_each_card(lambda cache: cache.close())
 
 
-class DealtRetrievalCache(_DealtLayers[RetrievalCache]):
+class MultiCardRetrievalCache(_MultiCardLayers[RetrievalCache]):
     """What a retrieval verifier sees of such a cache: each card's chunks beside its newest blocks.
 
     Args:
-        deal: Which card each layer is on.
+        partition: Which card each layer is on.
         caches: Of the cards.
     """
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
         """As of `RetrievalCache`."""
-        return any(self._of_each(lambda cache: cache.begin_steps(rows, counts)))
+        return any(self._for_each_card(lambda cache: cache.begin_steps(rows, counts)))
 
     def begin_step(self, *, first: bool) -> Hashable:
         """As of `RetrievalCache`."""
-        return tuple(cache.begin_step(first=first) for cache in self.caches)
+        return tuple(self._for_each_card(lambda cache: cache.begin_step(first=first)))
 
     def forget(self) -> None:
         """As of `RetrievalCache`."""
-        self._of_each(lambda cache: cache.forget())
+        self._for_each_card(lambda cache: cache.forget())
 
     def warm_up(self) -> None:
         """As of `RetrievalCache`."""
-        self._of_each(lambda cache: cache.warm_up())
+        self._for_each_card(lambda cache: cache.warm_up())
