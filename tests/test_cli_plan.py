@@ -271,7 +271,7 @@ def test_what_each_card_holds_and_streams() -> None:
         (("--vram", "20GB,20GB,20GB"), "--vram has 3 sizes and there are 2 cards"),
         (("--device", "cpu"), "a plan is one of GPUs"),
         (("--devices", "cuda:0,tpu"), "'tpu' is not a device"),
-        (("--vram", "24GB,3GB", "--context", "2048"), "on card 1 of 3.0 GB is too small"),
+        (("--vram", "24GB,3GB", "--context", "2048", "--devices", "cuda:0,cuda:1"), "on card 1 of 3.0 GB is too small"),
     ],
 )
 def test_cards_that_cannot_be_planned_for(options: tuple[str, ...], said: str) -> None:

@@ -36,6 +36,15 @@ def model(name: str) -> DescribedModel:
     return describe_model(CONFIGS / name)
 
 
+def plan_on_all(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
+    return plan_run(naming_all(request, machine), machine)
+
+
+def naming_all(request: RuntimeConfig, machine: MachineFigures) -> RuntimeConfig:
+    """The same, of all cards of a machine."""
+    return replace(request, device=",".join(f"cuda:{card}" for card in range(machine.num_cards)))
+
+
 def counts(plan: RunPlan) -> list[int]:
     return [len(share.layers) for share in plan.target.shares]
 
@@ -47,18 +56,27 @@ def streamed(plan: RunPlan) -> list[int]:
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_equal_cards_share_layers_and_bytes_alike(kv: str) -> None:
     request = RuntimeConfig(model("llama-2-7b"), "none", context=4096, kv=kv, resident_layers=0)
-    plan = plan_run(request, TWO)
+    plan = plan_on_all(request, TWO)
     assert counts(plan) == [16, 16]
     assert plan.target.shares[0].layers == tuple(range(0, 32, 2))  # in turn
     assert plan.target.shares[1].layers == tuple(range(1, 32, 2))
     first, second = streamed(plan)
-    assert first == second == plan_run(request, ONE).streamed_bytes / 2
+    assert first == second == plan_on_all(request, ONE).streamed_bytes / 2
     assert plan.placement.resident_layers == () and plan.placement.num_slots == 6
+
+
+def test_where_nobody_names_cards_one_is_taken_that_holds_everything() -> None:
+    """Hops would only make it slower; what streams is faster on all, and what one has no room for needs them."""
+    small, large = (RuntimeConfig(model(name), "none", context=2048) for name in ("llama-2-7b", "llama-3.1-70b"))
+    assert plan_run(small, TWO).num_cards == 1
+    assert plan_run(large, TWO).num_cards == 2
+    assert plan_run(replace(small, vram_bytes=(20 * GB, 1 * GB)), TWO).num_cards == 1
+    assert plan_run(replace(small, kv="gpu", context=4096, resident_layers=32, vram_bytes=12 * GB), TWO).num_cards == 2
 
 
 def test_the_card_with_draft_and_head_gets_fewer_layers() -> None:
     request = RuntimeConfig(model("llama-3.1-70b"), model("llama-3.2-1b"), context=2048)
-    plain, drafting = (plan_run(replace(request, draft=draft), TWO) for draft in ("none", request.draft))
+    plain, drafting = (plan_on_all(replace(request, draft=draft), TWO) for draft in ("none", request.draft))
     for plan in (plain, drafting):
         first, second = plan.cards
         assert len(first.placement.resident_layers) < len(second.placement.resident_layers)
@@ -73,7 +91,7 @@ def test_the_card_with_draft_and_head_gets_fewer_layers() -> None:
 @pytest.mark.parametrize("given_bytes", [(12 * GB, 18 * GB), (20 * GB, 12 * GB), (9 * GB, 17 * GB)])
 def test_unequal_limits_get_layers_in_proportion(given_bytes: tuple[int, int]) -> None:
     request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=given_bytes)
-    plan = plan_run(request, TWO)
+    plan = plan_on_all(request, TWO)
     for card, limit in zip(plan.cards, given_bytes, strict=True):
         assert limit - 2 * plan.target.layer_bytes < card.device_bytes <= limit == card.limits.device_bytes
     first, second = streamed(plan)
@@ -84,7 +102,7 @@ def test_unequal_limits_get_layers_in_proportion(given_bytes: tuple[int, int]) -
 
 def test_what_fits_anyway_is_dealt_out_as_evenly_as_it_can_be() -> None:
     request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=(9 * GB, 25 * GB))
-    plan = plan_run(request, TWO)
+    plan = plan_on_all(request, TWO)
     assert not plan.placement.streamed_layers and counts(plan) == [9, 31]
 
 
@@ -105,7 +123,7 @@ def test_where_links_bind_a_pass_takes_as_much_less_time_as_there_are_cards(name
     """By the byte: of keys and values several cards keep more."""
     context = 2048 if kv == "gpu" else 120_000
     request = RuntimeConfig(model(name), "none", context=context, kv=kv, resident_layers=0, vram_bytes=8 * GB)
-    one, several = plan_run(request, ONE), plan_run(request, replace(ONE, num_cards=cards))
+    one, several = plan_on_all(request, ONE), plan_on_all(request, replace(ONE, num_cards=cards))
     before, after = (pass_time(plan, ONE, length_tokens=context - 1, rows=1) for plan in (one, several))
     assert before.bound_by == after.bound_by == "link"
     gain = before.seconds / after.seconds * after.bytes_streamed / before.bytes_streamed
@@ -114,7 +132,7 @@ def test_where_links_bind_a_pass_takes_as_much_less_time_as_there_are_cards(name
 
 def test_cards_compute_one_after_the_other_and_rows_hop() -> None:
     request = RuntimeConfig(model("llama-2-7b"), "none", context=2048)
-    one, two = plan_run(request, ONE), plan_run(request, TWO)
+    one, two = plan_on_all(request, ONE), plan_on_all(request, TWO)
     assert two.target.num_hops == 32  # between 32 layers, and from the last one back to the head
     before, after = (pass_time(plan, TWO, length_tokens=2047, rows=4) for plan in (one, two))
     assert after.hop_s == pytest.approx(32 * (30e-6 + 4 * 4096 * 2 / 25e9)) and before.hop_s == 0
@@ -125,7 +143,7 @@ def test_cards_compute_one_after_the_other_and_rows_hop() -> None:
 
 def test_prompts_are_pipelined_between_cards() -> None:
     request = RuntimeConfig(model("llama-2-7b"), "none", context=4096)
-    one, two = plan_run(request, ONE), plan_run(request, TWO)
+    one, two = plan_on_all(request, ONE), plan_on_all(request, TWO)
     before, long, short = (
         prefill_time(plan, TWO, tokens) for plan, tokens in ((one, 4000), (two, 4000), (two, one.target.chunk_tokens))
     )
@@ -136,55 +154,55 @@ def test_prompts_are_pipelined_between_cards() -> None:
 
 def test_links_share_the_memory_of_the_host() -> None:
     request = RuntimeConfig(model("llama-3.1-70b"), "none", context=2048)
-    plan = plan_run(request, TWO)
+    plan = plan_on_all(request, TWO)
     free, bound = (pass_time(plan, replace(TWO, host_gbps=gbps), length_tokens=2047, rows=1) for gbps in (None, 30.0))
     assert bound.link_s == pytest.approx(plan.streamed_bytes / 30e9) and free.link_s < bound.link_s
 
 
 def test_odd_layers_and_three_cards() -> None:
     request = RuntimeConfig(model("llama-2-13b"), "none", context=2048)
-    plan = plan_run(request, THREE)
+    plan = plan_on_all(request, THREE)
     assert sorted(counts(plan)) == [13, 13, 14] and counts(plan)[0] == 13
     assert sorted(layer for share in plan.target.shares for layer in share.layers) == list(range(40))
     config = request.target.config()
     five = DescribedModel(replace(config, num_layers=5, layer_windows=(), layer_rope=()), request.target.native_dtype)
-    assert sorted(counts(plan_run(replace(request, target=five), TWO))) == [2, 3]
-    assert counts(plan_run(replace(request, target=five), replace(ONE, num_cards=5))) == [1] * 5
+    assert sorted(counts(plan_on_all(replace(request, target=five), TWO))) == [2, 3]
+    assert counts(plan_on_all(replace(request, target=five), replace(ONE, num_cards=5))) == [1] * 5
     with pytest.raises(OptionError, match="6 cards have no layer each of a model of 5"):
-        plan_run(replace(request, target=five), replace(ONE, num_cards=6))
+        plan_on_all(replace(request, target=five), replace(ONE, num_cards=6))
 
 
 def test_a_card_that_is_too_small_is_named() -> None:
     request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=(20 * GB, 2 * GB))
     with pytest.raises(BudgetError, match=r"device memory on card 1 of 2\.0 GB is too small by") as refused:
-        plan_run(request, TWO)
+        plan_on_all(request, TWO)
     named = re.search(r": ([0-9.]+ GB) is the least", str(refused.value))
     assert named is not None
     enough = replace(request, vram_bytes=(20 * GB, parse_bytes(named[1])))
-    assert plan_run(enough, TWO).num_cards == 2
-    outcome = plan_or_refuse(request, TWO)
+    assert plan_on_all(enough, TWO).num_cards == 2
+    outcome = plan_or_refuse(naming_all(request, TWO), TWO)
     assert isinstance(outcome, Refusal)
     assert any(one.change.startswith("--vram 20.0GB,") for one in outcome.suggestions)
     with pytest.raises(BudgetError, match="on card 0"):
-        plan_run(replace(request, vram_bytes=(2 * GB, 20 * GB)), TWO)
+        plan_on_all(replace(request, vram_bytes=(2 * GB, 20 * GB)), TWO)
 
 
 def test_resident_layers_are_of_the_whole_model() -> None:
     request = RuntimeConfig(model("llama-2-13b"), "none", context=2048)
     for asked in (0, 1, 7, 30, 40):
-        plan = plan_run(replace(request, resident_layers=asked), THREE)
+        plan = plan_on_all(replace(request, resident_layers=asked), THREE)
         assert len(plan.placement.resident_layers) == asked
         each = [len(card.placement.resident_layers) for card in plan.cards]
         assert max(each) - min(each) <= 2
     with pytest.raises(OptionError, match="between 0 and 40"):
-        plan_run(replace(request, resident_layers=41), TWO)
+        plan_on_all(replace(request, resident_layers=41), TWO)
 
 
 def test_a_retrieval_verifier_is_on_every_card() -> None:
     request = RuntimeConfig(
         model("llama-2-7b-128k"), model("llama-68m"), context=120_000, speculation=SpeculationOptions("triforce")
     )
-    plan = plan_run(request, TWO)
+    plan = plan_on_all(request, TWO)
     assert plan.has_verifier and not plan.placement.streamed_layers
     held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
     assert all(parts["retrieval cache"] and parts["CUDA graphs"] for parts in held)
@@ -193,28 +211,28 @@ def test_a_retrieval_verifier_is_on_every_card() -> None:
     assert sum(borrowed) == plan.target.borrowable_bytes and (not plan.target.on_host or min(borrowed) > 0)
     assert plan.verifier_bytes == sum(parts["retrieval cache"] for parts in held)
     predicted = forecast(plan, TWO)
-    assert predicted.usual.tok_per_s > 1.8 * forecast(plan_run(request, ONE), ONE).usual.tok_per_s
+    assert predicted.usual.tok_per_s > 1.8 * forecast(plan_on_all(request, ONE), ONE).usual.tok_per_s
     with pytest.raises(OptionError, match="drop --resident-layers"):
-        plan_run(replace(request, resident_layers=3), TWO)
+        plan_on_all(replace(request, resident_layers=3), TWO)
 
 
 def test_page_locked_memory_is_shared_by_what_streams() -> None:
     machine = replace(TWO, pinnable_bytes=30 * GB)
-    plan = plan_run(RuntimeConfig(model("llama-3.1-70b"), "none", context=2048), machine)
+    plan = plan_on_all(RuntimeConfig(model("llama-3.1-70b"), "none", context=2048), machine)
     assert plan.is_staged and plan.pinned_bytes <= 30 * GB
     first, second = plan.cards
     assert abs(len(first.placement.staged_layers) - len(second.placement.staged_layers)) <= 2
     rings = first.placement.ring_bytes + second.placement.ring_bytes
     assert {part.name: part.nbytes for part in plan.host}["staging ring"] == rings > first.placement.ring_bytes
     with pytest.raises(BudgetError, match=r"page-locks 1\.0 MB at most"):
-        plan_run(plan.request, replace(TWO, pinnable_bytes=1_000_000))
+        plan_on_all(plan.request, replace(TWO, pinnable_bytes=1_000_000))
 
 
 @PROPERTY
 @given(requests(), machines, st.integers(2, 4))
 def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: MachineFigures, cards: int) -> None:
     several = replace(machine, num_cards=cards)
-    plan = plan_or_none(request, several)
+    plan = plan_or_none(naming_all(request, several), several)
     if plan is None:
         return
     assert plan.num_cards == cards
@@ -242,6 +260,6 @@ def test_a_second_card_never_refuses(request: RuntimeConfig, machine: MachineFig
     if plan_or_none(request, machine) is None or request.target.config().num_layers < 2:
         return
     try:
-        plan_run(request, replace(machine, num_cards=2))
+        plan_on_all(request, replace(machine, num_cards=2))
     except OffloadError as error:
         pytest.fail(str(error))

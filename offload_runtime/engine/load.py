@@ -29,7 +29,7 @@ from offload_runtime.engine.generate import device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.steps import RuntimeParts, WindowLimits
-from offload_runtime.errors import BudgetError, DeviceError, OffloadError
+from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import (
@@ -330,7 +330,8 @@ def _plan_cards(
 
     def planned(count: int) -> RunPlan:
         for card in cards[len(budgets) : count]:
-            budgets.append(DeviceBudget(card.device, card.limit_bytes, other_bytes=card.other_bytes))
+            with device_errors(card.device):
+                budgets.append(DeviceBudget(card.device, card.limit_bytes, other_bytes=card.other_bytes))
             undo.callback(budgets[-1].release)
             budgets[-1].planned_bytes = card.limit_bytes or 0  # until it is planned: a GPU may be named twice
         first, sizes = budgets[0], request.vram_bytes
@@ -343,36 +344,14 @@ def _plan_cards(
         )  # fmt: skip
         return find(replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes), figures, own)
 
-    open_choice = request.device == "auto" and request.emulate is None
-    plan = _fastest_of_cards(planned, len(cards), figures) if open_choice else planned(len(cards))
+    is_open = request.device == "auto" and request.emulate is None
+    plan = planning.one_card_or_all(planned, len(cards), figures) if is_open else planned(len(cards))
     for number, budget in enumerate(budgets):
         if number < plan.num_cards:
             budget.planned_bytes = plan.on_card(number).device_bytes
         else:
             budget.release()
     return plan, budgets[: plan.num_cards]
-
-
-def _fastest_of_cards(planned: Callable[[int], RunPlan], num_cards: int, figures: MachineFigures) -> RunPlan:
-    """What is `planned` for one card or for all, whichever is predicted to be faster; the others are not even opened
-    where one holds everything, and do without where they are busy. Errors as of a plan of one card."""
-    alone: RunPlan | None = None
-    try:
-        alone = planned(1)
-    except BudgetError:
-        if num_cards == 1:
-            raise
-    if alone is not None and (num_cards == 1 or not alone.streamed_bytes):
-        return alone
-    try:
-        together = planned(num_cards)
-    except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError):
-        if alone is None:
-            raise
-        return alone
-    if alone is None or planning.tok_per_s(together, figures) > planning.tok_per_s(alone, figures):
-        return together
-    return alone
 
 
 def _make_queues(

@@ -30,5 +30,12 @@ from offload_runtime.plan.request import (
     require_dtype,
     resolve_dtype,
 )
-from offload_runtime.plan.search import check_host_memory, find_plan, place_staged, plan_run, with_staging_rings
+from offload_runtime.plan.search import (
+    check_host_memory,
+    find_plan,
+    one_card_or_all,
+    place_staged,
+    plan_run,
+    with_staging_rings,
+)
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades

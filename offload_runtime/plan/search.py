@@ -69,9 +69,40 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
         BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    plan = find_plan(request, machine, limits_of(machine, request))
+    limits = limits_of(machine, request)
+
+    def planned(count: int) -> RunPlan:
+        return find_plan(request, machine, replace(limits, further_cards=limits.further_cards[: count - 1]))
+
+    is_open = request.device == "auto"
+    plan = one_card_or_all(planned, limits.num_cards, machine) if is_open else planned(limits.num_cards)
     check_host_memory(plan)
     return plan
+
+
+def one_card_or_all(planned: Callable[[int], RunPlan], num_cards: int, machine: MachineFigures) -> RunPlan:
+    """What is `planned` for one card, or for all where that is predicted to be faster or is all that host memory has
+    room for. Where one card holds everything the others are not asked; where they refuse, they are not needed.
+
+    Raises:
+        BudgetError, OptionError: As of a plan of one card or, where there cannot be one, of all.
+    """
+    alone: RunPlan | None = None
+    try:
+        alone = planned(1)
+    except BudgetError:
+        if num_cards == 1:
+            raise
+    if alone is not None and (num_cards == 1 or not alone.streamed_bytes):
+        return alone
+    try:
+        together = planned(num_cards)
+    except OffloadError:
+        if alone is None:
+            raise
+        return alone
+    plans = [together] if alone is None else [alone, together]
+    return max(plans, key=lambda plan: (-plan.short_of_host_bytes, tok_per_s(plan, machine)))
 
 
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
