@@ -18,12 +18,13 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
+from offload_runtime.cli.verify import one_card_config, read_prompts, report_tables, verdict_line
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
-from offload_runtime.verify import Fit
+from offload_runtime.verify import Fit, compare_one_card, decode_plainly
 from offload_runtime.verify.distribution import GENERATION_TOKENS, fit_generations, fit_rows, total
 from offload_runtime.verify.equality import ScriptedProposer, loaded_proposers, transcribe, verify_identity
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
@@ -273,6 +274,41 @@ def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
     assert record["verdict"] == "defect"
     verdicts = [run["finding"]["verdict"] for run in record["identity"] if run["proposer"] == "script"]
     assert "defect" in verdicts
+
+
+@pytest.mark.slow
+def test_several_cards_are_compared_with_the_first_alone(target: Path) -> None:
+    result = run(target, "--json", "--devices", "cpu,cpu", "--vram", "400MB,300MB")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert (record["verdict"], record["cards"]) == ("exact", 2) and "dealt out to 2 cards" in record["placement"]
+    runs = [run for run in record["identity"] if run["proposer"] == "on one card"]
+    assert {run["prompt"] for run in runs} == {"prose", "code", "repetition"} and len(runs) == 3 * 2
+    assert {run["finding"]["verdict"] for run in runs} == {"identical"}
+
+
+def test_cards_that_say_something_else_are_a_defect(runtime: Runtime) -> None:
+    plan = VerificationPlan({"words": PROMPT}, {"greedy": SamplingParams()}, tokens=8)
+    several = decode_plainly(runtime, plan, lambda *_: None, stage="several cards")
+    ((key, said),) = several.items()
+    assert key == ("words", "greedy") and len(said.tokens) == 8
+    other = replace(said, tokens=[*said.tokens[:5], said.tokens[5] ^ 1, *said.tokens[6:]])
+    for one, bitwise, verdict in ((said, True, "identical"), (other, False, "defect"), (other, True, "defect")):
+        (found,) = compare_one_card({key: one}, several, bitwise=bitwise)
+        assert (found.proposer, found.finding.verdict) == ("on one card", verdict)
+    moved = replace(said, rows=said.rows.clone())
+    moved.rows[3, 7] += 1e-6
+    assert compare_one_card({key: moved}, several, bitwise=True)[0].finding.verdict == "defect"
+
+
+def test_one_card_of_several_is_asked_for_alone(runtime: Runtime) -> None:
+    config = replace(
+        runtime.plan.request, device="cpu,cpu", vram_bytes=(7, 9), gamma=3, resident_layers=2, emulate="rtx4090-x2"
+    )
+    alone = one_card_config(config, runtime)
+    assert (alone.device, alone.vram_bytes, alone.draft, alone.gamma) == ("cpu", 7, "none", None)
+    assert alone.resident_layers is None and alone.context == runtime.context_tokens
+    assert isinstance(alone.emulate, MachineProfile) and alone.emulate.gpus == 1
 
 
 def test_samples_that_do_not_fit_are_told(small_report: VerificationReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,9 +13,10 @@ from rich.table import Column, Table
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import VerifyOptions
 from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, read_text
-from offload_runtime.config import require
+from offload_runtime.config import RuntimeConfig, SpeculationOptions, require
 
 if TYPE_CHECKING:
+    from offload_runtime.engine import Runtime
     from offload_runtime.verify import Fit, IdentityRun, VerificationReport
 
 DEFECT_EXIT_CODE = 1
@@ -32,7 +34,7 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
 
     from offload_runtime import __version__
     from offload_runtime.engine.runtime import device_facts
-    from offload_runtime.verify import VerificationPlan, verify
+    from offload_runtime.verify import VerificationPlan, compare_one_card, decode_plainly, verify
 
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with (
@@ -41,17 +43,43 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
         ProgressBars(enabled=show_progress) as bars,
     ):
         report = verify(runtime, plan, on_progress=bars.update)
+        dealt = runtime.plan.num_cards > 1
+        several = decode_plainly(runtime, plan, bars.update, stage="several cards") if dealt else {}
+    if several:
+        alone = one_card_config(config, runtime)
+        with (
+            only_json(options.as_json),
+            load_runtime(alone, engine, show_progress=show_progress) as first,
+            ProgressBars(enabled=show_progress) as bars,
+        ):
+            one = decode_plainly(first, plan, bars.update, stage="one card")
+        report.runs.extend(compare_one_card(one, several, bitwise=report.bitwise))
     # What the report holds for: the promise is of one kind of GPU and one version of the libraries.
     versions = {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__}
     record = {
         "target": config.target, "draft": config.draft, "quick": options.quick, "tokens": plan.tokens,
-        "seeds": plan.seeds, **device_facts(runtime.device), "dtype": str(runtime.dtype).removeprefix("torch."),
-        "placement": runtime.placement, "versions": versions, "emulated": runtime.emulated,
+        "seeds": plan.seeds, **device_facts(runtime.device), "cards": runtime.plan.num_cards,
+        "dtype": str(runtime.dtype).removeprefix("torch."), "placement": runtime.placement, "versions": versions,
+        "emulated": runtime.emulated,
     }  # fmt: skip
     emulated = [] if runtime.emulated is None else [f"on an emulated {runtime.emulated}"]
     print_result({**record, **report.to_dict()}, [*report_tables(report), *emulated], as_json=options.as_json)
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
+
+
+def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
+    """Of a runtime on several cards, the same target on the first alone: with its memory and as many layers as fit."""
+    from offload_runtime.hardware import load_profile
+
+    limits, machine = config.vram_bytes, config.emulate
+    if machine is not None:
+        machine = replace(load_profile(machine), gpus=1)
+    return replace(
+        config, device=str(runtime.device), vram_bytes=limits[0] if isinstance(limits, tuple) else limits, draft="none",
+        speculation=SpeculationOptions(), gamma=None, tree_nodes=None, resident_layers=None, trace=None,
+        emulate=machine, context=runtime.context_tokens,
+    )  # fmt: skip
 
 
 def read_prompts(path: str) -> dict[str, str]:

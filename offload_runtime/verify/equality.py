@@ -26,6 +26,8 @@ GAMMAS = (1, 7, 17, 8, 63)
 # The runtime as a user has it, in place of the name of a proposer: from the beginning, behind what was kept, the same
 # turn once more, and with others.
 AS_LOADED, NEXT_TURN, SAME_TURN, IN_A_BATCH = "as loaded", "next turn", "same turn again", "in a batch"
+# Plain decoding by the first card alone, beside that by several.
+ON_ONE_CARD = "on one card"
 _SCRIPT_ACCURACY = 0.85
 # Its trees have so many times as many nodes as the longest of their paths, as far as a window of the longest has room.
 _SCRIPT_BRANCHES = 3
@@ -218,7 +220,7 @@ class IdentityRun:
         seed: Of the noise.
         proposer: `ngram`, `draft`, `triforce`, or `script`: plain decoding's own tokens with mistakes; `as loaded`
             is what a user gets, n-grams beside the draft included, and so are `next turn`, `same turn again` and
-            `in a batch`.
+            `in a batch`; `on one card` is plain decoding by several cards beside that by the first alone.
         gamma: Most tokens proposed per pass in a row; None where the runtime's own setting decides, or chooses.
         tokens: Compared.
         passes: Passes of the target; plain decoding has one for every token but the first.
@@ -267,6 +269,34 @@ def verify_identity(
                 ))  # fmt: skip
                 on_step()
     return runs
+
+
+Plainly = dict[tuple[str, str], Transcript]  # by the names of prompt and setting
+
+
+def decode_plainly(
+    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
+    on_step: Callable[[], None],
+) -> Plainly:  # fmt: skip
+    """What plain decoding says to every prompt in every setting. Arguments as of `verify_identity`."""
+    found: Plainly = {}
+    for prompt_name, prompt in prompts.items():
+        for seed, (setting_name, setting) in enumerate(settings.items()):
+            params = GenerationParams(count, ignore_eos=True, sampling=replace(setting, seed=seed))
+            found[prompt_name, setting_name] = transcribe(runtime, prompt, params)
+            on_step()
+    return found
+
+
+def compare_one_card(one: Plainly, several: Plainly, *, bitwise: bool) -> list[IdentityRun]:
+    """What several cards say beside one."""
+    return [
+        IdentityRun(
+            prompt, setting, other.params.sampling.seed, ON_ONE_CARD, None, len(other.tokens), other.passes,
+            compare(one[prompt, setting], other, bitwise=bitwise),
+        )
+        for (prompt, setting), other in several.items()
+    ]  # fmt: skip
 
 
 def _generate_otherwise(

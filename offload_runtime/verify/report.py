@@ -5,6 +5,8 @@
    behind each.
 2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`distribution`).
 
+3. *Several cards* (`compare_one_card`): plain decoding by all of them is that by the first alone, in the same way.
+
 Everything is seeded, so a second run on the same machine says the same.
 """
 
@@ -18,8 +20,16 @@ from typing import Any
 from offload_runtime.config import GenerationParams, SamplingParams, require
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
+from offload_runtime.verify import equality
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
-from offload_runtime.verify.equality import IdentityRun, ScriptedProposer, loaded_proposers, transcribe, verify_identity
+from offload_runtime.verify.equality import (
+    IdentityRun,
+    Plainly,
+    ScriptedProposer,
+    loaded_proposers,
+    transcribe,
+    verify_identity,
+)
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -49,6 +59,7 @@ LONG_PROMPT, LONG_TOKENS = "long", 1200
 FAMILY_LEVEL = 1e-4
 
 _FIT_PROMPTS = 4
+_ONE_CARD_SETTINGS = 2
 _GENERATION_SAMPLING = SamplingParams(temperature=1.0)
 
 
@@ -165,6 +176,15 @@ def verify(
     places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=on_step)
     fits = [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
     return VerificationReport(runtime.device.type == "cuda", runs, fits)
+
+
+def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProgress, *, stage: str) -> Plainly:
+    """What plain decoding says to all prompts of a plan, greedily and in the next setting: the logits of every token
+    stay on the host. Errors as of `verify`."""
+    prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+    settings = dict(islice(plan.settings.items(), _ONE_CARD_SETTINGS))
+    on_step = _counter(stage, len(prompts) * len(settings), on_progress)
+    return equality.decode_plainly(runtime, prompts, settings, count=plan.tokens, on_step=on_step)
 
 
 def _counter(stage: str, total_steps: int, on_progress: OnProgress) -> Callable[[], None]:
