@@ -282,9 +282,7 @@ def _pass_record(time: PassTime) -> dict[str, Any]:
 def memory_record(plan: RunPlan) -> dict[str, Any]:
     """What a run holds, and where each layer is."""
     placement, resident_kv = plan.placement, plan.resident_kv_layers
-    limits = plan.limits.bytes_of_cards
-    limit_bytes = None if None in limits else sum(nbytes for nbytes in limits if nbytes is not None)
-    device = {"limit_bytes": limit_bytes, "peak_bytes": plan.device_bytes}
+    device = {"limit_bytes": plan.limits.all_device_bytes, "peak_bytes": plan.device_bytes}
     host = {"peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes, "loading_bytes": plan.loading_bytes}
     layers = {
         "weights_resident": placement.resident_layers, "weights_staged": placement.staged_layers,
@@ -373,12 +371,12 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
             label = f"{part.name}: {size_gb:.3g} GB"
             axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
             top_gb += size_gb
-    limits = plan.limits.bytes_of_cards
-    if None not in limits:
-        limit_gb = sum(nbytes for nbytes in limits if nbytes is not None) / GB
+    cards, limit_bytes = plan.limits.num_cards, plan.limits.all_device_bytes
+    if limit_bytes is not None:
+        limit_gb = limit_bytes / GB
         axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
     axes.hlines(plan.host_bytes / GB, 0.6, 1.4, colors="black", linestyles="dotted", label="peak of host memory")
-    device = "device memory" if len(limits) == 1 else f"device memory of {len(limits)} cards"
+    device = "device memory" if cards == 1 else f"device memory of {cards} cards"
     axes.set_xticks([0, 1], [device, "host memory (hatched: page-locked)"])
     axes.set_ylabel("GB")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars: it would hide what is high

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,7 @@ def connect_model(
     partition = plan.partition([one.card for one in cards])
     cards = cards[: len(partition.cards)]
     shares, scratches = list[LoadedShare](), list[torch.Tensor | None]()
-    for one, locked_bytes in zip(cards, locked_shares(weights, plan) if registrar else repeat(None), strict=False):
+    for one, locked_bytes in zip(cards, locked_shares(weights, plan), strict=True):
         layers, own_plan = partition.layers_of(one.card), plan.on_card(one.card.number)
         own = weights if len(cards) == 1 else weights.of_layers(layers)
         on_device = {number: held[layers[number]] for number in own_plan.placement.resident_layers}

@@ -19,7 +19,7 @@ from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import usable_cores
 from offload_runtime.kv import BlockLocking
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
-from offload_runtime.plan import LayerShare, ModelPlan, Placement, place_staged, with_staging_rings
+from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
 from offload_runtime.weights import HostWeights
 
 
@@ -77,11 +77,11 @@ class StagedMemory:
 def locked_shares(weights: HostWeights, plan: ModelPlan) -> list[int | None]:
     """Of each card's share of the loaded layers, the page-locked memory to plan by where the system has refused some,
     so that no card is left without; None where it has locked all that was planned."""
-    shares = plan.shares or (LayerShare(tuple(range(plan.placement.num_layers)), plan.placement),)
+    cards = plan.cards
     if not _refused(weights, plan.placement):
-        return [None] * len(shares)
+        return [None] * len(cards)
     locked_bytes = sum(arena.pinned_bytes for arena in weights.layers.values())
-    wanted = [plan.host_bytes_of_layers(share.of_model(share.placement.streamed_layers)) for share in shares]
+    wanted = [card.host_bytes_of_layers(card.placement.streamed_layers) for card in cards]
     return [locked_bytes * nbytes // max(1, sum(wanted)) for nbytes in wanted]
 
 

@@ -65,7 +65,7 @@ _FAR_TOKENS = 8192
 _OTHER_CHILDREN = (0.7, 0.1, 0.05)
 # Proposed tokens per pass when nothing is asked for. While weights are streamed a wider window costs nothing; on a CPU
 # every row does. Of n-grams as many as a controller proposes within `MOST_ROWS`: windows of more take several times as
-# long where GGUF blocks are decoded in registers.
+# long where encoded matrices are decoded in registers.
 _DEFAULT_GAMMA = {"n-grams": 12, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4

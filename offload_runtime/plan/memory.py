@@ -166,12 +166,15 @@ class ModelPlan:
         """The same with its layers dealt out."""
         return replace(self, placement=merged(shares), shares=tuple(shares))
 
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The card of each layer, by its number."""
+        found = {layer: card for card, share in enumerate(self.shares) for layer in share.layers}
+        return tuple(found.get(layer, 0) for layer in range(self.config.num_layers))
+
     def partition(self, cards: Sequence[Card]) -> LayerPartition:
         """Which of the cards each layer is on."""
-        if not self.shares:
-            return LayerPartition(tuple(cards[:1]), (0,) * self.config.num_layers)
-        owners = {layer: number for number, share in enumerate(self.shares) for layer in share.layers}
-        return LayerPartition(tuple(cards), tuple(owners[layer] for layer in range(self.config.num_layers)))
+        return LayerPartition(tuple(cards[: max(1, len(self.shares))]), self.owners)
 
     def on_card(self, card: int) -> ModelPlan:
         """A card's share as a model of its own, of fewer layers; the first card has what all layers share."""
@@ -192,8 +195,7 @@ class ModelPlan:
     @cached_property
     def num_hops(self) -> int:
         """Hops of a pass from card to card, from the embedding on the first through the layers to the head there."""
-        owners = {layer: card for card, share in enumerate(self.shares) for layer in share.layers}
-        way = [0, *(owners[layer] for layer in sorted(owners)), 0]
+        way = [0, *self.owners, 0]
         return sum(one != other for one, other in pairwise(way))
 
     @property

@@ -278,6 +278,12 @@ class MemoryLimits:
         """What each card may take at the most."""
         return (self.device_bytes, *(card.device_bytes for card in self.further_cards))
 
+    @property
+    def all_device_bytes(self) -> int | None:
+        """What all cards may take together; None where one has no limit."""
+        found = [nbytes for nbytes in self.bytes_of_cards if nbytes is not None]
+        return sum(found) if len(found) == self.num_cards else None
+
     def on_card(self, card: int) -> MemoryLimits:
         """The same of one card alone, whose name says which of several it is."""
         own, name = self.further_cards[card - 1] if card else self, self.device_name

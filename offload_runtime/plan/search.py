@@ -274,12 +274,11 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
 def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
     """Of the sequences asked for those that could fit the device if it held nothing else: wherever the KV cache lives,
     at least one block of each sequence is there in every layer."""
-    device_bytes = [nbytes for nbytes in limits.bytes_of_cards if nbytes is not None]
-    if len(device_bytes) < limits.num_cards:
+    if limits.all_device_bytes is None:
         return request.max_batch
     dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))
     each_bytes = kv_cache_bytes(request.target.config(), dtype, capacity_tokens=1, batch=1)
-    return min(request.max_batch, sum(device_bytes) // each_bytes)
+    return min(request.max_batch, limits.all_device_bytes // each_bytes)
 
 
 def _refuses(plan: RunPlan) -> bool:
