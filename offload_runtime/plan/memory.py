@@ -195,7 +195,7 @@ class ModelPlan:
     @cached_property
     def num_hops(self) -> int:
         """Hops of a pass from card to card, from the embedding on the first through the layers to the head there."""
-        way = [0, *self.owners, 0]
+        way = [0, *(self.owners if self.shares else ()), 0]  # of one card, which is asked for every pass, none
         return sum(one != other for one, other in pairwise(way))
 
     @property

@@ -456,7 +456,7 @@ def place_layers(plan: RunPlan) -> RunPlan:
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
     if plan.limits.num_cards > 1:
-        return _dealt(plan, lambda card: [place_layers(card)])
+        return _partitioned(plan, lambda card: [place_layers(card)])
     available_bytes = plan.limits.device_bytes
     if available_bytes is None:
         return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_SLOTS))
@@ -484,7 +484,7 @@ def _with_kv_on_host(plan: RunPlan) -> list[RunPlan]:
         budget_tokens = plan.request.speculation.budget_tokens
         borrowable_bytes = kv_cache_bytes(target.config, target.dtype, capacity_tokens=budget_tokens, batch=1)
     plan = replace(plan, target=replace(target, cache="host", borrowable_bytes=borrowable_bytes))
-    return [_dealt(plan, _kv_ways)] if plan.limits.num_cards > 1 else _kv_ways(plan)
+    return [_partitioned(plan, _kv_ways)] if plan.limits.num_cards > 1 else _kv_ways(plan)
 
 
 def _kv_ways(plan: RunPlan) -> list[RunPlan]:
@@ -561,7 +561,7 @@ def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetErro
 
 
 @lru_cache(maxsize=4096)
-def deal(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def interleaved(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The layers of each card that gets so many of them, evenly interleaved: in turn, where all get as many."""
     middles = sorted(((2 * number + 1) / count, card) for card, count in enumerate(counts) for number in range(count))
     owners = [card for _, card in middles]
@@ -569,7 +569,7 @@ def deal(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
-class _CardDeal:
+class _CardLoad:
     """What one card makes of the layers that it gets: where they are and how long their copies take, in bytes over the
     first card's link; or by how much memory it is too small."""
 
@@ -583,19 +583,19 @@ class _CardDeal:
         return self.missing_bytes, self.link_bytes
 
 
-class _Dealer:
+class _Partitioner:
     """Deals the layers of a plan out, as many to each card as asked for, each card placed by that of its `ways` which
     streams the least."""
 
     def __init__(self, plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> None:
         self._plan, self._ways = plan, ways
-        self._found: dict[object, _CardDeal] = {}  # cards with layers alike are placed alike
+        self._found: dict[object, _CardLoad] = {}  # cards with layers alike are placed alike
 
-    def deal(self, counts: tuple[int, ...]) -> list[_CardDeal]:
+    def place(self, counts: tuple[int, ...]) -> list[_CardLoad]:
         """What each card makes of its layers."""
-        target, asked, dealt = self._plan.target, self._plan.request.resident_layers, deal(counts)
+        target, asked, dealt = self._plan.target, self._plan.request.resident_layers, interleaved(counts)
         shares = tuple(LayerShare(layers, all_resident(len(layers))) for layers in dealt)
-        plan, found = replace(self._plan, target=replace(target, shares=shares)), list[_CardDeal]()
+        plan, found = replace(self._plan, target=replace(target, shares=shares)), list[_CardLoad]()
         kinds = list(zip(target.layout.layer_kinds, target.config.layer_windows, strict=True))
         for card, layers in enumerate(dealt):
             resident = None
@@ -611,17 +611,17 @@ class _Dealer:
             found.append(self._found[alike])
         return found
 
-    def _placed(self, card: RunPlan) -> _CardDeal:
+    def _placed(self, card: RunPlan) -> _CardLoad:
         try:
             best = min(self._ways(card), key=lambda way: way.streamed_bytes)
         except BudgetError:
             least, limit_bytes = _least_placed(card, card.request.resident_layers or 0), card.limits.device_bytes
             assert limit_bytes is not None
-            return _CardDeal(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
-        return _CardDeal(best, best.streamed_bytes / card.limits.link_ratio)
+            return _CardLoad(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
+        return _CardLoad(best, best.streamed_bytes / card.limits.link_ratio)
 
 
-def _dealt(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
+def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
     """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
     least time; of equals the most even.
 
@@ -635,24 +635,24 @@ def _dealt(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
     layers, cards = plan.placement.num_layers, plan.limits.num_cards
     if cards > layers:
         raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
-    dealer = _Dealer(plan, ways)
+    partitioner = _Partitioner(plan, ways)
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = tuple(layers * (card + 1) // cards - layers * card // cards for card in range(cards))
-    best, tried = dealer.deal(counts), {counts}
-    while (found := next(_evener(dealer, counts, best, tried), None)) is not None:
+    best, tried = partitioner.place(counts), {counts}
+    while (found := next(_better_partitions(partitioner, counts, best, tried), None)) is not None:
         counts, best = found
     giver = max(range(cards), key=lambda card: best[card].load)
     if best[giver].missing_bytes:
         short, limit_bytes = best[giver].plan, best[giver].plan.limits.device_bytes
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
-    placed = zip(deal(counts), best, strict=True)
+    placed = zip(interleaved(counts), best, strict=True)
     return plan.with_shares([LayerShare(layers, one.plan.placement) for layers, one in placed])
 
 
-def _evener(
-    dealer: _Dealer, counts: tuple[int, ...], cards: list[_CardDeal], tried: set[tuple[int, ...]]
-) -> Iterator[tuple[tuple[int, ...], list[_CardDeal]]]:
+def _better_partitions(
+    partitioner: _Partitioner, counts: tuple[int, ...], cards: list[_CardLoad], tried: set[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], list[_CardLoad]]]:
     """Better deals, in which the card that has most to do gives layers to the one with the least, or to another."""
     giver, *takers = sorted(range(len(cards)), key=lambda card: (cards[card].load, counts[card]), reverse=True)
     for taker in reversed(takers):
@@ -664,19 +664,19 @@ def _evener(
             changed = tuple(numbers.get(card, count) for card, count in enumerate(counts))
             if changed not in tried:
                 tried.add(changed)
-                found = dealer.deal(changed)
-                if _burden(found, changed) < _burden(cards, counts):
+                found = partitioner.place(changed)
+                if _imbalance(found, changed) < _imbalance(cards, counts):
                     yield changed, found
             moved //= 2
 
 
-def _burden(cards: Sequence[_CardDeal], counts: Sequence[int]) -> tuple[int, float, int]:
+def _imbalance(cards: Sequence[_CardLoad], counts: Sequence[int]) -> tuple[int, float, int]:
     """What is to be small: memory that is short, the longest copies, unevenness."""
     missing_bytes = sum(card.missing_bytes for card in cards)
     return missing_bytes, max(card.link_bytes for card in cards), max(counts) - min(counts)
 
 
-def _to_move(giver: _CardDeal, taker: _CardDeal) -> int:
+def _to_move(giver: _CardLoad, taker: _CardLoad) -> int:
     """Layers that one card would have to give another to even them out; at least one, if it has more to do."""
     if giver.load <= taker.load:
         return 0
