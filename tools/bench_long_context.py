@@ -61,7 +61,7 @@ class Bench:
     def prefill(self) -> dict[str, Any]:
         """Time and bytes of the prompt's way into the cache."""
         runner, cache, engine = runner_of(self.runtime), target_cache(self.runtime), engine_of(self.runtime)
-        config, before, written = runner.decoder.config, engine.bytes_copied, bytes_written_back(cache)
+        config, before, written = runner.decoder.config, engine.bytes_copied, bytes_written_back(self.runtime)
         started = time.perf_counter()
         logits = self.session.fill(0, self.prompt)
         assert logits is not None, "the cache was empty"
@@ -69,7 +69,7 @@ class Bench:
         self.session.synchronize()
         elapsed_s = time.perf_counter() - started
         finish_writing_back(cache)
-        written = bytes_written_back(cache) - written
+        written = bytes_written_back(self.runtime) - written
         count = len(self.prompt)
         weights = runner.streamer.bytes_per_pass
         kv_bytes = config.kv_bytes_per_token(self.runtime.dtype.itemsize) * count

@@ -15,6 +15,9 @@ from offload_runtime_kernels.encoded_linear import (
 )
 from offload_runtime_kernels.gguf_blocks import TILE
 
+# For matrices of every height: decoding takes as long as the loads, whose fourth stage leaves room for fewer programs.
+_TILE = EncodedTile(32, 4, 3, False)
+
 
 @jit
 def _sums(
@@ -90,7 +93,7 @@ def coded_linear_triton(
     num_rows, height = len(x), len(stored)
     assert x.shape[1] == row.columns and out.shape[1] == height
     assert stored.is_contiguous() and stored.shape[1] == row.nbytes
-    grid, options = launch_options(x, out, bias, add=add, tile=tile)
+    grid, options = launch_options(x, out, bias, add=add, tile=tile or _TILE)
     with torch.cuda.device_of(x):
         _coded_linear_kernel[grid](
             x, stored, bias if bias is not None else x, out, num_rows, height, out.stride(0), row.columns,

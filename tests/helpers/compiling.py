@@ -38,7 +38,6 @@ from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_triton
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.compact_rows import compact_rows_triton
 from offload_runtime_kernels.copy_words import copy_words_triton
-from offload_runtime_kernels.encoded_linear import EncodedTile
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat, decode_blocks_triton
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
@@ -70,8 +69,8 @@ BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch
 # Query heads, KV heads and head dim.
 HEADS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "phi-2": (32, 32, 80), "gemma-2-2b": (8, 4, 256)}
 Call = Callable[[], object]
-# A product with encoded rows as the matrix units' second operand.
-W_SECOND = EncodedTile(32, 4, 3, False)
+# Rows of an encoded matrix that is cut as large ones are, and of one as small ones are.
+LARGE, SMALL = 14336, 4096
 
 
 class Driver:
@@ -182,11 +181,10 @@ def decode(form: BlockFormat, columns: int, dtype: torch.dtype) -> None:
 
 
 def multiply_blocks(
-    form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False,
-    tile: EncodedTile | None = None,
-) -> None:  # fmt: skip
+    form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
+) -> None:
     x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
-    gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add, tile=tile)
+    gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add)
 
 
 def decode_coded(columns: int) -> None:
@@ -195,14 +193,12 @@ def decode_coded(columns: int) -> None:
     decode_rows_triton(torch.empty(4096, row.nbytes, dtype=torch.uint8), row, torch.empty(4096, columns, dtype=BF16))
 
 
-def multiply_coded(
-    rows: int, columns: int, *, bias: bool = False, add: bool = False, tile: EncodedTile | None = None
-) -> None:
+def multiply_coded(rows: int, columns: int, *, bias: bool = False, add: bool = False) -> None:
     row = CodedRow.of(columns)
     assert row is not None
     x, out, added = (torch.empty(*shape, dtype=BF16) for shape in ((rows, columns), (rows, 4096), (4096,)))
     stored = torch.empty(4096, row.nbytes, dtype=torch.uint8)
-    coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add, tile=tile)
+    coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add)
 
 
 def numbers_of(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
@@ -216,11 +212,10 @@ def decode_numbers(form: ScaledFormat, rows: int, columns: int, dtype: torch.dty
 
 
 def multiply_numbers(
-    form: ScaledFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False,
-    tile: EncodedTile | None = None,
-) -> None:  # fmt: skip
+    form: ScaledFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
+) -> None:
     x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
-    scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=added if bias else None, add=add, tile=tile)
+    scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=added if bias else None, add=add)
 
 
 # FP8 with a scale of all, of rows and of blocks; integers of 8 bits; of 4 bits with zeros, and in an order.
@@ -239,7 +234,6 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     for columns in (4096, 11008, 576):
         yield f"decode 12-bit {columns}", partial(decode_coded, columns)
     yield "12-bit 8", partial(multiply_coded, 8, 4096)
-    yield "12-bit 8 second", partial(multiply_coded, 8, 4096, tile=W_SECOND)
     yield "12-bit 16 ragged", partial(multiply_coded, 16, 576, bias=True, add=True)
     for form in SCALED:
         name = f"decode {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros} {form.ordered}"
@@ -251,11 +245,11 @@ def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
     ragged last step along K, of a format with blocks of 256 weights and of one with smaller ones."""
     for rows, names in ((8, tuple(FORMATS)), (16, ("Q4_K", "Q5_1", "Q6_K"))):
         for name in names:
-            yield f"gguf_linear {name} {rows}", partial(multiply_blocks, FORMATS[name], rows, 4096, 4096, BF16)
+            yield f"gguf_linear {name} {rows}", partial(multiply_blocks, FORMATS[name], rows, LARGE, 4096, BF16)
         for name, k in (("Q5_0", 544), ("Q6_K", 768)):
-            ragged = partial(multiply_blocks, FORMATS[name], rows, 4096, k, FP16, bias=True, add=True)
+            ragged = partial(multiply_blocks, FORMATS[name], rows, LARGE, k, FP16, bias=True, add=True)
             yield f"gguf_linear {name} {rows} ragged", ragged
-    yield "gguf_linear Q4_K second", partial(multiply_blocks, FORMATS["Q4_K"], 8, 4096, 4096, BF16, tile=W_SECOND)
+    yield "gguf_linear Q4_K small", partial(multiply_blocks, FORMATS["Q4_K"], 8, SMALL, 4096, BF16)
 
 
 # Every number, and those of 4 bits with every way to multiply them; all sizes of groups.
@@ -273,11 +267,10 @@ def scaled_linear_calls() -> Iterator[tuple[str, Call]]:
     for form, dtype in product(MULTIPLIED, (BF16, FP16)):
         name = f"scaled_linear {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros}"
         if dtype == BF16 or form.number == "uint4":
-            yield f"{name} {called(dtype)}", partial(multiply_numbers, form, 8, 4096, 4096, dtype)
-    second = partial(multiply_numbers, MULTIPLIED[5], 8, 4096, 4096, BF16, tile=W_SECOND)
-    yield "scaled_linear uint4 True bfloat16 second", second
+            yield f"{name} {called(dtype)}", partial(multiply_numbers, form, 8, LARGE, 4096, dtype)
+    yield "scaled_linear uint4 True bfloat16 small", partial(multiply_numbers, MULTIPLIED[5], 8, SMALL, 4096, BF16)
     for form in (MULTIPLIED[1], MULTIPLIED[5]):
-        ragged = partial(multiply_numbers, form, 16, 4096, 576, BF16, bias=True, add=True)
+        ragged = partial(multiply_numbers, form, 16, LARGE, 576, BF16, bias=True, add=True)
         yield f"scaled_linear {form.number} 16 ragged", ragged
 
 

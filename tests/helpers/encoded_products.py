@@ -11,7 +11,7 @@ from offload_runtime_kernels.linear import linear_triton
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
 # With rows of W as the first operand of the matrix units, and as the second.
-TILES = (EncodedTile(32, 2, 3, True), EncodedTile(32, 4, 3, False))
+TILES = (EncodedTile(32, 2, 3, True), EncodedTile(32, 4, 4, False))
 
 
 def products(

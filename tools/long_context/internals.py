@@ -21,6 +21,7 @@ from offload_runtime.engine.steps import StepRunner
 from offload_runtime.errors import OptionError
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
+from offload_runtime.kv.multi_card import MultiCardKVCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan.cost import usual_acceptance
 from offload_runtime.runners import DraftModel, GuessTree, ModelRunner, likely_parents
@@ -100,15 +101,17 @@ def pinned_bytes(runtime: Runtime) -> int:
 
 
 def target_cache(runtime: Runtime) -> DeviceKVCache | HostKVCache:
-    """The target's KV cache."""
+    """The target's KV cache, of a runtime with one card."""
     cache = runner_of(runtime).cache
-    assert isinstance(cache, DeviceKVCache | HostKVCache), "a target's cache is whole"
+    assert isinstance(cache, DeviceKVCache | HostKVCache), "one card's cache"
     return cache
 
 
-def bytes_written_back(cache: DeviceKVCache | HostKVCache) -> int:
+def bytes_written_back(runtime: Runtime) -> int:
     """Bytes of the KV cache that went to the host so far."""
-    return cache.writes.engine.bytes_copied if isinstance(cache, HostKVCache) else 0
+    cache = runner_of(runtime).cache
+    caches = cache.caches if isinstance(cache, MultiCardKVCache) else [cache]
+    return sum(each.writes.engine.bytes_copied for each in caches if isinstance(each, HostKVCache))
 
 
 def finish_writing_back(cache: DeviceKVCache | HostKVCache) -> None:

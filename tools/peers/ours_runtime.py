@@ -30,7 +30,6 @@ from long_context.internals import (
     runner_of,
     slot_sampling,
     steps_for,
-    target_cache,
 )
 from long_context.session import target_acceptance
 from measurement import refused
@@ -90,6 +89,7 @@ class OurOptions:
     weights: str = "auto"
     encode: str = "none"
     emulate: str | None = None
+    devices: str | None = None
 
     def __post_init__(self) -> None:
         idle = idle_options(self.has_model, self.speculation, self.draft_cache or "auto")
@@ -97,7 +97,7 @@ class OurOptions:
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
         RuntimeConfig(
-            "the target", self.draft, speculation=self.as_speculation(), tree_nodes=self.tree_nodes,
+            "the target", self.draft, device=self.devices or "auto", speculation=self.as_speculation(), tree_nodes=self.tree_nodes,
             weights=self.weights, encode=self.encode,
         )  # fmt: skip
         check_machine(None, self.emulate)
@@ -147,6 +147,7 @@ def add_our_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=WEIGHTS, help="of `ours`: how a quantised file's are kept (auto)")
     parser.add_argument("--encode", choices=ENCODE, help="of `ours`: whether bf16 is kept in 12 bits (none)")
     parser.add_argument("--emulate", help="of `ours`: a machine with a smaller card to play, by name or file")
+    parser.add_argument("--devices", help="of `ours`, instead of --device: several cards, like cuda:0,cuda:1")
     parser.add_argument(
         "--kv", choices=("auto", "gpu", "host"), default="auto",
         help="where the KV cache of `ours` lives; compare.py with host: those of the peers, too",
@@ -167,6 +168,7 @@ def our_options(arguments: argparse.Namespace) -> OurOptions:
         weights=arguments.weights or "auto",
         encode=arguments.encode or "none",
         emulate=arguments.emulate,
+        devices=arguments.devices,
     )
 
 
@@ -185,7 +187,7 @@ def load(options: PeerOptions, own: OurOptions, *, widest: int = 1) -> Runtime:
     return Runtime.load(
         options.source,
         draft=own.draft,
-        device=str(options.device),
+        device=own.devices or str(options.device),
         dtype=options.dtype_name,
         vram=options.vram_bytes,
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
@@ -245,7 +247,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
 
 def link_bytes(runtime: Runtime) -> KVTraffic:
     """Bytes so far: of all passes begun, weights included, and of what was written to the host."""
-    return KVTraffic(runner_of(runtime).streamer.bytes_begun, bytes_written_back(target_cache(runtime)))
+    return KVTraffic(runner_of(runtime).streamer.bytes_begun, bytes_written_back(runtime))
 
 
 def speculation_figures(played: Sequence[Played]) -> dict[str, Any]:
