@@ -97,8 +97,8 @@ class OurOptions:
             if getattr(self, name) is not None and name in idle:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)} does nothing {idle[name]}")
         RuntimeConfig(
-            "the target", self.draft, device=self.devices or "auto", speculation=self.as_speculation(), tree_nodes=self.tree_nodes,
-            weights=self.weights, encode=self.encode,
+            "the target", self.draft, device=self.devices or "auto", speculation=self.as_speculation(),
+            tree_nodes=self.tree_nodes, weights=self.weights, encode=self.encode,
         )  # fmt: skip
         check_machine(None, self.emulate)
         GenerationParams(gamma=self.gamma, tree_nodes=self.tree_nodes)
