@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import load_profile
+from offload_runtime.kv import KV_RING_SLOTS
 from offload_runtime.plan import (
     MachineFigures,
     Refusal,
@@ -121,13 +122,27 @@ def test_a_slower_link_gets_fewer_bytes() -> None:
 @pytest.mark.parametrize(("name", "kv"), [("llama-2-13b", "gpu"), ("llama-2-7b-128k", "host")])
 def test_where_links_bind_a_pass_takes_as_much_less_time_as_there_are_cards(name: str, kv: str, cards: int) -> None:
     """By the byte: of keys and values several cards keep more."""
-    context = 2048 if kv == "gpu" else 120_000
-    request = RuntimeConfig(model(name), "none", context=context, kv=kv, resident_layers=0, vram_bytes=8 * GB)
+    context, vram_bytes = (2048, 8 * GB) if kv == "gpu" else (120_000, 10 * GB)
+    request = RuntimeConfig(model(name), "none", context=context, kv=kv, resident_layers=0, vram_bytes=vram_bytes)
     one, several = plan_on_all(request, ONE), plan_on_all(request, replace(ONE, num_cards=cards))
     before, after = (pass_time(plan, ONE, length_tokens=context - 1, rows=1) for plan in (one, several))
     assert before.bound_by == after.bound_by == "link"
     gain = before.seconds / after.seconds * after.bytes_streamed / before.bytes_streamed
     assert 0.925 * cards <= gain <= cards * (1 + 1e-9)
+
+
+def test_a_small_ring_of_keys_and_values_lets_links_wait_for_each_other() -> None:
+    """Half a layer's are 0.98 GB. Where they have no room, as on the first of two cards, which has the embedding and
+    the head, the other link is idle once its own ring is full."""
+    request = RuntimeConfig(model("llama-2-7b-128k"), "none", context=120_000, kv="host", resident_layers=0)
+    roomy, tight = (plan_on_all(replace(request, vram_bytes=size * GB), TWO) for size in (10, 8))
+    before, after = (pass_time(plan, TWO, length_tokens=119_999, rows=1) for plan in (tight, roomy))
+    rings = [[card.kv_ring_slots for card in plan.target.cards] for plan in (tight, roomy)]
+    assert rings == [[KV_RING_SLOTS, 34], [34, 34]]
+    layer_bytes, piece_bytes = roomy.target.streamed_kv_bytes(0, 119_999), roomy.target.kv_piece_bytes
+    assert 30 * piece_bytes > layer_bytes / 2 > 29 * piece_bytes
+    assert before.link_s == pytest.approx(16 * sum(layer_bytes - slots * piece_bytes for slots in rings[0]) / 25e9)
+    assert after.link_s == max(streamed(roomy)) / 25e9 < 0.9 * before.link_s
 
 
 def test_cards_compute_one_after_the_other_and_rows_hop() -> None:

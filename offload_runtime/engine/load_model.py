@@ -20,7 +20,7 @@ from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError, VocabularyMismatchError
-from offload_runtime.kv import KV_RING_SLOTS, DeviceKVCache, HostKVCache
+from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.multi_card import MultiCardKVCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
@@ -303,7 +303,8 @@ def _connect_share(
     slots = _ring(budget, f"{name}: ring", placement.num_slots, max(layout.layer_bytes))
     scratch_bytes = layout.scratch_bytes(budget.device.type)
     scratch = budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None
-    kv_slots = _ring(budget, f"{name}: KV ring", KV_RING_SLOTS if plan.kv_layers_on_host else 0, plan.kv_piece_bytes)
+    num_kv_slots = plan.kv_ring_slots if plan.kv_layers_on_host else 0
+    kv_slots = _ring(budget, f"{name}: KV ring", num_kv_slots, plan.kv_piece_bytes)
     cache = make_cache(plan, budget, f"{name}: KV cache", one.queues.d2h, memory)
     undo.callback(cache.close)
     link_peak_gbps = _measure_link(layers_host, slots + kv_slots, one.queues.h2d, memory)

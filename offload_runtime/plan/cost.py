@@ -84,8 +84,9 @@ class PassTime:
     """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
 
     `compute_s` sums over the layers the longer of HBM and arithmetic, with `hop_s` in which rows hop from card to card.
-    `lookahead_s` of the copies fit the rings while nothing of the pass computes. `weight_bytes` and `kv_bytes` are
-    those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
+    `lookahead_s` of the copies fit the rings while nothing of the pass computes; in `alone_s` of them, of one card of
+    several, the rings of the others are full: of keys and values that its own has no room for. `weight_bytes` and
+    `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
     """
 
     weight_bytes: int
@@ -98,6 +99,7 @@ class PassTime:
     launch_s: float
     staging_s: float
     lookahead_s: float
+    alone_s: float = 0.0
     hop_s: float = 0.0
 
     @property
@@ -147,8 +149,9 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
     staged_kv_bytes = sum(streamed[layer] for layer in placement.staged_kv_layers)
     staged_bytes = target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
-    pieces = batch * sum(-(-nbytes // (batch * target.kv_piece_bytes)) for nbytes in streamed.values())
-    link_s = (weight_bytes + kv_bytes) / _link_bytes_per_s(plan, machine)
+    pieces = sum(map(target.kv_pieces, streamed.values()))
+    link_bytes_per_s = _link_bytes_per_s(plan, machine)
+    link_s = (weight_bytes + kv_bytes) / link_bytes_per_s
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
     lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
@@ -172,6 +175,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S,
         staging_s=staging_s, lookahead_s=lookahead_s,
+        alone_s=sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed.values()) / link_bytes_per_s,
     )  # fmt: skip
 
 
@@ -194,7 +198,8 @@ def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> floa
 def _pass_of_cards(cards: Sequence[PassTime], machine: MachineFigures, *, hop_s: float) -> PassTime:
     """The pass that the passes over each card's layers make together."""
     nbytes = sum(card.bytes_streamed for card in cards)
-    link_s = _bound_by_host(nbytes, max(card.link_s for card in cards), machine)
+    link_s = max(*(card.link_s for card in cards), sum(card.alone_s for card in cards))
+    link_s = _bound_by_host(nbytes, link_s, machine)
     staging_s = sum(card.staging_s for card in cards)
     copies_s = max(link_s, staging_s)
     return PassTime(

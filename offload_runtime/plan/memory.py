@@ -101,11 +101,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """What one of several cards has of a model: layers, by their numbers in the model, and where these are, numbered
-    anew."""
+    """What one of several cards has of a model: layers, by their numbers in the model, where these are, numbered anew,
+    and the slots of the ring that a cache on the host is streamed through."""
 
     layers: tuple[int, ...]
     placement: Placement
+    kv_ring_slots: int = kv.KV_RING_SLOTS
 
     def of_model(self, layers: Iterable[int]) -> tuple[int, ...]:
         """The numbers in the model of some layers of the share."""
@@ -156,6 +157,7 @@ class ModelPlan:
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
     shares: tuple[LayerShare, ...] = ()  # of the cards, where the layers are dealt out to several
+    kv_ring_slots: int = kv.KV_RING_SLOTS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,7 +185,7 @@ class ModelPlan:
         share = self.shares[card]
         config, layout = self.config.of_layers(share.layers), self.layout.of_layers(share.layers, shared=card == 0)
         return replace(
-            self, config=config, layout=layout, placement=share.placement, shares=(),
+            self, config=config, layout=layout, placement=share.placement, shares=(), kv_ring_slots=share.kv_ring_slots,
             borrowable_bytes=self.borrowable_bytes * len(share.layers) // self.config.num_layers,
         )  # fmt: skip
 
@@ -276,10 +278,22 @@ class ModelPlan:
         """A slot of the ring that a cache on the host is streamed through."""
         return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens)
 
+    def kv_pieces(self, streamed_bytes: int) -> int:
+        """Copies that bring so many bytes of a layer, of all sequences alike."""
+        return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
+
+    def kv_slots_beside(self, others: int) -> int:
+        """Slots of that ring with which the links of this card and of others are all busy. A card brings the keys and
+        values of its next layer while the others attend, one after the other, to what their links bring; of n cards
+        each needs room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
+        layers, last = range(self.config.num_layers), self.context_tokens - 1
+        pieces = max(self.kv_pieces(self.streamed_kv_bytes(layer, last)) for layer in layers)
+        return kv.KV_RING_SLOTS + -(-pieces * others // (others + 1))
+
     @property
     def kv_ring_bytes(self) -> int:
         """All slots of that ring."""
-        return kv.KV_RING_SLOTS * self.kv_piece_bytes
+        return self.kv_ring_slots * self.kv_piece_bytes
 
     @property
     def prefill_workspace_bytes(self) -> int:

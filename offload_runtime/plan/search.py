@@ -25,7 +25,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
 from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv import kv_cache_bytes
+from offload_runtime.kv import KV_RING_SLOTS, kv_cache_bytes
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import (
@@ -612,13 +612,16 @@ class _Partitioner:
         return found
 
     def _placed(self, card: RunPlan) -> _CardLoad:
-        try:
-            best = min(self._ways(card), key=lambda way: way.streamed_bytes)
-        except BudgetError:
-            least, limit_bytes = _least_placed(card, card.request.resident_layers or 0), card.limits.device_bytes
-            assert limit_bytes is not None
-            return _CardLoad(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
-        return _CardLoad(best, best.streamed_bytes / card.limits.link_ratio)
+        """Beside a ring with which the links of all cards are busy or, where that is too much, the least one."""
+        slots = card.target.kv_slots_beside(self._plan.limits.num_cards - 1) if card.target.on_host else KV_RING_SLOTS
+        for each in (slots, KV_RING_SLOTS):
+            with suppress(BudgetError):
+                ways = self._ways(card.with_target(replace(card.target, kv_ring_slots=each)))
+                best = min(ways, key=lambda way: way.streamed_bytes)
+                return _CardLoad(best, best.streamed_bytes / card.limits.link_ratio)
+        least, limit_bytes = _least_placed(card, card.request.resident_layers or 0), card.limits.device_bytes
+        assert limit_bytes is not None
+        return _CardLoad(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
 
 
 def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
@@ -646,8 +649,9 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         short, limit_bytes = best[giver].plan, best[giver].plan.limits.device_bytes
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
-    placed = zip(interleaved(counts), best, strict=True)
-    return plan.with_shares([LayerShare(layers, one.plan.placement) for layers, one in placed])
+    targets = [card.plan.target for card in best]
+    placed = zip(interleaved(counts), targets, strict=True)
+    return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
 
 
 def _better_partitions(
