@@ -31,7 +31,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights.encoding import DTYPE_KINDS
 
-_OF_OURS = ("windows", "passes", "weights", "encode", "emulate", "devices", "scripted", "scripted_window")
+_OF_OURS = ("windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window")
 SYSTEMS = {
     "ours": System("ours_runtime.py", ("--draft", "none"), takes=_OF_OURS),
     "deepspeed": COMPARED["deepspeed"],
@@ -143,6 +143,7 @@ def make_parser() -> harness.Parser:
     parser.add_argument("--passes", type=int, default=8, help="of ours: timed passes of each")
     parser.add_argument("--weights", choices=WEIGHTS, help="of ours: how quantised weights are kept (auto)")
     parser.add_argument("--encode", choices=ENCODE, help="of ours: whether bf16 is kept in 12 bits (none)")
+    parser.add_argument("--kv", choices=("auto", "gpu", "host"), help="of ours: where the KV cache lives (auto)")
     parser.add_argument("--emulate", help="of ours: a machine with a smaller card to play, by name or file")
     parser.add_argument("--devices", help="of ours, instead of --device: several cards, like cuda:0,cuda:1")
     parser.add_argument("--scripted", help="of ours: tokens a pass that a script has right, like 10,15")

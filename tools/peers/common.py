@@ -304,7 +304,10 @@ def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSo
         ).as_source()  # fmt: skip
     if arguments.noise is not None:
         raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
-    return random_source(shape, layers=layers, seed=arguments.seed, device=device, stored=stored)
+    long_tokens = 2 * (arguments.prompt_tokens or 0)  # with room for answers and windows
+    return random_source(
+        shape, layers=layers, seed=arguments.seed, device=device, context_tokens=long_tokens, stored=stored
+    )
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:

@@ -72,7 +72,7 @@ def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int
     runner.cache.truncate(0, 0)
     runner.prefill(0, list(prompt))
     window = Window(tuple(islice(cycle(prompt), width)))
-    passes_s, launches_s, before_s = list[float](), list[float](), 0.0
+    passes_s, launches_s, before_s, before_bytes = list[float](), list[float](), 0.0, 0
     for number in range(_WARMUP_PASSES + passes):
         launched_s = time.perf_counter()
         logits = runner.verify([window], [0])
@@ -83,11 +83,14 @@ def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int
         if number >= _WARMUP_PASSES:
             passes_s.append(ended_s - before_s)
             launches_s.append(launch_s)
+        else:
+            before_bytes = runner.streamer.bytes_begun
         before_s = ended_s
     pass_s, launch = percentiles(passes_s), percentiles(launches_s)
-    gbps = runner.streamer.bytes_per_pass / pass_s.median / GB
+    pass_bytes = (runner.streamer.bytes_begun - before_bytes) / passes  # of weights, keys and values
+    gbps = pass_bytes / pass_s.median / GB
     return {
-        "window_tokens": width, "pass_s": pass_s.as_dict(), "host_launch_s": launch.as_dict(),
+        "window_tokens": width, "pass_bytes": pass_bytes, "pass_s": pass_s.as_dict(), "host_launch_s": launch.as_dict(),
         "host_launch_share": launch.median / pass_s.median, "link_gbps": gbps, "link_peak_gbps": peak_gbps,
         "link_share": gbps / peak_gbps if peak_gbps else None,
         **predicted_pass(runtime, len(prompt), width, pass_s.median),
