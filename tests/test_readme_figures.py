@@ -95,9 +95,30 @@ def stored_weights() -> Iterator[str]:
     found = [ours(f"resident-8b-{name}-h200") for name in ("bf16", "q4-k-m", "q8-0")]
     yield f"plain decoding says {in_words(row['tok_per_s'] for row in found)} tokens/s with "
     yield f"{in_words(row['peak_vram_bytes']['driver'] / 1e9 for row in found)} GB of the card"
-    wide = (next(w for w in row["windows"] if w["window_tokens"] == 16)["pass_s"]["median"] for row in found)
+    wide = (next(w for w in row["windows"] if w["window_tokens"] == 8)["pass_s"]["median"] for row in found)
     yield f"tokens take {in_words(1e3 * seconds for seconds in wide)} ms"
     yield f"at {percent(share_of_copies(found[1]), 0)} of the bandwidth of copies"
+
+
+def cards() -> Iterator[str]:
+    names = ("one", "two", "one-emulated", "two-emulated")
+    one, two, one_played, two_played = rows = [ours(f"cards-13b-{name}-h200") for name in names]
+    assert one["tokens"] == two["tokens"] == one_played["tokens"] == two_played["tokens"]
+    for row in rows:
+        passes_s, shares = ({w["pass_s"]["median"] for w in row["windows"]}, {w["link_share"] for w in row["windows"]})
+        gbps = row["windows"][0]["link_peak_gbps"]
+        links = f"{gbps:.1f}" if row["settings"]["emulate"] is None else f"{gbps:.0f}"
+        times, predicted = between(passes_s, 3), f"{row['windows'][0]['predicted_s']:.3f}"
+        busy = between({min(100.0, 100 * share) for share in shares}, 1).replace("100.0", "100")
+        said = f"{row['tok_per_s']:.3f}".rstrip("0") if row["settings"]["emulate"] else f"{row['tok_per_s']:.2f}"
+        yield f"| {links} | {times} | {predicted} | {busy} % | {said}"
+    first, second = (row["windows"][0]["pass_s"]["median"] for row in (one, two))
+    yield f"Two cards take {second / first:.2f} of one card's time for a pass and say the same tokens"
+
+
+def between(values: set[float], digits: int) -> str:
+    """The smallest and the largest, or what both are."""
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values))))
 
 
 def share_of_copies(row: Any) -> float:
@@ -509,6 +530,7 @@ def turns() -> Iterator[str]:
         attention_kernels,
         streaming,
         stored_weights,
+        cards,
         long_context,
         on_chip,
         steps,
