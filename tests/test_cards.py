@@ -100,6 +100,14 @@ def answers(runtime: Runtime) -> list[list[int]]:
     return said
 
 
+def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
+    """A machine to play, of two cards."""
+    return MachineProfile(
+        "slow", "made up", 2, 10**9, gpu_name="slow", vram_bytes=vram_bytes, link_gbps=gbps, link_back_gbps=gbps,
+        hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 786 kB a layer, in pieces of 49 kB that take 12 ms: with room for four of them a pass takes 1.5 x as long."""
@@ -108,15 +116,49 @@ def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path, monkeypatc
     model = write_checkpoint(tmp_path / "model", num_layers=4, context=4352)
     with load(model, **options) as runtime:
         needed_bytes = runtime.plan.device_bytes  # of one card: without a limit all keys and values stay on the host
-    played = MachineProfile(
-        "slow", "made up", 2, 10**9, gpu_name="slow", vram_bytes=needed_bytes, link_gbps=0.004, link_back_gbps=0.004,
-        hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
-    )  # fmt: skip
+    played = slow_link(needed_bytes, 0.004)
     with load(model, (0, 1, 0, 1), emulate=played, **options) as runtime:
         stats = runtime.generate([7] * 4100, max_new_tokens=5, ignore_eos=True).stats
         least_s = 4 / 2 * 16 * runtime.plan.target.kv_piece_bytes / 0.004e9
     assert stats.measured_s_per_pass is not None
     assert 0.9 * least_s <= stats.measured_s_per_pass <= 1.15 * least_s
+
+
+def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:
+    """Of five layers, of which each takes its link 16 ms, three are on the first card: the second link pauses."""
+    path, options = tmp_path / "trace.json", {"draft": "none", "resident_layers": 0}
+    with load(target, **options) as runtime:
+        needed_bytes, weight_bytes = runtime.plan.device_bytes, runtime.plan.streamed_bytes
+    played = slow_link(needed_bytes, 0.005)
+    with load(target, DEALS[0], emulate=played, trace=path, **options) as runtime:
+        stats = runtime.generate(PROMPT, max_new_tokens=25, ignore_eos=True).stats
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault(event["cat"], []).append((event["ts"] / 1e6, event["dur"] / 1e6))
+    prompt, *passes = rows["passes"]
+    begin_s, end_s = passes[0][0], sum(passes[-1])
+
+    def busy_s(row: str) -> float:
+        return sum(seconds for start_s, seconds in rows[row] if begin_s <= start_s < end_s)
+
+    assert stats.measured_s_per_pass and stats.link_gbps and stats.link_idle_share
+    seconds = len(passes) * stats.measured_s_per_pass
+    assert stats.bytes_per_pass == weight_bytes
+    assert stats.link_gbps * stats.measured_s_per_pass == pytest.approx(weight_bytes / 1e9)
+    first, second = (1 - busy_s(row) / seconds for row in ("link", "link of card 1"))
+    assert second - first > 0.2
+    # The counters are read between passes: a copy at either end may be in or out.
+    assert stats.link_idle_share == pytest.approx((first + second) / 2, abs=0.08)
+    waited = [
+        seconds
+        for row in ("stalls", "stalls of card 1")
+        for start_s, seconds in rows[row]
+        if start_s > prompt[0] + prompt[1]
+    ]
+    assert min(busy_s("stalls"), busy_s("stalls of card 1")) > 0 and stats.stall_s == pytest.approx(
+        sum(waited), rel=0.01
+    )
 
 
 @pytest.mark.few(4)
