@@ -79,6 +79,9 @@ def test_a_picture_says_what_is_what(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert word in words
     assert not {"weights for this pass", "link back", "verify 3: 10 tokens, 3 accepted"} & set(words)
+    two = {**about, "cards": [{"device": f"cuda:{card}", "device_name": f"card {card}"} for card in (0, 1)]}
+    told = trace_spans.read_trace(write_made_up(tmp_path / "two.json.gz", about=two)).machine()
+    assert told == "card 0 and card 1, bfloat16"
     told = trace_spans.read_trace(write_made_up(tmp_path / "older.json.gz", about={"emulated": "rtx4090"})).machine()
     assert told == "emulating rtx4090"
     assert trace_spans.read_trace(write_made_up(tmp_path / "silent.json.gz", about={})).machine() == ""
@@ -107,6 +110,7 @@ def test_each_card_has_a_link_and_a_target(target: Path, tmp_path: Path, capsys:
     with Runtime.load(target, device="cpu,cpu", draft="none", resident_layers=0, trace=path) as runtime:
         runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
         numbers = [share.layers for share in runtime.plan.target.shares]
+    assert trace_spans.read_trace(path).machine().startswith("cpu and cpu, float32; 0 of 5 layers")
     ways = ["--passes", "2-4", "--title", "two cards"]
     assert timeline.main([str(path), *ways, "--out", str(out), "--cut", str(cut)]) == 0
     words, printed = words_of(out).splitlines(), capsys.readouterr().out.splitlines()

@@ -66,6 +66,9 @@ class TraceFile:
             emulated = [f"emulating {self.about['emulated']}"]
         dtype = str(self.about.get("dtype", "")).removeprefix("torch.")
         device = self.about.get("device_name") or self.about.get("device") or ""
+        cards = [card["device_name"] or card["device"] for card in self.about.get("cards", ())]
+        if len(cards) > 1:
+            device = " and ".join(cards)
         return "; ".join(part for part in (", ".join(filter(None, (device, dtype))), *emulated, told[0]) if part)
 
 
