@@ -14,7 +14,7 @@ import torch
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import load_runtime
+from offload_runtime.engine.load import choose_devices, load_runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.kv import host_io
@@ -308,6 +308,26 @@ def test_rows_cross_page_locked_memory() -> None:
 def test_names_that_are_no_cards_are_refused(target: Path, device: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device=device)
+
+
+def test_gpus_of_different_kinds_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = ["RTX 4090", "RTX 3090", "RTX 4090"]
+    for name, answer in (("is_available", lambda: True), ("device_count", lambda: 3)):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[getattr(device, "index", device)])
+    for device, warned in (
+        ("cuda:0,cuda:1,cuda:2", True),
+        ("cuda:0,cuda:2", False),
+        ("auto", False),
+        ("cuda:1", False),
+    ):
+        caplog.clear()
+        chosen = choose_devices(RuntimeConfig("model", device=device), None)
+        assert len(chosen) == {"auto": 2}.get(device, device.count(",") + 1)
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+        assert not warned or caplog.messages[0].startswith("RTX 3090 and RTX 4090: GPUs of different kinds round")
 
 
 # --- GPUs
