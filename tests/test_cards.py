@@ -4,18 +4,20 @@ card, and nobody who works for one touches another's tensors."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices, load_runtime
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.kv import host_io
 from offload_runtime.memory import Card, LayerPartition, from_host, hop, on_card, to_host
@@ -217,6 +219,20 @@ def test_what_cannot_be_locked_is_staged_on_each_card(target: Path, watch: CardW
         assert answers(runtime) == expected
         assert runtime.parts.target.pageable_bytes > 0
     assert not registrar.locked and set(watch.touched) == {0, 1}
+
+
+def test_keys_and_values_of_all_cards_must_fit_the_host(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for those of each card, and not for those of both."""
+    tokens = [7] * 300
+    with load(target, DEALS[0], draft="none", kv="host") as runtime:
+        needed_bytes = runtime.plan.target.host_kv_bytes
+        there = psutil.virtual_memory()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: there._replace(available=needed_bytes - 1))
+        said = rf"could not grow by {re.escape(format_bytes(needed_bytes))} .*: shorten the prompt"
+        with pytest.raises(BudgetError, match=said):
+            runtime.generate(tokens, max_new_tokens=2)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: there._replace(available=needed_bytes))
+        assert len(runtime.generate(tokens, max_new_tokens=2, ignore_eos=True).tokens) == 2
 
 
 def test_an_interrupted_turn_leaves_all_cards_alike(target: Path) -> None:
