@@ -32,6 +32,7 @@ MOST_SPANS = 1_000_000
 # Of so many attempts to catch host and device at one moment the tightest counts.
 _ALIGNMENTS = 5
 _WAY_OUT = "name another place with --trace"
+_OF_CARD = " of card "
 
 
 class CudaClock:
@@ -234,6 +235,19 @@ class TraceRecorder:
         for other in self._others:
             other.settle()
 
+    def position(self) -> tuple[int, ...]:
+        """How many spans there are of each card so far, those included whose marks are past; never waits."""
+        self.settle()
+        return tuple(len(one.spans) for one in (self, *self._others))
+
+    def since(self, position: Sequence[int]) -> list[Span]:
+        """The spans of all cards behind a `position`, in the rows of one card. Those of several cards are put on one
+        clock, the host's, which waits for their current streams."""
+        if not self._others:
+            return self.spans[position[0] :]
+        cards = zip((self, *self._others), position, strict=True)
+        return [span for one, start in cards for span in _on_host(one.spans[start:], one._clock.to_host())]
+
     def finish(self) -> Trace:
         """Wait for the device, read what is left and put everything on the host's clock."""
         try:
@@ -242,10 +256,7 @@ class TraceRecorder:
         except torch.AcceleratorError:  # what the device did before it failed is what the trace is for
             to_host = self._clock.to_host(wait=False)
         dropped = self._dropped + sum(map(len, self._open.values()))
-        spans = [
-            span._replace(start_s=to_host(span.start_s), end_s=to_host(span.end_s)) if span.on_device else span
-            for span in self.spans
-        ]
+        spans = _on_host(self.spans, to_host)
         for number, other in enumerate(self._others, 1):
             found = other.finish()
             spans += [span._replace(row=row_of_card(span.row, number)) for span in found.spans]
@@ -259,9 +270,23 @@ class TraceRecorder:
             self._dropped += 1
 
 
+def _on_host(spans: Iterable[Span], to_host: Callable[[float], float]) -> list[Span]:
+    """The same with all seconds on the host's clock."""
+    return [
+        span._replace(start_s=to_host(span.start_s), end_s=to_host(span.end_s)) if span.on_device else span
+        for span in spans
+    ]
+
+
 def row_of_card(row: str, number: int) -> str:
     """What a row is called that is of one of several cards: its plain name is of the first."""
-    return f"{row} of card {number}" if number else row
+    return f"{row}{_OF_CARD}{number}" if number else row
+
+
+def card_of_row(row: str) -> tuple[str, int]:
+    """The way back: a row's plain name and the number of its card."""
+    plain, _, number = row.partition(_OF_CARD)
+    return plain, int(number or 0)
 
 
 # What is copied: `weights` of (layer,), or `kv` of (layer, sequence, first block).

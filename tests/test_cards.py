@@ -4,18 +4,20 @@ card, and nobody who works for one touches another's tensors."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import load_runtime
-from offload_runtime.errors import OptionError
+from offload_runtime.engine.load import choose_devices, load_runtime
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.kv import host_io
 from offload_runtime.memory import Card, LayerPartition, from_host, hop, on_card, to_host
@@ -100,6 +102,14 @@ def answers(runtime: Runtime) -> list[list[int]]:
     return said
 
 
+def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
+    """A machine to play, of two cards."""
+    return MachineProfile(
+        "slow", "made up", 2, 10**9, gpu_name="slow", vram_bytes=vram_bytes, link_gbps=gbps, link_back_gbps=gbps,
+        hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 786 kB a layer, in pieces of 49 kB that take 12 ms: with room for four of them a pass takes 1.5 x as long."""
@@ -108,15 +118,49 @@ def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path, monkeypatc
     model = write_checkpoint(tmp_path / "model", num_layers=4, context=4352)
     with load(model, **options) as runtime:
         needed_bytes = runtime.plan.device_bytes  # of one card: without a limit all keys and values stay on the host
-    played = MachineProfile(
-        "slow", "made up", 2, 10**9, gpu_name="slow", vram_bytes=needed_bytes, link_gbps=0.004, link_back_gbps=0.004,
-        hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
-    )  # fmt: skip
+    played = slow_link(needed_bytes, 0.004)
     with load(model, (0, 1, 0, 1), emulate=played, **options) as runtime:
         stats = runtime.generate([7] * 4100, max_new_tokens=5, ignore_eos=True).stats
         least_s = 4 / 2 * 16 * runtime.plan.target.kv_piece_bytes / 0.004e9
     assert stats.measured_s_per_pass is not None
     assert 0.9 * least_s <= stats.measured_s_per_pass <= 1.15 * least_s
+
+
+def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:
+    """Of five layers, of which each takes its link 16 ms, three are on the first card: the second link pauses."""
+    path, options = tmp_path / "trace.json", {"draft": "none", "resident_layers": 0}
+    with load(target, **options) as runtime:
+        needed_bytes, weight_bytes = runtime.plan.device_bytes, runtime.plan.streamed_bytes
+    played = slow_link(needed_bytes, 0.005)
+    with load(target, DEALS[0], emulate=played, trace=path, **options) as runtime:
+        stats = runtime.generate(PROMPT, max_new_tokens=25, ignore_eos=True).stats
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault(event["cat"], []).append((event["ts"] / 1e6, event["dur"] / 1e6))
+    prompt, *passes = rows["passes"]
+    begin_s, end_s = passes[0][0], sum(passes[-1])
+
+    def busy_s(row: str) -> float:
+        return sum(seconds for start_s, seconds in rows[row] if begin_s <= start_s < end_s)
+
+    assert stats.measured_s_per_pass and stats.link_gbps and stats.link_idle_share
+    seconds = len(passes) * stats.measured_s_per_pass
+    assert stats.bytes_per_pass == weight_bytes
+    assert stats.link_gbps * stats.measured_s_per_pass == pytest.approx(weight_bytes / 1e9)
+    first, second = (1 - busy_s(row) / seconds for row in ("link", "link of card 1"))
+    assert second - first > 0.2
+    # The counters are read between passes: a copy at either end may be in or out.
+    assert stats.link_idle_share == pytest.approx((first + second) / 2, abs=0.08)
+    waited = [
+        seconds
+        for row in ("stalls", "stalls of card 1")
+        for start_s, seconds in rows[row]
+        if start_s > prompt[0] + prompt[1]
+    ]
+    assert min(busy_s("stalls"), busy_s("stalls of card 1")) > 0 and stats.stall_s == pytest.approx(
+        sum(waited), rel=0.01
+    )
 
 
 @pytest.mark.few(4)
@@ -175,6 +219,20 @@ def test_what_cannot_be_locked_is_staged_on_each_card(target: Path, watch: CardW
         assert answers(runtime) == expected
         assert runtime.parts.target.pageable_bytes > 0
     assert not registrar.locked and set(watch.touched) == {0, 1}
+
+
+def test_keys_and_values_of_all_cards_must_fit_the_host(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for those of each card, and not for those of both."""
+    tokens = [7] * 300
+    with load(target, DEALS[0], draft="none", kv="host") as runtime:
+        needed_bytes = runtime.plan.target.host_kv_bytes
+        there = psutil.virtual_memory()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: there._replace(available=needed_bytes - 1))
+        said = rf"could not grow by {re.escape(format_bytes(needed_bytes))} .*: shorten the prompt"
+        with pytest.raises(BudgetError, match=said):
+            runtime.generate(tokens, max_new_tokens=2)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: there._replace(available=needed_bytes))
+        assert len(runtime.generate(tokens, max_new_tokens=2, ignore_eos=True).tokens) == 2
 
 
 def test_an_interrupted_turn_leaves_all_cards_alike(target: Path) -> None:
@@ -266,6 +324,26 @@ def test_rows_cross_page_locked_memory() -> None:
 def test_names_that_are_no_cards_are_refused(target: Path, device: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device=device)
+
+
+def test_gpus_of_different_kinds_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = ["RTX 4090", "RTX 3090", "RTX 4090"]
+    for name, answer in (("is_available", lambda: True), ("device_count", lambda: 3)):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[getattr(device, "index", device)])
+    for device, warned in (
+        ("cuda:0,cuda:1,cuda:2", True),
+        ("cuda:0,cuda:2", False),
+        ("auto", False),
+        ("cuda:1", False),
+    ):
+        caplog.clear()
+        chosen = choose_devices(RuntimeConfig("model", device=device), None)
+        assert len(chosen) == {"auto": 2}.get(device, device.count(",") + 1)
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+        assert not warned or caplog.messages[0].startswith("RTX 3090 and RTX 4090: GPUs of different kinds round")
 
 
 # --- GPUs

@@ -137,7 +137,7 @@ def test_the_commands_emulate(target: Path) -> None:
     assert verified.exit_code == 0, verified.stderr
     assert json.loads(verified.stdout)["emulated"] == "toy"
     checked.remove("--json")
-    assert CliRunner().invoke(app, checked).stdout.endswith("\non an emulated toy\n")
+    assert CliRunner().invoke(app, checked).stdout.endswith("\non cpu, emulating toy, in float32\n")
 
 
 @pytest.mark.gpu

@@ -251,6 +251,12 @@ def test_ours_says_its_windows_and_the_acceptance_of_every_level(two_layer_targe
     assert found["tokens"] == plain["tokens"] and plain["notes"] == []
 
 
+def test_ours_names_the_cards_that_it_ran_on(two_layer_target: Path) -> None:
+    own = OurOptions(draft="none", speculation="auto", gamma=None, tree_nodes=None, kv="auto", devices="cpu,cpu")
+    machine = measure_ours(two_layer_target, own)["machine"]
+    assert machine["device"] == "cpu" and machine["cards"] == [{"device": "cpu"}] * 2
+
+
 def test_options_of_transformers_are_refused_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert ours_runtime.main(["--shape", "tiny", "--device", "cpu", "--prefill-chunk", "4"]) == 2
     assert "--prefill-chunk are transformers'" in capsys.readouterr().err
@@ -264,6 +270,7 @@ def test_options_of_transformers_are_refused_by_ours(capsys: pytest.CaptureFixtu
         (["--budget-tokens", "66", "--speculation", "triforce"], "not made of whole chunks"),
         (["--systems", "accelerate", "--budget-tokens", "64"], "--budget-tokens is for none of accelerate"),
         (["--systems", "ours", "--prefill-chunk", "64"], "--prefill-chunk is for none of ours"),
+        (["--systems", "accelerate", "--devices", "cpu,cpu"], "--devices is for none of accelerate"),
     ],
 )
 def test_compare_refuses_options_that_nothing_would_use(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -258,6 +259,11 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
         assert card.device_bytes <= card.limits.device_bytes <= machine.vram_bytes
     assert plan.device_bytes == sum(card.device_bytes for card in plan.cards)
     assert plan.streamed_bytes == sum(card.streamed_bytes for card in plan.cards)
+    host = Counter[str]()
+    for card in plan.cards:
+        host.update({part.name: part.nbytes for part in card.host})
+    host["Python and libraries"] //= cards  # once for all
+    assert host == {part.name: part.nbytes for part in plan.host}
     assert plan.host_bytes <= machine.ram_bytes
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
     assert request.pinned_bytes is None or plan.pinned_bytes <= request.pinned_bytes

@@ -12,6 +12,7 @@ import pytest
 import timeline
 import trace_spans
 
+from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
@@ -78,6 +79,9 @@ def test_a_picture_says_what_is_what(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert word in words
     assert not {"weights for this pass", "link back", "verify 3: 10 tokens, 3 accepted"} & set(words)
+    two = {**about, "cards": [{"device": f"cuda:{card}", "device_name": f"card {card}"} for card in (0, 1)]}
+    told = trace_spans.read_trace(write_made_up(tmp_path / "two.json.gz", about=two)).machine()
+    assert told == "card 0 and card 1, bfloat16"
     told = trace_spans.read_trace(write_made_up(tmp_path / "older.json.gz", about={"emulated": "rtx4090"})).machine()
     assert told == "emulating rtx4090"
     assert trace_spans.read_trace(write_made_up(tmp_path / "silent.json.gz", about={})).machine() == ""
@@ -99,6 +103,54 @@ def test_passes_are_drawn_with_their_totals(trace: Path, tmp_path: Path, capsys:
     assert "verify 2 to verify 4" in words_of_title(trace, tmp_path)
     assert timeline.main([str(trace), "--passes", "0", "--out", str(out)]) == 0
     assert "prefill 0 of trace.json" in words_of(out)
+
+
+def test_each_card_has_a_link_and_a_target(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out, cut = tmp_path / "cards.json", tmp_path / "cards.svg", tmp_path / "cut.json.gz"
+    with Runtime.load(target, device="cpu,cpu", draft="none", resident_layers=0, trace=path) as runtime:
+        runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+        numbers = [share.layers for share in runtime.plan.target.shares]
+    assert trace_spans.read_trace(path).machine().startswith("cpu and cpu, float32; 0 of 5 layers")
+    ways = ["--passes", "2-4", "--title", "two cards"]
+    assert timeline.main([str(path), *ways, "--out", str(out), "--cut", str(cut)]) == 0
+    words, printed = words_of(out).splitlines(), capsys.readouterr().out.splitlines()
+    labels = [f"{row}, card {card}" for card in (0, 1) for row in ("link to the GPU", "target")]
+    assert [word for word in words if word in ("passes", "link to the GPU", "target", *labels)] == ["passes", *labels]
+    for card in (0, 1):
+        (line,) = [line for line in printed if line.startswith(f"card {card}: link ")]
+        assert line in words and "GB/s, idle " in line
+    events = trace_spans.read_trace(path).events
+    for card, layers in enumerate(numbers):
+        own = trace_spans.of_card(events, card)
+        assert {one.args["layer"] for one in own if one.row in ("link", "compute") and "layer" in one.args} == {*layers}
+        # Of every copy is known which pass it is for, by the layers of its card.
+        window = (0.0, max(event.end_s for event in events))
+        assert {"weights for this pass", "weights for the next pass"} & {*timeline.bars_of("link", own, window)}
+    assert timeline.main([str(cut), *ways, "--out", str(tmp_path / "cut.svg")]) == 0
+    assert words_of(tmp_path / "cut.svg") == words_of(out)
+
+
+def test_the_totals_of_a_card_are_of_its_own_link() -> None:
+    event = trace_spans.Event
+    passes = [event("passes", "verify 1", 10.0, 14.0, {"pass": 1, "kind": "verify", "tokens": [1]})]
+    events = [
+        *passes,
+        event("draft", "propose", 9.0, 10.0, {}),
+        event("link", "weights of layer 0", 10.0, 13.0, {"bytes": 300, "kind": "weights"}),
+        event("link", "weights of layer 1", 9.5, 10.5, {"bytes": 50, "kind": "weights"}, 1),
+        event("compute", "layer 0", 10.0, 11.0, {"layer": 0}),
+        event("compute", "layer 1", 11.0, 13.0, {"layer": 1}, 1),
+        event("stalls", "wait for the link", 12.0, 12.5, {}, 1),
+    ]
+    totals = trace_spans.totals_of(events, passes, (9.0, 14.0))
+    card = trace_spans.CardTotals
+    assert totals.cards == (card(300.0, 3.0, 1.0, 0.0), card(50.0, 1.0, 1.5, 0.5))
+    assert totals.hidden_draft_s == 0.5  # behind the second card's copy
+    assert totals.caption().splitlines()[:3] == [
+        "5000 ms",
+        "card 0: link 300 B at 1e-07 GB/s, idle 40.0 %; compute 20.0 %; stalls 0.0 %",
+        "card 1: link 50 B at 5e-08 GB/s, idle 80.0 %; compute 30.0 %; stalls 10.0 %",
+    ]
 
 
 def words_of_title(trace: Path, tmp_path: Path) -> str:
@@ -185,10 +237,11 @@ def test_totals_are_those_of_the_trace(trace: Path) -> None:
     passes = [event for event in events if event.row == "passes"]
     everything = trace_spans.totals_of(events, passes, (0.0, max(event.end_s for event in events)))
     copies = [event for event in events if event.row == "link"]
-    assert everything.link_bytes == pytest.approx(sum(event.args["bytes"] for event in copies))
-    assert everything.link_s == pytest.approx(sum(event.end_s - event.start_s for event in copies))
+    (card,) = everything.cards
+    assert card.link_bytes == pytest.approx(sum(event.args["bytes"] for event in copies))
+    assert card.link_s == pytest.approx(sum(event.end_s - event.start_s for event in copies))
     layers = sum(event.end_s - event.start_s for event in events if event.row == "compute")
-    assert 0 < everything.compute_s <= layers < everything.seconds
+    assert 0 < card.compute_s <= layers < everything.seconds
     assert everything.checked_tokens == sum(sum(one.args["tokens"]) for one in passes)
     # No pass hides drafting on a CPU; copies, which have a thread, may.
     assert 0 <= everything.hidden_draft_s <= everything.draft_s and everything.draft_s > 0
@@ -212,8 +265,8 @@ def test_totals_are_clipped_and_counted_once() -> None:
     assert window == (9.0, 14.0)
     totals = trace_spans.totals_of(events, passes, window)
     assert totals == trace_spans.Totals(
-        seconds=5.0, link_bytes=400.0, link_s=4.0, compute_s=1.5, stall_s=0.5, draft_s=1.5, hidden_draft_s=1.5,
-        checked_tokens=4, accepted_tokens=2,
+        seconds=5.0, cards=(trace_spans.CardTotals(link_bytes=400.0, link_s=4.0, compute_s=1.5, stall_s=0.5),),
+        draft_s=1.5, hidden_draft_s=1.5, checked_tokens=4, accepted_tokens=2,
     )  # fmt: skip
     assert "idle 20.0 %; compute 30.0 %; stalls 10.0 %\ndrafting 30.0 %, 100 % hidden" in totals.caption()
 

@@ -242,8 +242,11 @@ def test_the_link_is_idle_while_it_carries_nothing(target: Path, tmp_path: Path)
     assert stats.link_idle_share == pytest.approx(1 - total_s(copied) / decoding_s, abs=slack)
 
 
-def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
-    recorder = TraceRecorder(torch.device("cpu"))
+@pytest.mark.parametrize("card", [0, 1])
+def test_drafting_is_hidden_as_far_as_a_pass_or_a_link_is_at_work(card: int) -> None:
+    device = torch.device("cpu")
+    recorder = TraceRecorder(device)
+    of_card = recorder.of_card(card, device)
     parts = SimpleNamespace(
         target=SimpleNamespace(
             copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0,
@@ -260,7 +263,7 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_the_link_is_at_work() -> None:
     recorder.add("passes", "verify 2", 17.0, 18.0, {})
     recorder.settle()
     assert meter.hidden_draft_share() == pytest.approx(0.25)
-    recorder.add("link", "weights of layer 0", 13.5, 15.0, {})
+    of_card.add("link", "weights of layer 0", 13.5, 15.0, {})
     recorder.settle()
     assert meter.hidden_draft_share() == pytest.approx(0.5)
 

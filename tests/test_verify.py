@@ -18,7 +18,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.verify import one_card_config, read_prompts, report_tables, verdict_line
+from offload_runtime.cli.verify import describe_machine, one_card_config, read_prompts, report_tables, verdict_line
 from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -256,6 +256,12 @@ def test_the_command_says_exact(target: Path, draft: Path, tmp_path: Path) -> No
     assert min(fit["p_value"] for fit in record["fit"]) > record["fit_level"] == 1e-4 / len(record["fit"])
 
 
+def test_a_report_names_every_card() -> None:
+    cards = [{"device": f"cuda:{number}", "device_name": "NVIDIA H200"} for number in (0, 2)]
+    record = {"cards": cards, "driver": "580.1", "emulated": None, "dtype": "bfloat16"}
+    assert describe_machine(record) == "on cuda:0 (NVIDIA H200) and cuda:2 (NVIDIA H200), driver 580.1, in bfloat16"
+
+
 class Misreading(Runtime):
     """One that is loaded with a defect."""
 
@@ -281,7 +287,8 @@ def test_several_cards_are_compared_with_the_first_alone(target: Path) -> None:
     result = run(target, "--json", "--devices", "cpu,cpu", "--vram", "400MB,300MB")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert (record["verdict"], record["cards"]) == ("exact", 2) and "dealt out to 2 cards" in record["placement"]
+    assert record["verdict"] == "exact" and "dealt out to 2 cards" in record["placement"]
+    assert record["cards"] == [{"device": "cpu", "device_name": None}] * 2
     runs = [run for run in record["identity"] if run["proposer"] == "on one card"]
     assert {run["prompt"] for run in runs} == {"prose", "code", "repetition"} and len(runs) == 3 * 2
     assert {run["finding"]["verdict"] for run in runs} == {"identical"}

@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace, forget: Forget) -> dict[str, Any]:
             "planned_loading": {part.name: part.nbytes for part in plan.loading},
             "planned_host": {part.name: part.nbytes for part in plan.host},
             "placement": runtime.placement, "load_report": runtime.load_report,
-            "settings": harness.settings_of(options), **provenance(runtime.device, commit=options.commit),
+            "settings": harness.settings_of(options), **provenance(*runtime.devices, commit=options.commit),
         }  # fmt: skip
 
 

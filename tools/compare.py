@@ -59,7 +59,7 @@ from offload_runtime.weights import fetch_demo_model
 # Options that only some systems take, and that must not be given where none of them is asked for.
 _OF_SOME = (
     "draft", "context", "speculation", "gamma", "tree_nodes", "budget_tokens", "draft_cache", "assistant_tokens",
-    "prefill_chunk", "weights", "encode", "emulate",
+    "prefill_chunk", "weights", "encode", "emulate", "devices",
 )  # fmt: skip
 
 

@@ -240,15 +240,21 @@ def pcie_info(index: int) -> dict[str, Any]:
         pynvml.nvmlShutdown()
 
 
-def machine_info(device: torch.device) -> dict[str, Any]:
-    """Host and, for a CUDA device, the GPU: names, cores, bytes of memory, driver, link."""
+def machine_info(*devices: torch.device) -> dict[str, Any]:
+    """Host and, for CUDA devices, the GPUs: names, cores, bytes of memory, driver, link. Those of the first are beside
+    the host's; several cards are all in `cards`."""
     info: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "ram_bytes": psutil.virtual_memory().total,
         "os": platform.platform(),
-        "device": str(device),
     }
+    cards = [_card_info(device) for device in devices]
+    return {**info, **cards[0], **({"cards": cards} if len(cards) > 1 else {})}
+
+
+def _card_info(device: torch.device) -> dict[str, Any]:
+    info: dict[str, Any] = {"device": str(device)}
     if device.type == "cuda":
         index = device.index or 0
         info["gpu"] = torch.cuda.get_device_name(index)
@@ -288,10 +294,11 @@ def git_commit(directory: Path | None = None) -> str:
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 
-def provenance(device: torch.device, *, commit: str | None = None) -> dict[str, Any]:
-    """Where a figure comes from: `machine`, `versions`, `commit` (the given one where the tree has no git)."""
+def provenance(*devices: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """Where a figure comes from: `machine` with its cards, `versions`, `commit` (the given one where the tree has no
+    git)."""
     return {
-        "machine": machine_info(device),
+        "machine": machine_info(*devices),
         "versions": package_versions(),
         "commit": commit or git_commit(),
     }

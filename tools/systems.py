@@ -58,7 +58,7 @@ class System:
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install 'offload-runtime[deepspeed]'"
 _ACCELERATE = "pip install accelerate"
-_OURS_PLAIN = ("kv", "context", "weights", "encode", "emulate")
+_OURS_PLAIN = ("kv", "context", "weights", "encode", "emulate", "devices")
 _OURS_WITHOUT_TREES = (*_OURS_PLAIN, "draft", "speculation", "gamma", "budget_tokens", "draft_cache")
 _OURS = (*_OURS_WITHOUT_TREES, "tree_nodes")
 _TRANSFORMERS = ("kv_cache", "prefill_chunk")

@@ -1,4 +1,5 @@
-"""Draws passes of a trace that `--trace FILE` has written: link, target and draft above each other.
+"""Draws passes of a trace that `--trace FILE` has written: link, target and draft above each other; of several cards
+the link and the target of each.
 
     python tools/timeline.py trace.json --passes 4-6 --out timeline.png
     python tools/timeline.py trace.json.gz --passes 4-6,20-22 --out timeline.svg --cut some-passes.json.gz
@@ -21,6 +22,8 @@ from trace_spans import (
     check_apart,
     choose_passes,
     clipped,
+    num_cards,
+    of_card,
     read_trace,
     totals_of,
     window_of,
@@ -31,6 +34,7 @@ from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.trace import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS
 
 Interval = tuple[float, float]
+Row = tuple[str, int]  # of a card; passes and drafting are of the first
 _TARGET, _HERE, _AHEAD, _IDLE, _BACK = "target", " for this pass", " for the next pass", "link idle", "kv to the host"
 _COMPUTING, _WAITING = "target computes", "target waits for the link"
 _STEPS, _PROPOSING = "steps of the draft", "proposing, host included"
@@ -45,7 +49,8 @@ _FRAMED = 0.5  # height of a bar that another one, of 0.7, may lie behind
 _LABELS = {PASSES: "passes", LINK: "link to the GPU", LINK_BACK: "link back", _TARGET: "target", DRAFT: "draft"}
 # Of a picture's width: what is narrower is not told from its neighbours, or is not seen at all.
 _EDGED, _SEEN = 1 / 300, 1 / 2000
-_WIDTH_INCHES, _ROW_INCHES, _AROUND_INCHES, _HEAD_INCHES = 12, 0.42, 0.95, 1.0
+_WIDTH_INCHES, _ROW_INCHES, _LINE_INCHES, _AROUND_INCHES, _HEAD_INCHES = 12, 0.42, 0.16, 0.95, 1.0
+_USUAL_LINES = 2  # of a caption
 
 
 def picture_path(trace: Path, out: str | None) -> Path:
@@ -92,7 +97,8 @@ def draw(
     windows = [window_of(events, passes) for passes in ranges]
     totals = [totals_of(events, passes, window) for passes, window in zip(ranges, windows, strict=True)]
     shown = [_shown_rows(events, window) for window in windows]
-    inches = _HEAD_INCHES + sum(_AROUND_INCHES + _ROW_INCHES * len(rows) for rows in shown)
+    lines = sum(one.caption().count("\n") + 1 - _USUAL_LINES for one in totals)
+    inches = _HEAD_INCHES + sum(_AROUND_INCHES + _ROW_INCHES * len(rows) for rows in shown) + _LINE_INCHES * lines
     figure = Figure(figsize=(_WIDTH_INCHES, inches), layout="constrained")
     FigureCanvasAgg(figure)
     heights = [len(rows) for rows in shown]
@@ -117,21 +123,28 @@ def draw(
     return totals
 
 
-def _shown_rows(events: Sequence[Event], window: Interval) -> list[str]:
-    """Passes, link and target always; what else happened."""
-    rows = [PASSES, LINK, LINK_BACK, _TARGET, DRAFT]
-    return [row for row in rows if row not in (LINK_BACK, DRAFT) or clipped(events, row, window)]
+def _shown_rows(events: Sequence[Event], window: Interval) -> list[Row]:
+    """Passes, link and target of each card always; what else happened."""
+    of_cards = [(row, card) for card in range(num_cards(events)) for row in (LINK, LINK_BACK, _TARGET)]
+    rows = [(PASSES, 0), *of_cards, (DRAFT, 0)]
+    return [
+        (row, card)
+        for row, card in rows
+        if row not in (LINK_BACK, DRAFT) or clipped(of_card(events, card), row, window)
+    ]
 
 
-def _draw_panel(axes: Any, rows: Sequence[str], events: Sequence[Event], window: Interval, longest_ms: float) -> None:
+def _draw_panel(axes: Any, rows: Sequence[Row], events: Sequence[Event], window: Interval, longest_ms: float) -> None:
     """One range of passes: a row for each stream, time from the window's beginning on."""
-    for place, row in enumerate(rows):
+    several = num_cards(events) > 1
+    for place, (row, card) in enumerate(rows):
         if row == PASSES:
             _draw_passes(axes, place, events, window, longest_ms)
             continue
-        for kind, spans in bars_of(row, events, window).items():
+        for kind, spans in bars_of(row, of_card(events, card), window).items():
             _draw_bars(axes, place, kind, spans, window[0], longest_ms)
-    axes.set_yticks(range(len(rows)), [_LABELS[row] for row in rows])
+    labels = [_LABELS[row] + (f", card {card}" if several and row not in (PASSES, DRAFT) else "") for row, card in rows]
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, longest_ms)
     axes.grid(axis="x", linewidth=0.4, alpha=0.5)
@@ -171,7 +184,7 @@ def _outcome(one: Event) -> str:
 
 
 def bars_of(row: str, events: Sequence[Event], window: Interval) -> dict[str, list[Interval]]:
-    """The bars of a row by what they show, in the order in which they are drawn; seconds."""
+    """The bars of a card's row by what they show, in the order in which they are drawn; seconds."""
     if row == _TARGET:
         stalls = clipped(events, STALLS, window)
         working = _gaps(stalls, window)

@@ -15,7 +15,17 @@ import harness  # noqa: F401 (finds the package, installed or not)
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import OffloadError, OptionError, StorageError
-from offload_runtime.trace import COMPUTE, DRAFT, LINK, PASSES, STALLS, TRACE_VERSION, covered_seconds, union_seconds
+from offload_runtime.trace import (
+    COMPUTE,
+    DRAFT,
+    LINK,
+    PASSES,
+    STALLS,
+    TRACE_VERSION,
+    card_of_row,
+    covered_seconds,
+    union_seconds,
+)
 
 _GZIP = b"\x1f\x8b"
 _MOST_BY_ITSELF = 3  # passes that are drawn where none are named
@@ -29,13 +39,15 @@ class TraceError(OffloadError):
 
 @dataclass(frozen=True)
 class Event:
-    """One span of a row, in seconds since the recording began."""
+    """One span of a row, in seconds since the recording began. Of several cards each has rows of its own but for passes
+    and drafting."""
 
     row: str
     name: str
     start_s: float
     end_s: float
     args: dict[str, Any]
+    card: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,30 @@ class TraceFile:
             emulated = [f"emulating {self.about['emulated']}"]
         dtype = str(self.about.get("dtype", "")).removeprefix("torch.")
         device = self.about.get("device_name") or self.about.get("device") or ""
+        cards = [card["device_name"] or card["device"] for card in self.about.get("cards", ())]
+        if len(cards) > 1:
+            device = " and ".join(cards)
         return "; ".join(part for part in (", ".join(filter(None, (device, dtype))), *emulated, told[0]) if part)
+
+
+@dataclass(frozen=True)
+class CardTotals:
+    """What a card and its link did between two moments, clipped there."""
+
+    link_bytes: float
+    link_s: float
+    compute_s: float  # without the stalls in the middle of layers
+    stall_s: float
+
+    def caption(self, seconds: float) -> str:
+        """Its shares of so many seconds, for people."""
+        share = 100 / seconds
+        gbps = self.link_bytes / self.link_s / 1e9 if self.link_s else 0.0
+        link = f"link {format_bytes(self.link_bytes)} at {gbps:.3g} GB/s, idle {abs(100 - share * self.link_s):.1f} %"
+        return (
+            f"{link if self.link_s else 'nothing streamed'}; "
+            f"compute {share * self.compute_s:.1f} %; stalls {share * self.stall_s:.1f} %"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,26 +97,24 @@ class Totals:
     """What happened between two moments, clipped there."""
 
     seconds: float
-    link_bytes: float
-    link_s: float
-    compute_s: float  # without the stalls in the middle of layers
-    stall_s: float
+    cards: tuple[CardTotals, ...]
     draft_s: float
-    hidden_draft_s: float  # as `hidden_draft_share` has it: a pass was running, or the link brought what passes need
+    hidden_draft_s: float  # as `hidden_draft_share` has it: a pass was running, or a link brought what passes need
     checked_tokens: int
     accepted_tokens: int
 
     def caption(self) -> str:
-        """Two lines for people."""
+        """Two lines for people; of several cards one more, and one for each."""
         share = 100 / self.seconds
-        gbps = self.link_bytes / self.link_s / 1e9 if self.link_s else 0.0
         hidden = f", {100 * self.hidden_draft_s / self.draft_s:.0f} % hidden" if self.draft_s else ""
-        link = f"link {format_bytes(self.link_bytes)} at {gbps:.3g} GB/s, idle {abs(100 - share * self.link_s):.1f} %"
         milliseconds = f"{1e3 * self.seconds:.3g}" if self.seconds < 0.1 else f"{1e3 * self.seconds:.0f}"
+        cards = [card.caption(self.seconds) for card in self.cards]
+        if len(cards) > 1:
+            first = "\n".join([f"{milliseconds} ms", *(f"card {number}: {one}" for number, one in enumerate(cards))])
+        else:
+            first = f"{milliseconds} ms: {cards[0]}"
         return (
-            f"{milliseconds} ms: {link if self.link_s else 'nothing streamed'}; "
-            f"compute {share * self.compute_s:.1f} %; stalls {share * self.stall_s:.1f} %\n"
-            f"drafting {share * self.draft_s:.1f} %{hidden}; "
+            f"{first}\ndrafting {share * self.draft_s:.1f} %{hidden}; "
             f"{self.checked_tokens} tokens checked, {self.accepted_tokens} proposals accepted"
         )
 
@@ -103,18 +136,29 @@ def read_trace(path: Path) -> TraceFile:
         version = record["otherData"]["offload_runtime_trace"]
         if version != TRACE_VERSION:
             raise TraceError(f"{path} is a trace of version {version}, and this reads version {TRACE_VERSION} only")
-        events = [
-            Event(span["cat"], span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6, span["args"])
-            for span in record["traceEvents"]
-            if span["ph"] == "X"
-        ]
+        events = [_event(span) for span in record["traceEvents"] if span["ph"] == "X"]
         for event in events:
             _ = [event.args[name] for name in _ARGUMENTS.get(event.row, ())]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
             f"{path} is no trace of offload-runtime ({type(error).__name__}: {error}); write one with --trace FILE"
         ) from error
     return TraceFile(events, record["otherData"], record)
+
+
+def _event(span: Mapping[str, Any]) -> Event:
+    row, card = card_of_row(str(span["cat"]))
+    return Event(row, span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6, span["args"], card)
+
+
+def num_cards(events: Iterable[Event]) -> int:
+    """That the layers were dealt out to: each computes."""
+    return 1 + max((event.card for event in events), default=0)
+
+
+def of_card(events: Iterable[Event], card: int) -> list[Event]:
+    """What one of the cards did, beside the passes and the drafting that are of all."""
+    return [event for event in events if event.card == card or event.row in (PASSES, DRAFT)]
 
 
 def choose_passes(events: Sequence[Event], asked: str | None) -> list[list[Event]]:
@@ -167,23 +211,30 @@ def clipped(events: Iterable[Event], row: str, window: tuple[float, float]) -> l
 
 def totals_of(events: Sequence[Event], passes: Sequence[Event], window: tuple[float, float]) -> Totals:
     """What these passes came to. A copy that is cut by the window counts with the share of its bytes inside."""
-    compute, stalls, drafting, copies = (clipped(events, row, window) for row in (COMPUTE, STALLS, DRAFT, LINK))
-    link_bytes = 0.0
-    for event in events:
-        inside_s = min(event.end_s, window[1]) - max(event.start_s, window[0])
-        if event.row == LINK and inside_s > 0:
-            link_bytes += event.args["bytes"] * inside_s / (event.end_s - event.start_s)
+    drafting, copies = (clipped(events, row, window) for row in (DRAFT, LINK))
     return Totals(
         seconds=window[1] - window[0],
-        link_bytes=link_bytes,
-        link_s=union_seconds(copies),
-        compute_s=union_seconds(compute) - covered_seconds(compute, stalls),
-        stall_s=union_seconds(stalls),
+        cards=tuple(_totals_of_card(of_card(events, card), window) for card in range(num_cards(events))),
         draft_s=union_seconds(drafting),
         # The difference of sums may be a little less than nothing.
         hidden_draft_s=max(0.0, covered_seconds(drafting, [*clipped(events, PASSES, window), *copies])),
         checked_tokens=sum(sum(one.args["tokens"]) for one in passes),
         accepted_tokens=sum(sum(one.args.get("accepted", ())) for one in passes),
+    )
+
+
+def _totals_of_card(events: Sequence[Event], window: tuple[float, float]) -> CardTotals:
+    compute, stalls, copies = (clipped(events, row, window) for row in (COMPUTE, STALLS, LINK))
+    link_bytes = 0.0
+    for event in events:
+        inside_s = min(event.end_s, window[1]) - max(event.start_s, window[0])
+        if event.row == LINK and inside_s > 0:
+            link_bytes += event.args["bytes"] * inside_s / (event.end_s - event.start_s)
+    return CardTotals(
+        link_bytes=link_bytes,
+        link_s=union_seconds(copies),
+        compute_s=union_seconds(compute) - covered_seconds(compute, stalls),
+        stall_s=union_seconds(stalls),
     )
 
 

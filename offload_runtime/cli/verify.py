@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +58,13 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     versions = {"offload_runtime": __version__, "python": platform.python_version(), "torch": torch.__version__}
     record = {
         "target": config.target, "draft": config.draft, "quick": options.quick, "tokens": plan.tokens,
-        "seeds": plan.seeds, **device_facts(runtime.device), "cards": runtime.plan.num_cards,
+        "seeds": plan.seeds, **device_facts(runtime.devices),
         "dtype": str(runtime.dtype).removeprefix("torch."), "placement": runtime.placement, "versions": versions,
         "emulated": runtime.emulated,
     }  # fmt: skip
-    emulated = [] if runtime.emulated is None else [f"on an emulated {runtime.emulated}"]
-    print_result({**record, **report.to_dict()}, [*report_tables(report), *emulated], as_json=options.as_json)
+    print_result(
+        {**record, **report.to_dict()}, [*report_tables(report), describe_machine(record)], as_json=options.as_json
+    )
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
 
@@ -80,6 +81,14 @@ def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
         speculation=SpeculationOptions(), gamma=None, tree_nodes=None, resident_layers=None, trace=None,
         emulate=machine, context=runtime.context_tokens,
     )  # fmt: skip
+
+
+def describe_machine(record: Mapping[str, Any]) -> str:
+    """Return one line about what a report was found on: every card, the driver, and what was emulated."""
+    names = [card["device"] + (f" ({card['device_name']})" if card["device_name"] else "") for card in record["cards"]]
+    driver = f", driver {record['driver']}" if record["driver"] else ""
+    emulated = f", emulating {record['emulated']}" if record["emulated"] else ""
+    return f"on {' and '.join(names)}{driver}{emulated}, in {record['dtype']}"
 
 
 def read_prompts(path: str) -> dict[str, str]:

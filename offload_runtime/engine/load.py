@@ -6,6 +6,7 @@ Also the line about what was loaded: what is resident, what is streamed and how,
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) 
 def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[torch.device]:
     """The devices of the cards that there may be: those that are named or, where it is `auto`, the first GPU and all
     that are of its kind, since others round in other ways. A machine that is played has its own number of cards, on one
-    GPU if no more are named.
+    GPU if no more are named. Warns of GPUs of several kinds.
 
     Raises:
         DeviceError: One is not there; OptionError: More or fewer are named than a machine to play has.
@@ -122,6 +123,13 @@ def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[t
     if config.device == "auto" and found[0].type == "cuda":
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         found = [torch.device("cuda", index) for index, name in enumerate(names) if name == names[0]]
+    kinds = {torch.cuda.get_device_name(one) for one in found if one.type == "cuda"}
+    if len(kinds) > 1:
+        logging.getLogger(__name__).warning(
+            "%s: GPUs of different kinds round differently, so that answers may differ from those of one card and with "
+            "the layers that each has; name cards of one kind for the same bits",
+            " and ".join(sorted(kinds)),
+        )
     if emulation is None:
         return found
     if config.device == "auto" or len(found) == 1:

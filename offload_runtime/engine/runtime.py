@@ -58,7 +58,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         target, weights = parts.target, parts.target.weights
         self.config: ModelConfig = target.config
         self.tokenizer: Any = parts.tokenizer
-        self.device = parts.budget.device
+        self.devices = tuple(budget.device for budget in parts.budgets)  # of the cards
+        self.device = self.devices[0]
         self.dtype = weights.layout.dtype
         self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
         speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
@@ -390,7 +391,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 self._give_back()
             finally:
                 if path is not None and recorder is not None:
-                    about = {**device_facts(self.device), "dtype": str(self.dtype), "emulated": self.emulated,
+                    about = {**device_facts(self.devices), "dtype": str(self.dtype), "emulated": self.emulated,
                              "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                     write_trace(path, recorder.finish(), about)
 
@@ -398,7 +399,16 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.close()
 
 
-def device_facts(device: torch.device) -> dict[str, Any]:
-    """What a trace or a report says of the device: which one it was, and the name of a GPU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"device": str(device), "device_name": name}
+def device_facts(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """What a trace or a report says of the cards of a run: which device each was and the name of a GPU, those of the
+    first by themselves, too; and the driver of GPUs, if NVML tells."""
+    cards = [
+        {"device": str(one), "device_name": torch.cuda.get_device_name(one) if one.type == "cuda" else None}
+        for one in devices
+    ]
+    driver = None
+    if devices[0].type == "cuda":
+        from offload_runtime.hardware.gpu_bench import read_nvml  # and with it kernels that nothing else here needs
+
+        driver = read_nvml(str(torch.cuda.get_device_properties(devices[0]).uuid)).driver
+    return {**cards[0], "driver": driver, "cards": cards}

@@ -24,10 +24,13 @@ class GenerationStats:
         tok_per_s: Tokens after the first over the time after the first; 0 when there was only one.
         passes: Passes of the target after prefill.
         tokens_per_pass: Tokens after the first over passes.
-        bytes_per_pass: Bytes over the link for one pass.
-        link_gbps: Bytes of these passes over their time, waiting and sampling included, in GB/s (1e9).
-        link_peak_gbps: Bandwidth of back-to-back copies, measured when the runtime was loaded.
-        stall_s: Time that the compute side waited for the link in these passes.
+        bytes_per_pass: Bytes over the link for one pass; of several cards over all links together.
+        link_gbps: Bytes of these passes over their time, waiting and sampling included, in GB/s (1e9); of several cards
+            over all links together.
+        link_peak_gbps: Bandwidth of back-to-back copies, measured when the runtime was loaded; of several cards the sum
+            of those that stream something, whose links were measured one after the other.
+        stall_s: Time that the compute side waited for the link in these passes. The cards of a pass compute one after
+            the other, and each waits for its own link while it has the rows: the sum is what the passes waited.
         peak_vram_bytes: Most device memory in use so far: by the driver on CUDA, by the ledger on the CPU.
         pinned_bytes: Page-locked host memory.
         acceptance: For every level of speculation what was proposed and accepted, the target's decisions last: with a
@@ -38,9 +41,10 @@ class GenerationStats:
         emulated: Name of the machine that was emulated.
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
         link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its
-            way to the device; chunks that a retrieval verifier gathers are no copies. None where nothing is streamed.
-        hidden_draft_share: Share of the drafting in which a pass of the target was running or the link brought what
-            passes need; None without drafting, and without a trace (see `Runtime.load`).
+            way to the device; chunks that a retrieval verifier gathers are no copies. Of several cards the mean of the
+            links that bring something. None where nothing is streamed.
+        hidden_draft_share: Share of the drafting in which a pass of the target was running or a link, of whichever
+            card, brought what passes need; None without drafting, and without a trace (see `Runtime.load`).
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
         accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `retrieval`.
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
@@ -106,10 +110,7 @@ class PassMeter:
         self._stall_before_s = parts.target.stall_seconds()
         self._bytes_before = parts.target.runner.streamer.bytes_begun
         self._copy_before_s = self._copy_after_s = parts.target.copy_seconds()
-        self._spans_before = 0
-        if parts.recorder is not None:
-            parts.recorder.settle()
-            self._spans_before = len(parts.recorder.spans)
+        self._spans_before = () if parts.recorder is None else parts.recorder.position()
 
     def lap(self) -> float:
         """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
@@ -120,7 +121,7 @@ class PassMeter:
     def hidden_draft_share(self) -> float | None:
         """As in `GenerationStats`, so far."""
         recorder = self._parts.recorder
-        spans = [] if recorder is None else recorder.spans[self._spans_before :]
+        spans = [] if recorder is None else recorder.since(self._spans_before)
         drafts = [(span.start_s, span.end_s) for span in spans if span.row == DRAFT]
         target = [(span.start_s, span.end_s) for span in spans if span.row in (PASSES, LINK)]
         drafting_s = union_seconds(drafts)

@@ -202,6 +202,10 @@ class HostKVCache(BlockCache):
 
     # --- prefill
 
+    def growth_bytes(self, sequence: int, count: int) -> int:
+        """Host memory that a prefill of `count` tokens would make."""
+        return self.blocks.missing_bytes(sequence, (self._lengths[sequence] + count) // BLOCK_TOKENS)
+
     def begin_prefill(self, sequence: int, count: int) -> None:
         self._abandon_prefill()
         start, total = self._lengths[sequence], self._lengths[sequence] + count

@@ -63,6 +63,21 @@ class _Extent(NamedTuple):
     locked: dict[int, Future[None]]  # by layer, when it may be used
 
 
+def check_growth(nbytes: int) -> None:
+    """Refuse to make so much host memory for keys and values if less is available. Raises `BudgetError`."""
+    try:
+        check_host_memory(nbytes, what="the KV cache")
+    except BudgetError as error:
+        raise _refusal(nbytes, error) from error
+
+
+def _refusal(nbytes: int, error: BudgetError) -> BudgetError:
+    return BudgetError(
+        f"the KV cache in host memory could not grow by {format_bytes(nbytes)} ({error}): shorten the prompt or close "
+        "other programs"
+    )
+
+
 class HostBlocks:
     """Host memory for blocks of several layers.
 
@@ -115,16 +130,15 @@ class HostBlocks:
         extents = self._extents[sequence]
         if extents and self._is_broken(extents[-1], wait_for_it=not in_background):
             self._drop_newest(sequence)
-        have = self.num_blocks(sequence)
-        if num_blocks <= have or not self._layers:
-            return
         assert num_blocks <= self.most_blocks
-        blocks = range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
+        blocks = self._missing(sequence, num_blocks)
+        if not blocks:
+            return
         nbytes = len(blocks) * self.block_bytes
+        check_growth(nbytes * len(self._layers))
         extent = _Extent(blocks, {}, {})
         extents.append(extent)
         try:
-            check_host_memory(nbytes * len(self._layers), what="the KV cache")
             for layer in self._layers:
                 extent.arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
             worker = ThreadPoolExecutor(1, thread_name_prefix="kv-growth")
@@ -135,13 +149,18 @@ class HostBlocks:
                 locked.result()
         except BudgetError as error:
             self._drop_newest(sequence)
-            raise self._refusal(nbytes, error) from error
+            raise _refusal(nbytes * len(self._layers), error) from error
 
-    def _refusal(self, layer_bytes: int, error: BudgetError) -> BudgetError:
-        return BudgetError(
-            f"the KV cache in host memory could not grow by {format_bytes(layer_bytes * len(self._layers))} "
-            f"({error}): shorten the prompt or close other programs"
-        )
+    def missing_bytes(self, sequence: int, num_blocks: int) -> int:
+        """Host memory that `grow` would make now."""
+        return len(self._missing(sequence, num_blocks)) * self.block_bytes * len(self._layers)
+
+    def _missing(self, sequence: int, num_blocks: int) -> range:
+        """The blocks that `grow` makes: if any, several at once."""
+        have = self.num_blocks(sequence)
+        if num_blocks <= have or not self._layers:
+            return range(0)
+        return range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
 
     def _is_broken(self, extent: _Extent, *, wait_for_it: bool) -> bool:
         """Whether an interruption came before all layers were being locked, or one of them is known to be refused."""
@@ -194,7 +213,7 @@ class HostBlocks:
         try:
             extent.locked[layer].result()
         except BudgetError as error:
-            raise self._refusal(extent.arenas[layer].nbytes, error) from error
+            raise _refusal(extent.arenas[layer].nbytes * len(self._layers), error) from error
         first, stop = (self.block_bytes * (block - extent.blocks.start) for block in (blocks.start, blocks.stop))
         return extent.arenas[layer].buffer[first:stop]
 

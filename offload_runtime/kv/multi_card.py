@@ -11,6 +11,8 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.kv.device import KVCache, LayerCache
+from offload_runtime.kv.host import HostKVCache
+from offload_runtime.kv.host_io import check_growth
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.memory import LayerPartition, on_card
 
@@ -67,6 +69,8 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
         self._for_each_card(lambda cache: cache.begin_window(sequences, counts))
 
     def begin_prefill(self, sequence: int, count: int) -> None:
+        # What a card makes is touched in the background: the next one would still see it among what is available.
+        check_growth(sum(one.growth_bytes(sequence, count) for one in self.caches if isinstance(one, HostKVCache)))
         self._for_each_card(lambda cache: cache.begin_prefill(sequence, count))
 
     def end_prefill(self, sequence: int, count: int) -> None:

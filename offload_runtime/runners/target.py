@@ -341,19 +341,23 @@ def _run_layers_on_cards(
     """The same where the layers are on several cards.
 
     Where the next layer is on another card a piece departs as soon as it is done and arrives just before that layer, so
-    that both cards compute while there are more pieces than one.
+    that both cards compute while there are more pieces than one. The first one arrives before the card waits for the
+    layer's weights: what it then waits for is its link, and not the other cards as well.
     """
     partition = decoder.partition
     first = partition.cards[0]
     rows_of = {card: [rows.to_card(first, card) for rows in pieces] for card in partition.cards}
     on_way = [depart([residual], first, partition.card_of(0)) for residual in residuals]
+    (arrived,) = arrive(on_way[0], partition.card_of(0))
     for index, weights in layers:
         card, following = partition.card_of(index), partition.card_of(index + 1)
         for number, rows in enumerate(rows_of[card]):
-            (residual,) = arrive(on_way[number], card)
+            (residual,) = arrive(on_way[number], card) if number else (arrived,)
             with on_card(card):
                 decoder.layer(index, weights, residual, rows, cache)
             on_way[number] = depart([residual], card, following)
+        if index + 1 < decoder.config.num_layers:
+            (arrived,) = arrive(on_way[0], following)
         on_layer(index + 1, decoder.config.num_layers)
     (residual,) = arrive(on_way[-1], first)
     return residual

@@ -325,7 +325,7 @@ def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES
             "tokens": answers(measured),
             "next_token": expectations(measured),
             "setup_s": setup_s,
-            **provenance(options.device, commit=options.commit),
+            **provenance(*runtime.devices, commit=options.commit),
         }
 
 
