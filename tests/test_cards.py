@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices, load_runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.kv import host_io
 from offload_runtime.memory import Card, LayerPartition, from_host, hop, on_card, to_host
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
@@ -28,6 +27,7 @@ from offload_runtime.plan.request import MemoryLimits
 from tests.helpers.cards import CardWatch
 from tests.helpers.engine import PROMPT, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
+from tests.helpers.planning import finding_pieces
 
 CPU = torch.device("cpu")
 TRIFORCE = SpeculationOptions("triforce", budget_tokens=256, chunk_size=8, gamma_draft=4)
@@ -61,7 +61,7 @@ def watch() -> Iterator[CardWatch]:
         yield watching
 
 
-def dealt(owners: tuple[int, ...], device: str = "cpu") -> Any:
+def dealt(owners: tuple[int, ...], device: str = "cpu", find_plan: Callable[..., RunPlan] = find_plan) -> Any:
     """As `find_plan` of one card, with its layers dealt out so."""
 
     def find(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
@@ -111,15 +111,14 @@ def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
 
 
 @pytest.mark.slow
-def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path) -> None:
     """Of 786 kB a layer, in pieces of 49 kB that take 12 ms: with room for four of them a pass takes 1.5 x as long."""
-    monkeypatch.setattr(host_io, "_PIECE_BYTES", 1)
-    options: dict[str, Any] = {"draft": "none", "kv": "host", "context": 4352}
-    model = write_checkpoint(tmp_path / "model", num_layers=4, context=4352)
-    with load(model, **options) as runtime:
+    model, find = write_checkpoint(tmp_path / "model", num_layers=4, context=4352), finding_pieces(1)
+    config = RuntimeConfig(target=model, draft="none", kv="host", context=4352, device="cpu")
+    with Runtime(load_runtime(config, find=find)) as runtime:
         needed_bytes = runtime.plan.device_bytes  # of one card: without a limit all keys and values stay on the host
-    played = slow_link(needed_bytes, 0.004)
-    with load(model, (0, 1, 0, 1), emulate=played, **options) as runtime:
+    config = replace(config, device="cpu,cpu", emulate=slow_link(needed_bytes, 0.004))
+    with Runtime(load_runtime(config, find=dealt((0, 1, 0, 1), find_plan=find))) as runtime:
         stats = runtime.generate([7] * 4100, max_new_tokens=5, ignore_eos=True).stats
         least_s = 4 / 2 * 16 * runtime.plan.target.kv_piece_bytes / 0.004e9
     assert stats.measured_s_per_pass is not None

@@ -8,7 +8,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from offload_runtime.config import RuntimeConfig, SamplingParams, SpeculationOpt
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.kv import block_bytes
-from offload_runtime.plan import ModelPlan, RunPlan, find_plan
 from offload_runtime.speculation import Proposal, StepResult
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.planning import finding_pieces
 
 TARGET = "two_layer_target"
 TEXT = "the quick brown fox jumps over the lazy dog and the pass streams on. a link, a layer, a slot; "
@@ -296,25 +295,11 @@ class Recorder:
             self.blocks[layer, block] = kv.data[row, (block - kv.first_block) % kv.num_blocks].clone()
 
 
-class SmallPieces(ModelPlan):
-    """Pieces of three blocks, where one would take all blocks of a model this small."""
-
-    @property
-    def kv_piece_bytes(self) -> int:
-        return 3 * block_bytes(self.config, self.dtype)
-
-
-def in_small_pieces(*given: Any) -> RunPlan:
-    plan = find_plan(*given)
-    target = {part.name: getattr(plan.target, part.name) for part in fields(plan.target)}
-    return replace(plan, target=SmallPieces(**target))
-
-
 @pytest.mark.parametrize("kv", ["kv-gpu", "kv-host"])
 def test_blocks_are_told_again_as_they_were(target: Path, kv: str) -> None:
     first, again = Recorder(), Recorder()
     config = RuntimeConfig(target, "none", device="cpu", context=2048, kv=kv.removeprefix("kv-"))
-    with Runtime(load_runtime(config, find=in_small_pieces)) as runtime:
+    with Runtime(load_runtime(config, find=finding_pieces(3))) as runtime:
         cache, session = target_cache(runtime), Session(runtime)
         cache.observers.append(first)
         # The last two of seven blocks lie elsewhere on the host, and the five before are more than a piece.
