@@ -61,8 +61,15 @@ def watch() -> Iterator[CardWatch]:
         yield watching
 
 
-def dealt(owners: tuple[int, ...], device: str = "cpu", find_plan: Callable[..., RunPlan] = find_plan) -> Any:
-    """As `find_plan` of one card, with its layers dealt out so."""
+def dealt(
+    owners: tuple[int, ...],
+    device: str = "cpu",
+    *,
+    find_plan: Callable[..., RunPlan] = find_plan,
+    keeps_kv: bool = True,
+) -> Any:
+    """As `find_plan` of one card, with its layers dealt out so, and all of a KV cache on the host there without
+    `keeps_kv`."""
 
     def find(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
         plan = find_plan(replace(request, device=device), machine, replace(limits, further_cards=()))
@@ -71,7 +78,7 @@ def dealt(owners: tuple[int, ...], device: str = "cpu", find_plan: Callable[...,
             layers = tuple(layer for layer, owner in enumerate(owners) if owner == card)
             resident, kv = (
                 tuple(number for number, layer in enumerate(layers) if layer in kept)
-                for kept in (whole.resident_layers, whole.resident_kv_layers)
+                for kept in (whole.resident_layers, whole.resident_kv_layers if keeps_kv else ())
             )
             slots = min(whole.num_slots, len(layers) - len(resident))
             shares.append(LayerShare(layers, Placement(resident, slots, len(layers), resident_kv_layers=kv)))
@@ -113,12 +120,10 @@ def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
 @pytest.mark.slow
 def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path) -> None:
     """Of 786 kB a layer, in pieces of 49 kB that take 12 ms: with room for four of them a pass takes 1.5 x as long."""
-    model, find = write_checkpoint(tmp_path / "model", num_layers=4, context=4352), finding_pieces(1)
-    config = RuntimeConfig(target=model, draft="none", kv="host", context=4352, device="cpu")
-    with Runtime(load_runtime(config, find=find)) as runtime:
-        needed_bytes = runtime.plan.device_bytes  # of one card: without a limit all keys and values stay on the host
-    config = replace(config, device="cpu,cpu", emulate=slow_link(needed_bytes, 0.004))
-    with Runtime(load_runtime(config, find=dealt((0, 1, 0, 1), find_plan=find))) as runtime:
+    model = write_checkpoint(tmp_path / "model", num_layers=4, context=4352)
+    options: dict[str, Any] = {"draft": "none", "kv": "host", "context": 4352, "emulate": slow_link(10**9, 0.004)}
+    find = dealt((0, 1, 0, 1), find_plan=finding_pieces(1), keeps_kv=False)
+    with Runtime(load_runtime(RuntimeConfig(target=model, device="cpu,cpu", **options), find=find)) as runtime:
         stats = runtime.generate([7] * 4100, max_new_tokens=5, ignore_eos=True).stats
         least_s = 4 / 2 * 16 * runtime.plan.target.kv_piece_bytes / 0.004e9
     assert stats.measured_s_per_pass is not None
