@@ -220,6 +220,18 @@ def require_unicode(name: str, text: str) -> None:
         raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
 
 
+def card_names(device: str) -> tuple[str, ...]:
+    """Names of the cards that a `device` such as `cuda:0,cuda:1` stands for; raises `OptionError` for none, and for
+    cards of different kinds."""
+    names = tuple(name.strip() for name in device.split(","))
+    require(all(names), f"device {device!r} has an empty name: write it like cuda:0, or cuda:0,cuda:1")
+    kinds = {name.split(":")[0] for name in names}
+    alone = len(names) == 1 or "auto" not in kinds
+    require(alone, f"device {device!r} has auto among others: name every card, or auto alone")
+    require(len(kinds) == 1, f"device {device!r} mixes {' and '.join(sorted(kinds))}: name cards of one kind")
+    return names
+
+
 def require_positive(name: str, value: int | None, *, least: int = 1) -> None:
     """Raise `OptionError` unless `value` is at least `least` and no more than a machine counts to, or left open."""
     require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
@@ -559,13 +571,7 @@ class RuntimeConfig:
 
     def _check_devices(self) -> None:
         """Refuse names that are none, cards of different kinds, and limits of more or fewer cards than there are."""
-        names = self.devices
-        require(all(names), f"device {self.device!r} has an empty name: write it like cuda:0, or cuda:0,cuda:1")
-        kinds = {name.split(":")[0] for name in names}
-        alone = len(names) == 1 or "auto" not in kinds
-        require(alone, f"device {self.device!r} has auto among others: name every card, or auto alone")
-        same = len(kinds) == 1
-        require(same, f"device {self.device!r} mixes {' and '.join(sorted(kinds))}: name cards of one kind")
+        names = card_names(self.device)
         if isinstance(self.vram_bytes, list | tuple):
             object.__setattr__(self, "vram_bytes", tuple(self.vram_bytes))
         if self.device != "auto" and self.emulate is None:  # a machine that is played has its own number of cards
@@ -596,7 +602,7 @@ class RuntimeConfig:
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """Names of the cards; `auto` stands for one."""
-        return tuple(name.strip() for name in self.device.split(","))
+        return card_names(self.device)
 
     def vram_of_cards(self, num_cards: int) -> tuple[int | None, ...]:
         """What is allowed of each of `num_cards` cards. Raises `OptionError` for as many figures as there are not."""

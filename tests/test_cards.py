@@ -109,6 +109,21 @@ def answers(runtime: Runtime) -> list[list[int]]:
     return said
 
 
+def test_a_slow_link_gets_fewer_layers(target: Path) -> None:
+    """By the profile; those of a machine that is played are alike."""
+    uneven = MachineProfile(
+        "uneven", "made up", 2, 10**9, gpu_name="uneven", vram_bytes=10**9, link_gbps=0.1, hbm_gbps=1000.0,
+        links_at_once_gbps=(0.1, 0.025), tflops={"fp32": 1.0},
+    )  # fmt: skip
+    config = RuntimeConfig(target, "none", device="cpu,cpu", profile=uneven, resident_layers=0)
+    counts = []
+    for asked in (config, replace(config, emulate=uneven)):
+        with Runtime(load_runtime(asked)) as runtime:
+            counts.append(sorted(len(share.layers) for share in runtime.plan.target.shares))
+            assert runtime.plan.limits.further_cards[0].link_ratio == (0.25 if asked is config else 1.0)
+    assert counts == [[1, 4], [2, 3]]
+
+
 def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
     """A machine to play, of two cards."""
     return MachineProfile(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import MachineProfile, load_profile, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
-from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions
+from offload_runtime.hardware.measure import CardsReport, GpuReport, MachineReport, MeasureOptions
 from offload_runtime.hardware.profile import CpuFigures
 from tests.test_cli_fakes import app_of
 
@@ -41,6 +42,7 @@ class FakeMeasuring:
 
     def __init__(self) -> None:
         self.asked: list[MeasureOptions] = []
+        self.report = REPORT
         self.error: Exception | None = None
 
     def __call__(self, options: MeasureOptions, *, on_progress: Any) -> MachineReport:
@@ -49,7 +51,7 @@ class FakeMeasuring:
         print("noise")
         if self.error is not None:
             raise self.error
-        return REPORT
+        return self.report
 
 
 @pytest.fixture
@@ -83,11 +85,42 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
     assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
 
 
+@pytest.mark.parametrize(
+    ("cards", "said"),
+    [
+        (
+            CardsReport(("cuda:0", "cuda:1"), False, (25.1, 25.0), (19.05, 19.05), {8.0: 21.0, 8192.0: 640.0}),
+            ("card 0 (cuda:0) 25.1 · card 1 (cuda:1) 25.0 GB/s", "links, both at once", "38.1 GB/s, 1.52 x one",
+             "8 KiB 21.0 · 8 MiB 640 us, through page-locked host memory"),
+        ),
+        (
+            CardsReport(("cuda:0", "cuda:1", "cuda:2"), True, (6.0, 25.0, 25.0), (6.0, 25.0, 25.0), {64.0: 9.0}),
+            ("links, all 3 at once", "56.0 GB/s, 2.24 x one", "64 KiB 9.0 us, peer to peer"),
+        ),
+        (
+            CardsReport(("cuda:0", "cuda:0"), False, (25.1, 25.0), (12.5, 12.6), {8.0: 5.0}),
+            ("25.1 GB/s, of logical cards that share a device and its link", "8 KiB 5.0 us, within one device"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_further_card_brings_is_said(
+    measuring: FakeMeasuring, cards: CardsReport, said: tuple[str, ...]
+) -> None:
+    measuring.report = replace(REPORT, cards=cards)
+    result = profile(measuring)
+    for words in said:
+        assert words in result.stdout
+    assert ("x one" in result.stdout) == (not cards.on_one_device)
+    assert json.loads(profile(measuring, "--json").stdout)["cards"]["links_alone_gbps"] == list(cards.links_alone_gbps)
+
+
 def test_options_reach_the_measurement(measuring: FakeMeasuring, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert profile(measuring, "--device", "cuda", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
-    assert measuring.asked == [MeasureOptions("cuda", quick=True, full=True, disk_file=file)]
+    assert profile(measuring, "--device", "cuda:0,cuda:1", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
+    assert measuring.asked == [MeasureOptions("cuda:0,cuda:1", quick=True, full=True, disk_file=file)]
+    refused = profile(measuring, "--device", "cuda:0,tpu")
+    assert refused.exit_code == 2 and "'tpu' is not a device" in refused.stderr and len(measuring.asked) == 1
 
 
 def test_saving_says_where_and_can_be_loaded(measuring: FakeMeasuring, tmp_path: Path) -> None:

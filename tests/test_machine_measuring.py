@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,17 +16,21 @@ import pytest
 import torch
 
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.hardware import MachineProfile, host_bench, load_profile, save_profile
+from offload_runtime.hardware import MachineProfile, host_bench, load_profile, profile_toml, save_profile
 from offload_runtime.hardware.gpu_bench import (
+    LinkBench,
     NvmlAnswer,
     PcieLink,
     measure_decode_gweights_per_s,
+    measure_hops,
     measure_library_rows,
+    measure_links_gbps,
     read_nvml,
 )
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, read_host_info
 from offload_runtime.hardware.measure import Findings, GpuReport, MachineReport, MeasureOptions, advise, measure_machine
 from offload_runtime.hardware.profile import DTYPES, CpuFigures
+from offload_runtime.memory import Card, resolve_devices
 
 GIB = 1 << 30
 
@@ -177,6 +182,79 @@ def test_the_reader_reads_all_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(seen)[-1] == 1 << 20
 
 
+# Several cards.
+
+
+class MeetingBench(LinkBench):
+    """Copies only once all of `others` have begun to copy, too."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), 4096)
+        self.others: list[MeetingBench] = []
+        self.has_begun, self.copies = threading.Event(), 0
+
+    def copy_in(self, piece_bytes: int = 4096) -> None:
+        self.has_begun.set()
+        for other in self.others:
+            if not other.has_begun.wait(5):
+                raise RuntimeError("the other link is idle")
+        super().copy_in(piece_bytes)
+        self.copies += 1
+
+
+def test_links_are_measured_while_all_others_run() -> None:
+    benches = [MeetingBench() for _ in range(3)]
+    for bench in benches:
+        bench.others = [other for other in benches if other is not bench]
+    rates = measure_links_gbps(benches, budget_s=0.05)
+    assert len(rates) == 3 and min(rates) > 0
+    alone = MeetingBench()
+    alone.others = [MeetingBench()]
+    with pytest.raises(CannotMeasureError, match="copies beside it failed: the other link is idle"):
+        measure_links_gbps([alone], budget_s=0.05)
+
+
+def test_a_rate_is_of_the_bytes_that_arrived_meanwhile() -> None:
+    bench = MeetingBench()
+    (gbps,) = measure_links_gbps([bench], budget_s=0.5)
+    assert 0.1 < gbps * 1e9 * 0.8 / (bench.copies * bench.nbytes) < 10  # 0.3 s of waking before
+
+
+def test_hops_go_round_all_cards_and_end_on_the_first() -> None:
+    cards = [Card(number, torch.device("cpu")) for number in range(3)]
+    hop_us, least_us, gbps = measure_hops(cards, (8.0, 4096.0), budget_s=0.02)
+    assert list(hop_us) == [8.0, 4096.0] and least_us == hop_us[8.0] > 0
+    assert hop_us[4096.0] == pytest.approx(least_us + (4 << 20) / (gbps * 1e9) * 1e6)
+    with pytest.raises(CannotMeasureError, match="a hop of 8 KiB takes no longer than one of 8 KiB"):
+        measure_hops(cards, (8.0,), budget_s=0.02)
+
+
+def test_logical_cards_of_one_device_are_reported_and_no_figures_of_the_machine() -> None:
+    steps: list[str] = []
+    found = measure_machine(MeasureOptions("cpu,cpu", quick=True), on_progress=lambda stage, *_: steps.append(stage))
+    cards = found.cards
+    assert cards is not None and cards.devices == ("cpu", "cpu") and cards.on_one_device and not cards.peer_to_peer
+    assert len(cards.links_alone_gbps) == len(cards.links_at_once_gbps) == 2 and min(cards.links_at_once_gbps) > 0.01
+    assert all(gbps == float(f"{gbps:.4g}") for gbps in cards.links_alone_gbps + cards.links_at_once_gbps)
+    assert list(cards.hop_us_by_kib) == [8, 64, 1024, 8192] and cards.hop_us == cards.hop_us_by_kib[8]
+    assert cards.hop_gbps is not None and cards.hop_gbps > 0.01
+    assert {"links of all cards", "hops from card to card"} <= {*steps}
+    assert found.profile.gpus == 0 and "hop" not in profile_toml(found.profile)
+    assert found.missing["links_at_once_gbps"] == "--device cpu,cpu leaves the GPU out"
+
+
+def test_cards_of_different_kinds_are_not_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["Some GPU", "Other GPU", "Some GPU"]
+    for name, answer in (("is_available", lambda: True), ("device_count", lambda: len(kinds)),
+                         ("get_device_name", lambda device: kinds[getattr(device, "index", device)])):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert [device.index for device in resolve_devices(("auto",))] == [0, 2]
+    with pytest.raises(DeviceError, match="cards of one kind, and these are Other GPU and Some GPU: name equal ones"):
+        measure_machine(MeasureOptions("cuda:0,cuda:1"))
+    with pytest.raises(OptionError, match="mixes cpu and cuda"):
+        measure_machine(MeasureOptions("cpu,cuda:0"))
+
+
 def test_devices_that_are_not_there_are_refused() -> None:
     with pytest.raises(DeviceError, match="'tpu' is not a device"):
         measure_machine(MeasureOptions(device="tpu"))
@@ -243,13 +321,14 @@ def report(
     """A measured machine without a fault, but for what is given."""
     nvml = NvmlAnswer("580.1", link, "" if link else "NVML is not available: no library")
     gpu = GpuReport(names, capability, free_bytes, nvml)
-    card = {"gpu_name": "Some GPU", "vram_bytes": 24 * GIB, "link_gbps": 25.0, **figures}
-    profile = MachineProfile("mine", "a test", gpus=1, ram_bytes=host.ram_bytes, **card)
+    card = {"gpus": 1, "gpu_name": "Some GPU", "vram_bytes": 24 * GIB, "link_gbps": 25.0, **figures}
+    profile = MachineProfile("mine", "a test", ram_bytes=host.ram_bytes, **card)
     return MachineReport(profile, host, missing or {}, gpu, 1.0)
 
 
 def test_a_good_machine_gets_no_advice() -> None:
     assert advise(report()) == []
+    assert advise(report(gpus=2, links_alone_gbps=(25.0, 25.1), links_at_once_gbps=(24.0, 23.9))) == []
 
 
 @pytest.mark.parametrize(
@@ -258,6 +337,14 @@ def test_a_good_machine_gets_no_advice() -> None:
         ({"link": PcieLink(4, 4, 4, 16), "link_gbps": 6.4}, "runs at x4 and could do x16: move it to another slot"),
         ({"link": PcieLink(3, 16, 4, 16), "link_gbps": 12.5}, "PCIe 3 while it copies and could do PCIe 4"),
         ({"link_gbps": 11.0}, "reach 11.0 of the link's 31.5 GB/s"),
+        (
+            {"gpus": 2, "links_alone_gbps": (25.0, 25.0), "links_at_once_gbps": (13.0, 13.1)},
+            "carry 50.0 GB/s one by one and 26.1 at once: they share lanes, a chipset's link or slow host memory",
+        ),
+        (
+            {"gpus": 2, "links_alone_gbps": (25.0, 6.4), "links_at_once_gbps": (25.0, 6.4)},
+            "the links of the cards carry 25.0 and 6.4 GB/s: a card with a slow one gets fewer layers to stream",
+        ),
         ({"link": None}, "cannot be told: NVML is not available: no library"),
         ({"free_bytes": 20 * GIB}, "4.3 GB of 25.8 GB VRAM was taken before"),
         ({"capability": (7, 5)}, "(compute capability 7.5) has no bf16 matrix units: use --dtype fp16"),
@@ -287,6 +374,25 @@ def test_blocks_are_decoded_at_plausible_rates() -> None:
     assert set(found) == {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "INT4", "INT8", "FP8", "12-bit BF16"}
     assert all(100 < gweights_per_s < 20_000 for gweights_per_s in found.values()), found
     assert max(found.values()) < 4 * min(found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("other", ["cuda:0", "cuda:1"])
+def test_measuring_two_cards_gives_plausible_figures(other: str) -> None:
+    if other == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    found = measure_machine(MeasureOptions(f"cuda:0,{other}", quick=True))
+    cards, profile = found.cards, found.profile
+    assert cards is not None and cards.on_one_device == (other == "cuda:0")
+    assert profile.link_gbps is not None and cards.hop_us is not None and cards.hop_gbps is not None
+    assert all(0.8 * profile.link_gbps < gbps < 1.2 * profile.link_gbps for gbps in cards.links_alone_gbps)
+    together_gbps = sum(cards.links_at_once_gbps)
+    assert together_gbps < 1.1 * (profile.link_gbps if cards.on_one_device else sum(cards.links_alone_gbps))
+    assert 0.5 < cards.hop_us < 1000 and 1 < cards.hop_gbps < 10_000
+    assert profile.gpus == (1 if cards.on_one_device else 2)
+    assert profile.links_at_once_gbps == (() if cards.on_one_device else cards.links_at_once_gbps)
+    assert profile.hop_us == (None if cards.on_one_device else cards.hop_us)
 
 
 @pytest.mark.gpu

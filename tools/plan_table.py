@@ -112,7 +112,8 @@ A context of {SHORT_CONTEXT} tokens in 16 bits, on [the profile of an RTX 4090](
 with as much RAM as the model takes. It is assumed that {_WHOLE} of a draft's first choices are what the target
 says. How many of yours are depends on models, text and temperature: `plan` has a table by acceptance, and
 [the results](results.md) say what was measured. Two cards have the layers dealt out to them: both links carry at once,
-the cards compute one after the other, and a hop of a few rows from one to the other is assumed to take 30 us.
+the cards compute one after the other, and a hop of a few rows from one to the other is assumed to take 30 us
+(`offload-runtime profile` measures it on a machine with several cards).
 
 """
 QUANTISED = f"""

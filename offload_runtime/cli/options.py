@@ -284,7 +284,10 @@ class ProfileOptions:
     """What `profile` takes."""
 
     save: str | None = typer.Option(None, metavar="NAME", help="Keep the profile by this name, over one that has it.")
-    device: Device = typer.Option("auto", help="What to measure: cpu leaves the GPU out, auto does if there is none.")
+    device: str = _DEVICES(
+        help="What to measure: cards of one kind, such as cuda:0,cuda:1, or cpu, without a GPU; auto: the first GPU "
+        "and all of its kind, if there is one."
+    )
     quick: bool = _switch("--quick", help="About ten seconds, rougher and without the disk.")
     full: bool = _switch("--full", help="Find how much memory can be pinned by pinning nearly all that is free.")
     disk_file: Path | None = _file(help="Read this to measure the disk, instead of a temporary file.")

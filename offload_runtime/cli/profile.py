@@ -15,7 +15,7 @@ from offload_runtime.hardware import check_name, profile_to_mapping, profile_tom
 
 if TYPE_CHECKING:
     from offload_runtime.hardware import MachineProfile
-    from offload_runtime.hardware.measure import GpuReport, MachineReport
+    from offload_runtime.hardware.measure import CardsReport, GpuReport, MachineReport
 
 _NOT_MEASURED = "not measured"
 
@@ -53,7 +53,8 @@ def report_tables(report: MachineReport, advice: list[str]) -> list[Table | str]
     columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False)
     gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
-    for name, figure in [*gpu_rows, *_host_rows(report)]:
+    card_rows = [] if report.cards is None else _card_rows(report.cards)
+    for name, figure in [*gpu_rows, *card_rows, *_host_rows(report)]:
         table.add_row(name, figure)
     return [table, *missing, heading, *(f"  - {line}" for line in advice)]
 
@@ -82,6 +83,25 @@ def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
         ("kernel launch", launch),
         ("can be pinned", _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)),
         ("pinning", _rate(profile.pin_gbps, " GB/s")),
+    ]
+
+
+def _card_rows(cards: CardsReport) -> list[tuple[str, str]]:
+    """Return what each link carries alone, what a further card brings, and how long rows are on their way."""
+    labels = [f"card {number} ({device})" for number, device in enumerate(cards.devices)]
+    together = "both" if len(labels) == 2 else f"all {len(labels)}"
+    alone, total_gbps = cards.links_alone_gbps, sum(cards.links_at_once_gbps)
+    at_once = _NOT_MEASURED
+    if alone and cards.on_one_device:
+        at_once = f"{total_gbps:.1f} GB/s, of logical cards that share a device and its link"
+    elif alone:
+        at_once = f"{total_gbps:.1f} GB/s, {total_gbps / max(alone):.2f} x one"
+    way = "peer to peer" if cards.peer_to_peer else "through page-locked host memory"
+    by_size = {f"{key:g} KiB" if key < 1024 else f"{key / 1024:g} MiB": v for key, v in cards.hop_us_by_kib.items()}
+    return [
+        ("link of each card alone", _figures(dict(zip(labels, alone, strict=False)), "GB/s")),
+        (f"links, {together} at once", at_once),
+        ("hop from card to card", _figures(by_size, f"us, {'within one device' if cards.on_one_device else way}")),
     ]
 
 

@@ -42,6 +42,7 @@ from offload_runtime.memory import (
     device_memory_used_by_others,
     on_card,
     resolve_device,
+    resolve_devices,
 )
 from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
@@ -112,17 +113,13 @@ def measure_link_both_ways(device: torch.device, *, nbytes: int = _PROBE_BYTES) 
 
 
 def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[torch.device]:
-    """The devices of the cards that there may be: those that are named or, where it is `auto`, the first GPU and all
-    that are of its kind, since others round in other ways. A machine that is played has its own number of cards, on one
-    GPU if no more are named. Warns of GPUs of several kinds.
+    """The devices of the cards that there may be: those of `resolve_devices`. A machine that is played has its own
+    number of cards, on one GPU if no more are named. Warns of GPUs of several kinds.
 
     Raises:
         DeviceError: One is not there; OptionError: More or fewer are named than a machine to play has.
     """
-    found = [resolve_device(name) for name in config.devices]
-    if config.device == "auto" and found[0].type == "cuda":
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        found = [torch.device("cuda", index) for index, name in enumerate(names) if name == names[0]]
+    found = resolve_devices(config.devices)
     kinds = {torch.cuda.get_device_name(one) for one in found if one.type == "cuda"}
     if len(kinds) > 1:
         logging.getLogger(__name__).warning(
@@ -151,7 +148,7 @@ def planned_figures(plan: RunPlan) -> MachineFigures | None:
     machine = planning.known_figures(given, resolve_device(asked.devices[0]), plan.target.dtype)
     if machine is None or asked.emulate is None:
         return machine
-    return replace(machine, link_gbps=load_profile(asked.emulate).emulation().link_gbps)
+    return machine.with_link(load_profile(asked.emulate).emulation().link_gbps)
 
 
 def describe_placement(
@@ -249,7 +246,7 @@ def _load(
             own_figures = planning.known_figures(profile, device, dtype)
             figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
             if emulation is not None:
-                figures = replace(figures, link_gbps=emulation.link_gbps)
+                figures = figures.with_link(emulation.link_gbps)
             draft = config.draft if draft_source is None else draft_source
             cards = [
                 DeviceLimit(one, limit, device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None)
@@ -297,7 +294,8 @@ def _load(
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, config.max_batch
         if target.link_peak_gbps is not None:
-            links = sum(share.link_peak_gbps is not None for share in target.shares)
+            shares = zip(plan.cards, target.shares, strict=True)
+            links = sum(card.limits.link_ratio for card, share in shares if share.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
         proposer = make_proposer(plan, target, drafter, budgets, recorder=recorder, free_s=free_s, free_rows=free_rows)
@@ -335,6 +333,7 @@ def _plan_cards(
         BudgetError, OptionError: As of `find`.
     """
     budgets = list[DeviceBudget]()
+    ratios = figures.link_ratios([str(card.device) for card in cards])
 
     def planned(count: int) -> RunPlan:
         for card in cards[len(budgets) : count]:
@@ -348,7 +347,11 @@ def _plan_cards(
         own = replace(
             limits, device_name=first.memory_name, device_way=first.way_out, device_bytes=first.limit_bytes,
             reserved_bytes=first.reserved_bytes,
-            further_cards=tuple(CardLimit(one.limit_bytes, one.reserved_bytes) for one in budgets[1:count]),
+            further_cards=tuple(
+                CardLimit(one.limit_bytes, one.reserved_bytes, ratio)
+                for one, ratio in zip(budgets[1:count], ratios[1:], strict=False)
+            ),
+            link_ratio=ratios[0],
         )  # fmt: skip
         return find(replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes), figures, own)
 

@@ -1,7 +1,7 @@
 """Measurements of a GPU: what NVIDIA's management library (NVML) tells of its link, and the speed of its link, memory,
-products and launches.
+products and launches; and of several cards, whose links may get into each other's way, and of hops between them.
 
-That NVML is missing or refuses costs a reason, no more. What is measured is the current device, which callers set.
+That NVML is missing or refuses costs a reason, no more. Of one GPU the current device is measured, which callers set.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
@@ -26,6 +26,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 from offload_runtime.config import GB, format_bytes
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
+from offload_runtime.memory import Card, hop, on_card
 
 # [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
 _MODEL_MATRICES = (
@@ -107,16 +108,24 @@ MIB = 1 << 20
 # Streaming cuts larger copies into pieces of this size.
 _PIECE_BYTES = 64 * MIB
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The card's clocks, and with them the link, need a moment of work to rise.
+WAKING_S = 0.3
+# Hops are enqueued while their card spins, some 25 ms: timed is what cards take, not what Python does to launch it.
+_SPIN_CYCLES = 50_000_000
+_HOPS = 16
 _EAGER_LAUNCHES = 2000
 _GRAPH_KERNELS = 1000
 
 
-def _event_time_s(enqueue: Callable[[], object], *, budget_s: float) -> float:
-    """Shortest time between two events around `enqueue` on the current stream, in seconds; see `best_time_s`."""
+def _event_time_s(enqueue: Callable[[], object], *, budget_s: float, spin_cycles: int = 0) -> float:
+    """Shortest time between two events around `enqueue` on the current stream, behind which the device spins for a
+    while, in seconds; see `best_time_s`."""
     times_s: list[float] = []
 
     def once() -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if spin_cycles:
+            torch.cuda._sleep(spin_cycles)
         start.record()
         enqueue()
         end.record()
@@ -128,21 +137,33 @@ def _event_time_s(enqueue: Callable[[], object], *, budget_s: float) -> float:
 
 
 class LinkBench:
-    """Buffers on both sides of one GPU's link: each uint8 [nbytes], pinned or on the device, all pages touched.
+    """Buffers on both sides of one card's link: each uint8 [nbytes], pinned or on the device, all pages touched. On a
+    CPU both sides are pageable memory.
 
     Args:
-        device: The GPU, with its index.
-        nbytes: Of one buffer; the largest copy. Takes twice as much on either side.
+        device: The GPU, with its index, or a CPU, of which only copies to the device are measured.
+        nbytes: Of one buffer; the largest copy. Takes twice as much on either side once copies go both ways.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
+        self._source_pinned, self._sink_gpu = self._make_pinned(), self._make_gpu()
+
+    def _make_pinned(self) -> torch.Tensor:
         # A page that was never written is the kernel's one zero page, which stays in the caches.
-        self._source_pinned, self._sink_pinned = (
-            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1) for _ in range(2)
-        )
-        self._source_gpu, self._sink_gpu = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").fill_(1)
+
+    def _make_gpu(self) -> torch.Tensor:
+        return torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
+
+    @cached_property
+    def _sink_pinned(self) -> torch.Tensor:
+        return self._make_pinned()
+
+    @cached_property
+    def _source_gpu(self) -> torch.Tensor:
+        return self._make_gpu()
 
     def copy_in(self, piece_bytes: int = _PIECE_BYTES) -> None:
         """Enqueue the whole buffer to the device on the current stream, in copies of `piece_bytes`."""
@@ -189,54 +210,137 @@ def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
 
 
 @contextmanager
-def busy_link(bench: LinkBench) -> Iterator[Callable[[], int]]:
+def _own_stream(device: torch.device) -> Iterator[Callable[[], Callable[[], None]]]:
+    """Work on a stream of one's own. Yields what gives for all that was enqueued so far a function that waits for it,
+    which is none on a CPU."""
+    if device.type == "cpu":
+        yield lambda: lambda: None
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield lambda: stream.record_event().synchronize
+    stream.synchronize()
+
+
+@contextmanager
+def busy_link(bench: LinkBench) -> Iterator[Callable[[], tuple[int, float]]]:
     """Keep the link to the device busy from a thread while the `with` block runs.
 
     Yields:
-        What tells how many bytes have arrived by now.
+        What tells how many bytes have arrived by now, and when on `time.perf_counter` the last of them did, in seconds.
+        It raises what has ended the copies, as does the end of the block.
 
     Raises:
         CannotMeasureError: The copies failed.
     """
-    stop, arrived_bytes = threading.Event(), 0
+    stop, arrived = threading.Event(), (0, time.perf_counter())
 
     def copy_on() -> None:
-        nonlocal arrived_bytes
-        stream = torch.cuda.Stream(bench.device)
-        with torch.cuda.device(bench.device), torch.cuda.stream(stream):
-            bench.copy_in()
-            previous = stream.record_event()
-            while not stop.is_set():
-                bench.copy_in()  # the next ones wait in the queue while those before run
-                latest = stream.record_event()
-                previous.synchronize()
-                arrived_bytes += bench.nbytes
-                previous = latest
-        stream.synchronize()
+        nonlocal arrived
+        try:
+            with _own_stream(bench.device) as waiter:
+                bench.copy_in()
+                previous = waiter()
+                while not stop.is_set():
+                    bench.copy_in()  # the next ones wait in the queue while those before run
+                    latest = waiter()
+                    previous()
+                    arrived = arrived[0] + bench.nbytes, time.perf_counter()
+                    previous = latest
+        except RuntimeError as failure:
+            raise CannotMeasureError(f"copies beside it failed: {failure}") from failure
 
     with ThreadPoolExecutor(1) as thread:
         copying = thread.submit(copy_on)
+
+        def tell() -> tuple[int, float]:
+            if copying.done():
+                copying.result()
+            return arrived
+
         try:
-            yield lambda: arrived_bytes
+            yield tell
         finally:
             stop.set()
-    try:
-        copying.result()
-    except RuntimeError as failure:
-        raise CannotMeasureError(f"copies beside it failed: {failure}") from failure
+    copying.result()
+
+
+def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tuple[float, ...]:
+    """Host to device in GB/s over the link of each card, while all of them copy on streams of their own.
+
+    Each rate is of the copies that ended within the same `budget_s` seconds, in which no link was idle: one that is
+    done earlier would leave the others what they do not have otherwise.
+
+    Raises:
+        CannotMeasureError: Copies failed.
+    """
+    with ExitStack() as running:
+        links = [running.enter_context(busy_link(bench)) for bench in benches]
+        time.sleep(WAKING_S)
+        begun, started_s = [tell() for tell in links], time.perf_counter()
+        ended = begun
+        while time.perf_counter() - started_s < budget_s or any(
+            one[0] == before[0] for one, before in zip(ended, begun, strict=True)
+        ):
+            time.sleep(min(budget_s, 0.01))
+            ended = [tell() for tell in links]
+    return tuple(
+        (after_bytes - before_bytes) / (after_s - before_s) / GB
+        for (before_bytes, before_s), (after_bytes, after_s) in zip(begun, ended, strict=True)
+    )
+
+
+def measure_hops(
+    cards: Sequence[Card], sizes_kib: Sequence[float], *, budget_s: float
+) -> tuple[dict[float, float], float, float]:
+    """Hops of rows from card to card, each behind the one before, as in a pass: round all cards and back to the first.
+
+    Args:
+        cards: At least two.
+        sizes_kib: Of the rows of one hop, in KiB.
+        budget_s: For each size, in seconds.
+
+    Returns:
+        Microseconds of one hop by KiB, those of the smallest, and the GB/s at which the largest one's bytes arrive
+        beyond these. A device that is named twice does not hop: it copies within its memory.
+
+    Raises:
+        CannotMeasureError: The largest takes no longer than the smallest.
+    """
+    ring = [*zip(cards, [*cards[1:], cards[0]], strict=True)] * max(1, _HOPS // len(cards))
+    hop_us = {}
+    for size_kib in sizes_kib:
+        rows = torch.ones(int(size_kib * 1024), dtype=torch.uint8, device=cards[0].device)
+
+        def laps(rows: torch.Tensor = rows) -> None:
+            tensors = [rows]
+            for source, target in ring:
+                tensors = hop(tensors, source, target)
+
+        with on_card(cards[0]):
+            if rows.is_cuda:
+                seconds = _event_time_s(laps, budget_s=budget_s, spin_cycles=_SPIN_CYCLES)
+            else:
+                seconds = best_time_s(laps, budget_s=budget_s)
+        hop_us[size_kib] = seconds / len(ring) * 1e6
+    least, most = min(hop_us), max(hop_us)
+    beyond_us = hop_us[most] - hop_us[least]
+    if beyond_us <= 0:
+        raise CannotMeasureError(f"a hop of {most:g} KiB takes no longer than one of {least:g} KiB")
+    return hop_us, hop_us[least], most * 1024 / (beyond_us * 1e-6) / GB
 
 
 def measure_beside_link(bench: LinkBench, reader: HostReader, threads: int, *, budget_s: float) -> tuple[float, float]:
     """Host memory read by `threads` and the link to the device while both run, each in GB/s."""
     passes = 0
-    with busy_link(bench) as arrived_bytes:
+    with busy_link(bench) as arrived:
         reader.read(threads)  # the copies have begun by its end
-        before_bytes, started_s = arrived_bytes(), time.perf_counter()
+        before_bytes, started_s = arrived()[0], time.perf_counter()
         while passes < 3 or time.perf_counter() - started_s < budget_s:
             reader.read(threads)
             passes += 1
         seconds = time.perf_counter() - started_s
-        copied_bytes = arrived_bytes() - before_bytes
+        copied_bytes = arrived()[0] - before_bytes
     if copied_bytes == 0:
         raise CannotMeasureError("no copy ended while the memory was read")
     return passes * reader.nbytes / seconds / GB, copied_bytes / seconds / GB

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from datetime import date
@@ -14,30 +15,33 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import GB, GIB, format_bytes, require, user_directory
+from offload_runtime.config import GB, GIB, card_names, format_bytes, require, user_directory
 from offload_runtime.errors import BudgetError, DeviceError, StorageError
 from offload_runtime.hardware import gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
 from offload_runtime.hardware.profile import MachineProfile
-from offload_runtime.memory import resolve_device
+from offload_runtime.memory import Card, current_device, reaches, resolve_device, resolve_devices
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
-_LINK_KEYS = tuple(key for key in _GPU_KEYS if "link" in key or key.startswith("pcie"))
+_LINKS_KEYS = ("links_alone_gbps", "links_at_once_gbps")
+_HOP_KEYS = ("hop_us_by_kib", "hop_us", "hop_gbps")
+_LINK_KEYS = tuple(key for key in _GPU_KEYS if ("link" in key or key.startswith("pcie")) and key not in _LINKS_KEYS)
 # Called with (stage, done steps, steps).
 OnProgress = Callable[[str, int, int], None]
 # What may end a measurement; torch and CUDA raise RuntimeErrors.
 _FAILURES = (CannotMeasureError, BudgetError, StorageError, OSError, RuntimeError)
-# The card's clocks, and with them the link, need a moment of work to rise.
-_WAKING_S = 0.3
+# From a row of a model to a piece of a prompt.
+_HOP_SIZES_KIB = (8.0, 64.0, 1024.0, 8192.0)
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
     """What the user asked for.
 
-    `device`: auto, cuda, cuda:N or cpu. `full` locks nearly all free memory to find the limit. `disk_file` is what
-    the disk is read by; without it a temporary file, and nothing when `quick`.
+    `device`: auto (all cards of the first one's kind), cuda, cuda:N or cpu, or several such as `cuda:0,cuda:1`, of one
+    kind; one that is named twice is two logical cards. `full` locks nearly all free memory to find the limit.
+    `disk_file` is what the disk is read by; without it a temporary file, and nothing when `quick`.
     """
 
     device: str = "auto"
@@ -65,6 +69,25 @@ class GpuReport:
 
 
 @dataclass(frozen=True)
+class CardsReport:
+    """Several cards: their links and hops between them, as the profile has them, but here also of a CPU and of logical
+    cards on one device. `peer_to_peer` says whether hops need no host memory."""
+
+    devices: tuple[str, ...]
+    peer_to_peer: bool
+    links_alone_gbps: tuple[float, ...] = ()
+    links_at_once_gbps: tuple[float, ...] = ()
+    hop_us_by_kib: Mapping[float, float] = field(default_factory=dict)
+    hop_us: float | None = None
+    hop_gbps: float | None = None
+
+    @property
+    def on_one_device(self) -> bool:
+        """Whether two of them are one device, whose link they share."""
+        return len({*self.devices}) < len(self.devices)
+
+
+@dataclass(frozen=True)
 class MachineReport:
     """A measured machine; `missing` gives by key of the profile the reason why there is no figure."""
 
@@ -73,8 +96,11 @@ class MachineReport:
     missing: Mapping[str, str]
     gpu: GpuReport | None
     seconds: float
+    cards: CardsReport | None = None
 
 
+# What all links carry together of the sum of what each does; two that share one carry half of it.
+_FAIR_SHARE_AT_ONCE = 0.8
 # Of the link's peak before packet headers: 88 % on an H200 (PCIe 5), 79 % on an RTX 4090 (PCIe 4).
 _FAIR_LINK_SHARE = 0.65
 # A CUDA context with its libraries takes 0.6 GB; a desktop as much again.
@@ -139,6 +165,8 @@ def _rounded(figure: Any) -> Any:
     """Four digits of a rate: more are noise."""
     if isinstance(figure, float):
         return float(f"{figure:.4g}")
+    if isinstance(figure, tuple):
+        return tuple(map(_rounded, figure))
     if isinstance(figure, Mapping):
         return {key: _rounded(value) for key, value in figure.items()}
     return figure
@@ -149,7 +177,7 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     name, budget_s = names[device.index], effort.budget_s
-    found.figures |= {"gpus": names.count(name), "gpu_name": printable(name), "vram_bytes": total_bytes}
+    found.figures |= {"gpu_name": printable(name), "vram_bytes": total_bytes}
     answer = _measure_link(found, effort, device, reader)
     found.take("HBM", "hbm_gbps", lambda: gpu_bench.measure_hbm_gbps(device, effort.hbm_bytes, budget_s=budget_s))
     found.take("launches", "launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s))
@@ -193,7 +221,7 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
     found.take("link and memory", ("host_gbps_while_link_busy", "link_gbps_while_host_busy"), beside_reading)
     try:
         with gpu_bench.busy_link(bench):
-            time.sleep(_WAKING_S)
+            time.sleep(gpu_bench.WAKING_S)
             answer = gpu_bench.read_nvml(uuid)
     except CannotMeasureError as error:
         answer = NvmlAnswer(None, None, str(error))
@@ -202,6 +230,32 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
     else:
         found.figures |= {"pcie_generation": answer.link.generation, "pcie_width": answer.link.width}
     return answer
+
+
+def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.device]) -> CardsReport:
+    """The links of several cards, each alone and all at once, and hops: entered as figures of the machine where all
+    cards are GPUs of their own."""
+    cards, own = [Card(number, device) for number, device in enumerate(devices)], Findings(found.on_progress)
+
+    def links() -> tuple[tuple[float, ...], tuple[float, ...]]:
+        benches = [LinkBench(device, effort.link_bytes) for device in devices]
+        alone = [gpu_bench.measure_links_gbps([bench], budget_s=effort.budget_s) for bench in benches]
+        return tuple(gbps for (gbps,) in alone), gpu_bench.measure_links_gbps(benches, budget_s=effort.budget_s)
+
+    own.take("links of all cards", _LINKS_KEYS, links)
+    own.take(
+        "hops from card to card", _HOP_KEYS,
+        lambda: gpu_bench.measure_hops(cards, _HOP_SIZES_KIB, budget_s=effort.budget_s / 4),
+    )  # fmt: skip
+    names, apart = tuple(map(str, devices)), len({*devices}) == len(devices)
+    if devices[0].type == "cuda":
+        if apart:
+            found.figures |= own.figures
+        else:
+            found.miss((*_LINKS_KEYS, *_HOP_KEYS), f"{','.join(names)} are logical cards of one GPU")
+    found.missing |= own.missing
+    peers = apart and all(reaches(one, other) for one, other in itertools.pairwise([*devices, devices[0]]))
+    return CardsReport(names, peers, **own.figures)
 
 
 def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: bool) -> None:
@@ -242,8 +296,9 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
     """
     started_s = time.perf_counter()
     host = host_bench.read_host_info()
-    device, why_none = _choose_device(options.device)
-    fine = device is not None or not options.full
+    devices, why_none = _choose_devices(options.device)
+    device, cards = devices[0], None
+    fine = device.type == "cuda" or not options.full
     require(fine, f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it")
     found, gpu = Findings(on_progress), None
     effort = _QUICK if options.quick else _THOROUGH
@@ -254,38 +309,50 @@ def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_pr
         found.take(
             "host memory", ("host_by_threads", "host_gbps"), lambda: reader.by_threads(counts, budget_s=budget_s)
         )
-        if device is None:
-            found.figures["gpus"] = 0
+        found.figures["gpus"] = len({*devices}) if device.type == "cuda" else 0
+        if device.type == "cpu":
             found.miss(_GPU_KEYS, why_none)
         else:
             with torch.cuda.device(device):
                 gpu = _measure_gpu(found, effort, device, reader)
                 _measure_pinning(found, effort, host, full=options.full)
+    if len(devices) > 1:
+        with current_device(device):
+            cards = _measure_cards(found, effort, devices)
     _measure_disk(found, effort.host_bytes // 2, options)
     profile = MachineProfile(
         name="this-machine", source=_source(options, gpu), ram_bytes=host.ram_bytes, cpu=host.cpu, **found.figures
     )
-    return MachineReport(profile, host, found.missing, gpu, time.perf_counter() - started_s)
+    return MachineReport(profile, host, found.missing, gpu, time.perf_counter() - started_s, cards)
 
 
-def _choose_device(name: str) -> tuple[torch.device | None, str]:
-    """The GPU to measure, or None and why there is none.
+def _choose_devices(name: str) -> tuple[list[torch.device], str]:
+    """The GPUs to measure; or as many CPUs as are named or, by itself, one, and why there is no GPU.
 
     Raises:
-        DeviceError: A GPU was asked for by name and cannot be had.
+        OptionError: Cards of different kinds are named.
+        DeviceError: A GPU was asked for by name and cannot be had, or GPUs are of different kinds.
     """
-    if name == "cpu":
-        return None, "--device cpu leaves the GPU out"
+    names = card_names(name)
+    if names[0] == "cpu":
+        return [resolve_device(one) for one in names], f"--device {name} leaves the GPU out"
     try:
-        device = resolve_device("cuda" if name == "auto" else name)
-        torch.zeros(1, device=device)  # creates the context
-        return device, ""
+        if name == "auto":
+            resolve_device("cuda")  # says what is missing, where `auto` would be the CPU
+        devices = resolve_devices(names)
+        kinds = sorted({torch.cuda.get_device_name(device) for device in devices})
+        if len(kinds) > 1:
+            these = " and ".join(kinds)
+            raise DeviceError(f"a profile is of cards of one kind, and these are {these}: name equal ones")
+        for device in devices:
+            torch.zeros(1, device=device)  # creates the context
+        return devices, ""
     except DeviceError as error:  # says itself what would help
         reason = str(error)
     except RuntimeError as error:
         reason = f"{_first_line(str(error))}: use --device cpu, or repair CUDA first"
     if name == "auto":
-        return None, reason
+        return [torch.device("cpu")], reason
     raise DeviceError(f"{name} cannot be measured: {reason}")
 
 
@@ -312,7 +379,8 @@ def advise(report: MachineReport) -> list[str]:
         no_gpu = f"no GPU was measured ({report.missing['gpu_name']})"
         return [f"{no_gpu}: models run on the CPU, where streaming gains nothing", *_host_advice(report)]
     return [
-        *_link_advice(report.profile, report.gpu.nvml), *_card_advice(report.profile, report.gpu),
+        *_link_advice(report.profile, report.gpu.nvml), *_links_advice(report.profile),
+        *_card_advice(report.profile, report.gpu),
         *_pinning_advice(report), *_host_advice(report),
     ]  # fmt: skip
 
@@ -337,6 +405,18 @@ def _link_advice(profile: MachineProfile, nvml: NvmlAnswer) -> Iterator[str]:
             f"copies to the card reach {profile.link_gbps:.1f} of the link's {link.peak_gbps:.1f} GB/s: look for other "
             "load on host memory, a single memory channel, or a card at another processor than this program's"
         )
+
+
+def _links_advice(profile: MachineProfile) -> Iterator[str]:
+    alone, at_once_gbps = profile.links_alone_gbps, sum(profile.links_at_once_gbps)
+    if at_once_gbps < _FAIR_SHARE_AT_ONCE * sum(alone):
+        yield (
+            f"the links of the cards carry {sum(alone):.1f} GB/s one by one and {at_once_gbps:.1f} at once: they share "
+            "lanes, a chipset's link or slow host memory; use slots that lead to the processor"
+        )
+    if len(alone) > 1 and min(alone) < _FAIR_SHARE_AT_ONCE * max(alone):
+        rates = " and ".join(f"{gbps:.1f}" for gbps in alone)
+        yield f"the links of the cards carry {rates} GB/s: a card with a slow one gets fewer layers to stream"
 
 
 def _card_advice(profile: MachineProfile, gpu: GpuReport) -> Iterator[str]:

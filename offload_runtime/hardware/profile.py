@@ -74,7 +74,12 @@ _TEXTS = _Rule(
 _WIDTH = _Rule(f"one of {', '.join(map(str, PCIE_WIDTHS))}", lambda value: type(value) is int and value in PCIE_WIDTHS)
 _BYTES = _number(1, 1 << 50, " (bytes)", whole=True)
 _RATE = _number(1e-6, 1e6, " (GB/s, GB = 1e9)")
+_RATES = _Rule(
+    "a list of numbers from 1e-06 to 1e+06 (GB/s, GB = 1e9), such as [25.0, 12.5]",
+    lambda value: isinstance(value, list | tuple) and all(map(_RATE.admits, value)),
+)
 _MICROSECONDS = _number(1e-3, 1e6, " (microseconds)")
+_BY_KIB = _table(_number(2**-10, 1 << 30, " (KiB of one hop)"), _MICROSECONDS, '"8" = 20.0, "8192" = 400.0')
 _BY_MIB = _table(_number(2**-20, 1 << 20, " (MiB of one copy)"), _RATE, '"0.25" = 12.0, "64" = 25.0')
 _BY_THREADS = _table(_number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 12.0, "8" = 60.0')
 _BY_DTYPE = _table(
@@ -138,7 +143,9 @@ class MachineProfile:
     GPU: `vram_bytes` is all of a card's memory, `vram_reserved_bytes` what of it nobody can have (the driver, the CUDA
     context, the desktop). `link_gbps` is host to device with large pinned copies, `link_back_gbps` device to host,
     `link_both_gbps` each direction while both run, `link_by_copy_mib` host to device by MiB of one copy.
-    A few rows take `hop_us` from card to card, and many of them arrive at `hop_gbps`.
+    Of several cards, in CUDA's order, `links_alone_gbps` are host to device, each while the others are idle, and
+    `links_at_once_gbps` each while all of them copy. Rows take `hop_us_by_kib` from card to card, by KiB of one hop: a
+    few of them `hop_us`, and many arrive at `hop_gbps`.
     `pcie_generation` and `pcie_width` are the link's while it is busy. `hbm_gbps` counts bytes read and written.
     `tflops` are dense matrix products by element type, `launch_us` one small kernel launched from the host,
     `graph_launch_us` one within a CUDA graph. `decode_gweights_per_s` are weights that products of one row
@@ -159,6 +166,8 @@ class MachineProfile:
     link_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_back_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_both_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    links_alone_gbps: tuple[float, ...] = field(default=(), metadata=_key(_RATES, gpu=True))
+    links_at_once_gbps: tuple[float, ...] = field(default=(), metadata=_key(_RATES, gpu=True))
     hop_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
     hop_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     pcie_generation: int | None = field(default=None, metadata=_key(_number(1, 7, whole=True), gpu=True))
@@ -177,6 +186,7 @@ class MachineProfile:
     library_rows: Mapping[str, int] = field(default_factory=dict, metadata=_key(_BY_SHAPE, gpu=True))
     decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_KIND, gpu=True))
     link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
+    hop_us_by_kib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_KIB, gpu=True))
     host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
 
     def __post_init__(self) -> None:
@@ -186,6 +196,11 @@ class MachineProfile:
             raise ProfileError(f"a machine with gpus = 0 cannot have {', '.join(of_gpu)}: drop them, or set gpus")
         if self.gpus and (self.gpu_name is None or self.vram_bytes is None):
             raise ProfileError(f"gpus = {self.gpus} needs gpu_name and vram_bytes: add them, or set gpus = 0")
+        for key in ("links_alone_gbps", "links_at_once_gbps"):
+            object.__setattr__(self, key, rates := tuple(getattr(self, key)))
+            if rates and not 2 <= self.gpus == len(rates):
+                one_each = "give one for each of several cards, or none"
+                raise ProfileError(f"{key} has {len(rates)} figures and gpus = {self.gpus}: {one_each}")
         for part, whole in (("vram_reserved_bytes", "vram_bytes"), ("pinnable_bytes", "ram_bytes")):
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
             if part_bytes is not None and part_bytes > whole_bytes:
@@ -263,7 +278,7 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
     if isinstance(cpu := values.get("cpu"), Mapping):
         _check_keys(cpu, CpuFigures, "cpu.")
         values["cpu"] = CpuFigures(**cpu)
-    for key, kind in (("link_by_copy_mib", float), ("host_by_threads", int)):
+    for key, kind in (("link_by_copy_mib", float), ("hop_us_by_kib", float), ("host_by_threads", int)):
         if key in values:
             values[key] = _number_keys(values[key], kind)
     return MachineProfile(**values)
@@ -271,10 +286,10 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
 
 def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
     """The profile as tables of TOML or JSON: what is not known is left out, keys are text."""
-    table = {key: value for key, value in asdict(profile).items() if value not in (None, {})}
-    for key in ("tflops", "link_by_copy_mib", "host_by_threads"):
+    table = {key: value for key, value in asdict(profile).items() if value not in (None, (), {})}
+    for key in ("tflops", "link_by_copy_mib", "hop_us_by_kib", "host_by_threads"):
         if key in table:
-            # Sizes of whole MiB without a decimal point.
+            # Whole sizes without a decimal point.
             table[key] = {str(name).removesuffix(".0"): figure for name, figure in sorted(table[key].items())}
     return table
 

@@ -22,6 +22,7 @@ from offload_runtime.memory.cards import (
     from_host,
     hop,
     on_card,
+    reaches,
     to_host,
 )
 from offload_runtime.memory.device import (
@@ -37,6 +38,7 @@ from offload_runtime.memory.device import (
     pack_words,
     packed_words,
     resolve_device,
+    resolve_devices,
     unpack,
     upload,
     within,

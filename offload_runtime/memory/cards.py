@@ -117,7 +117,7 @@ def depart(tensors: Sequence[torch.Tensor], source: Card, target: Card) -> Depar
     if source.device == target.device:
         return Departure(tensors, source)
     with on_card(source):
-        pinned = [] if _reaches(source.device, target.device) else to_host(tensors, source.device)
+        pinned = [] if reaches(source.device, target.device) else to_host(tensors, source.device)
         left = torch.cuda.Event()
         left.record(torch.cuda.current_stream(source.device))
     return Departure(tensors, source, pinned, left)
@@ -189,7 +189,7 @@ def from_host(pinned: Sequence[torch.Tensor], landed: Sequence[torch.Tensor]) ->
 
 
 @cache
-def _reaches(one: torch.device, other: torch.device) -> bool:
+def reaches(one: torch.device, other: torch.device) -> bool:
     """Whether a GPU reads the memory of another one."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 

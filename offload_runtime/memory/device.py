@@ -223,6 +223,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def resolve_devices(names: Sequence[str]) -> list[torch.device]:
+    """Turn names of cards into devices that exist; `auto` alone is the first GPU and all that are of its kind, since
+    others round in other ways. Errors as of `resolve_device`."""
+    found = [resolve_device(name) for name in names]
+    if tuple(names) == ("auto",) and found[0].type == "cuda":
+        kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found = [torch.device("cuda", index) for index, kind in enumerate(kinds) if kind == kinds[0]]
+    return found
+
+
 def packed_words(sizes: Iterable[int]) -> int:
     """Words that parts of so many integers take in one tensor."""
     return sum(-(-size // _ALIGNED_WORDS) * _ALIGNED_WORDS for size in sizes)

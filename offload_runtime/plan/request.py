@@ -7,7 +7,7 @@ each model and the device that was chosen, a GPU unless it is `cpu`. So a plan a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -43,7 +43,8 @@ _HBM_SHARE = 0.8
 # Q4_K_M and in Q8_0, whole on an H200, is predicted to take 5 % less and 2 % more time than it did.
 _DECODE_SHARE = 0.9
 _DEFAULT_GRAPH_LAUNCH_US = 2.5
-# A few rows through mapped page-locked memory, written by a kernel of one card and read by one of the other. Assumed.
+# A few rows through mapped page-locked memory, written by a kernel of one card and read by one of the other.
+# Assumed where it was not measured.
 _DEFAULT_HOP_US = 30.0
 # A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
 # 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
@@ -124,8 +125,10 @@ class MachineFigures:
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
     while the link is busy. Rows that hop from card to card take `hop_us` and their bytes at `hop_gbps` (None: as fast
-    as the link); all links together carry no more than `host_gbps`, if that is known. `decode_gweights_per_s` are
-    weights that products of few rows decode in registers, in 1e9 a second, by how they are stored.
+    as the link); all links together carry no more than `host_gbps`, if that is known, and each of them
+    `links_at_once_gbps` while all are busy, by CUDA's number of the card, where that was measured.
+    `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a second, by how they are
+    stored.
     """
 
     name: str
@@ -143,6 +146,7 @@ class MachineFigures:
     hop_us: float = _DEFAULT_HOP_US
     hop_gbps: float | None = None
     host_gbps: float | None = None
+    links_at_once_gbps: tuple[float, ...] = ()
 
     @property
     def lockable_bytes(self) -> int:
@@ -168,6 +172,19 @@ class MachineFigures:
         """Seconds of one hop of so many bytes from card to card."""
         return self.hop_us * 1e-6 + nbytes / ((self.hop_gbps or self.link_gbps) * GB)
 
+    def link_ratios(self, names: Sequence[str]) -> tuple[float, ...]:
+        """How fast the links of cards are, of the machine's first one's, by their names: those with a number (`cuda:1`)
+        by that, others in turn. All alike where nothing is known of one of them."""
+        tails = [name.partition(":")[2] for name in names]
+        numbers = [int(tail) if tail.isdecimal() else number for number, tail in enumerate(tails)]
+        if max(numbers) >= len(self.links_at_once_gbps):
+            return (1.0,) * len(names)
+        return tuple(self.links_at_once_gbps[one] / self.links_at_once_gbps[0] for one in numbers)
+
+    def with_link(self, gbps: float) -> MachineFigures:
+        """The same with a link of `gbps` to each card."""
+        return replace(self, link_gbps=gbps, links_at_once_gbps=())
+
     @property
     def attained_hbm(self) -> float:
         """Bytes per second that kernels read."""
@@ -190,7 +207,7 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
         _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus, profile.hop_us or _DEFAULT_HOP_US,
-        profile.hop_gbps, profile.host_gbps,
+        profile.hop_gbps, sum(profile.links_at_once_gbps) or profile.host_gbps, profile.links_at_once_gbps,
     )  # fmt: skip
 
 
@@ -241,7 +258,7 @@ def common_figures() -> MachineFigures:
 @dataclass(frozen=True)
 class CardLimit:
     """Most memory that a run may take of one card, None for no limit, and what of it is taken already; and how fast
-    its link is, of the first card's."""
+    its link is, of that of the machine's first card."""
 
     device_bytes: int | None
     reserved_bytes: int
@@ -253,7 +270,7 @@ class MemoryLimits:
     """Most memory that a run may take, this process included; None: no limit.
 
     `device_bytes` are of the device, of which `reserved_bytes` are taken already, and `further_cards` the same of those
-    behind the first, whose `link_ratio` is 1; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
+    behind the first, as is `link_ratio`; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
     `page_locks` says that the device's copies need that at all. The names say whose limits these are, and the ways how
     to have more, for messages.
     """
@@ -310,6 +327,8 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     asked = request.vram_of_cards(named)
     whose = f"of a card of {name}"
     device_bytes, *further_bytes = (within("--vram", one, machine.vram_bytes, whose, other) for one in asked)
+    names = [f"cuda:{card}" for card in range(named)] if request.device == "auto" else request.devices
+    ratios = machine.link_ratios(names)
     ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
     pinned_bytes, pinned_name = machine.pinnable_bytes, name
     if request.pinned_bytes is not None:
@@ -320,7 +339,11 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
         ram_name, ram_way = "--ram", "allow more with --ram"
     return MemoryLimits(
         device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name,
-        further_cards=tuple(CardLimit(nbytes, machine.vram_reserved_bytes) for nbytes in further_bytes),
+        further_cards=tuple(
+            CardLimit(nbytes, machine.vram_reserved_bytes, ratio)
+            for nbytes, ratio in zip(further_bytes, ratios[1:], strict=True)
+        ),
+        link_ratio=ratios[0],
     )  # fmt: skip
 
 
