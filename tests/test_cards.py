@@ -142,7 +142,7 @@ def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path) -> None:
         stats = runtime.generate([7] * 4100, max_new_tokens=5, ignore_eos=True).stats
         least_s = 4 / 2 * 16 * runtime.plan.target.kv_piece_bytes / 0.004e9
     assert stats.measured_s_per_pass is not None
-    assert 0.9 * least_s <= stats.measured_s_per_pass <= 1.15 * least_s
+    assert 0.9 * least_s <= stats.measured_s_per_pass <= 1.3 * least_s
 
 
 def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:

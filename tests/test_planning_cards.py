@@ -142,8 +142,9 @@ def test_a_small_ring_of_keys_and_values_lets_links_wait_for_each_other() -> Non
     assert rings == [[KV_RING_SLOTS, 34], [34, 34]]
     layer_bytes, piece_bytes = roomy.target.streamed_kv_bytes(0, 119_999), roomy.target.kv_piece_bytes
     assert 30 * piece_bytes > layer_bytes / 2 > 29 * piece_bytes
-    assert before.link_s == pytest.approx(16 * sum(layer_bytes - slots * piece_bytes for slots in rings[0]) / 25e9)
-    assert after.link_s == max(streamed(roomy)) / 25e9 < 0.9 * before.link_s
+    rest = (len(one.layers) * (layer_bytes - one.kv_ring_slots * piece_bytes) for one in tight.target.shares)
+    assert before.link_s == pytest.approx(sum(rest) / 25e9) and before.lookahead_s < 0.1
+    assert after.link_s == max(streamed(roomy)) / 25e9 < 0.95 * before.link_s
 
 
 def test_cards_compute_one_after_the_other_and_rows_hop() -> None:

@@ -118,8 +118,8 @@ _GRAPH_KERNELS = 1000
 
 
 def _event_time_s(enqueue: Callable[[], object], *, budget_s: float, spin_cycles: int = 0) -> float:
-    """Shortest time between two events around `enqueue` on the current stream, behind which the device spins for a
-    while, in seconds; see `best_time_s`."""
+    """Shortest time between two events around `enqueue` on the current stream, in seconds; see `best_time_s`. Before
+    the first event the device spins, so that all is enqueued before it begins."""
     times_s: list[float] = []
 
     def once() -> None:
@@ -277,6 +277,8 @@ def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tupl
     with ExitStack() as running:
         links = [running.enter_context(busy_link(bench)) for bench in benches]
         time.sleep(WAKING_S)
+        while not all(tell()[0] for tell in links):
+            time.sleep(0.01)
         begun, started_s = [tell() for tell in links], time.perf_counter()
         ended = begun
         while time.perf_counter() - started_s < budget_s or any(

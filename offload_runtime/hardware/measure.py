@@ -249,10 +249,15 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
     )  # fmt: skip
     names, apart = tuple(map(str, devices)), len({*devices}) == len(devices)
     if devices[0].type == "cuda":
-        if apart:
-            found.figures |= own.figures
-        else:
-            found.miss((*_LINKS_KEYS, *_HOP_KEYS), f"{','.join(names)} are logical cards of one GPU")
+        numbers, these = [device.index for device in devices], ",".join(names)
+        if not apart:
+            found.miss((*_LINKS_KEYS, *_HOP_KEYS), f"{these} are logical cards of one GPU")
+        elif sorted(numbers) != [*range(len(numbers))]:
+            found.miss((*_LINKS_KEYS, *_HOP_KEYS), f"a profile has them from cuda:0 on, and these are {these}")
+        else:  # in CUDA's order, by which they are looked up
+            order = sorted(range(len(numbers)), key=numbers.__getitem__)
+            ordered = {key: tuple(own.figures[key][one] for one in order) for key in _LINKS_KEYS if key in own.figures}
+            found.figures |= own.figures | ordered
     found.missing |= own.missing
     peers = apart and all(reaches(one, other) for one, other in itertools.pairwise([*devices, devices[0]]))
     return CardsReport(names, peers, **own.figures)

@@ -10,7 +10,7 @@ import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
-from offload_runtime.kv.device import KVCache, LayerCache
+from offload_runtime.kv.device import KVCache, LayerCache, check_capacity
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import check_growth
 from offload_runtime.kv.retrieval import RetrievalCache
@@ -69,6 +69,7 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
         self._for_each_card(lambda cache: cache.begin_window(sequences, counts))
 
     def begin_prefill(self, sequence: int, count: int) -> None:
+        check_capacity(self.length(sequence) + count, self.capacity_tokens)
         # What a card makes is touched in the background: the next one would still see it among what is available.
         check_growth(sum(one.growth_bytes(sequence, count) for one in self.caches if isinstance(one, HostKVCache)))
         self._for_each_card(lambda cache: cache.begin_prefill(sequence, count))

@@ -379,6 +379,12 @@ class ModelPlan:
         first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
         return self.batch * (length_tokens // BLOCK_TOKENS - first) * self.kv_block_bytes
 
+    def alone_kv_bytes(self, length_tokens: int) -> int:
+        """What of that, of all layers, the ring has no room for: it comes while the card attends, and the other cards'
+        rings may be full."""
+        layers = (self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host)
+        return sum(max(0, nbytes - self.kv_ring_bytes) for nbytes in layers)
+
     # --- both, and what passes take
 
     @property

@@ -249,7 +249,8 @@ def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
         for name, k in (("Q5_0", 544), ("Q6_K", 768)):
             ragged = partial(multiply_blocks, FORMATS[name], rows, LARGE, k, FP16, bias=True, add=True)
             yield f"gguf_linear {name} {rows} ragged", ragged
-    yield "gguf_linear Q4_K small", partial(multiply_blocks, FORMATS["Q4_K"], 8, SMALL, 4096, BF16)
+    for name in ("Q4_K", "Q8_0"):
+        yield f"gguf_linear {name} small", partial(multiply_blocks, FORMATS[name], 8, SMALL, 4096, BF16)
 
 
 # Every number, and those of 4 bits with every way to multiply them; all sizes of groups.

@@ -16,7 +16,7 @@ TILES = (EncodedTile(32, 2, 3, True), EncodedTile(32, 4, 4, False))
 
 def products(
     multiply: Callable[..., None], decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
-    tile: EncodedTile = TILES[0],
+    tile: EncodedTile | None = TILES[0],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What `multiply(x, out, bias=..., add=..., tile=...)` makes, as columns of a wider tensor whose others must stay,
     and the product with `decoded` [M, K]: [num_rows, M] each, in its dtype."""

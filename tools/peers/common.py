@@ -304,10 +304,12 @@ def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSo
         ).as_source()  # fmt: skip
     if arguments.noise is not None:
         raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
-    long_tokens = 2 * (arguments.prompt_tokens or 0)  # with room for answers and windows
+    prompt_tokens = arguments.prompt_tokens or 0
+    is_long = prompt_tokens > SHAPES[shape].max_position_embeddings
     return random_source(
-        shape, layers=layers, seed=arguments.seed, device=device, context_tokens=long_tokens, stored=stored
-    )
+        shape, layers=layers, seed=arguments.seed, device=device, stored=stored,
+        context_tokens=2 * prompt_tokens if is_long else 0,  # with room for answers and windows
+    )  # fmt: skip
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:
