@@ -571,7 +571,7 @@ class RuntimeConfig:
 
     def _check_devices(self) -> None:
         """Refuse names that are none, cards of different kinds, and limits of more or fewer cards than there are."""
-        names = card_names(self.device)
+        names = self.devices
         if isinstance(self.vram_bytes, list | tuple):
             object.__setattr__(self, "vram_bytes", tuple(self.vram_bytes))
         if self.device != "auto" and self.emulate is None:  # a machine that is played has its own number of cards

@@ -83,7 +83,7 @@ def dealt(
             slots = min(whole.num_slots, len(layers) - len(resident))
             shares.append(LayerShare(layers, Placement(resident, slots, len(layers), resident_kv_layers=kv)))
         cards = plan.target.with_shares(shares).cards
-        slots = [card.kv_slots_beside(len(cards) - 1) for card in cards]
+        slots = [card.overlapped_kv_slots(len(cards)) for card in cards]
         shares = [replace(share, kv_ring_slots=ring) for share, ring in zip(shares, slots, strict=True)]
         return replace(plan, target=plan.target.with_shares(shares), limits=limits, request=request)
 

@@ -104,7 +104,7 @@ class Totals:
     accepted_tokens: int
 
     def caption(self) -> str:
-        """Two lines for people; of several cards one more, and one for each."""
+        """Two lines for people; of several cards one about the time, one for each card, and one about drafting."""
         share = 100 / self.seconds
         hidden = f", {100 * self.hidden_draft_s / self.draft_s:.0f} % hidden" if self.draft_s else ""
         milliseconds = f"{1e3 * self.seconds:.3g}" if self.seconds < 0.1 else f"{1e3 * self.seconds:.0f}"
@@ -152,7 +152,7 @@ def _event(span: Mapping[str, Any]) -> Event:
 
 
 def num_cards(events: Iterable[Event]) -> int:
-    """That the layers were dealt out to: each computes."""
+    """How many cards the layers were dealt out to: each has spans, as it computes."""
     return 1 + max((event.card for event in events), default=0)
 
 

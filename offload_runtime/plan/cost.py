@@ -84,8 +84,8 @@ class PassTime:
     """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
 
     `compute_s` sums over the layers the longer of HBM and arithmetic, with `hop_s` in which rows hop from card to card.
-    `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `alone_s`, of one card of several,
-    keys and values come that its ring has no room for, while the other cards' rings may be full. `weight_bytes` and
+    `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card of
+    several, keys and values come that its ring has no room for, while the others' rings may be full. `weight_bytes` and
     `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
     """
 
@@ -99,7 +99,7 @@ class PassTime:
     launch_s: float
     staging_s: float
     lookahead_s: float
-    alone_s: float = 0.0
+    exposed_s: float = 0.0
     hop_s: float = 0.0
 
     @property
@@ -145,7 +145,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
     height = batch * (captured_width(rows) if captured else rows)
     # What crosses the link.
-    streamed = {layer: target.streamed_kv_bytes(layer, length_tokens) for layer in target.kv_layers_on_host}
+    streamed = target.streamed_kv(length_tokens)
     weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
     staged_kv_bytes = sum(streamed[layer] for layer in placement.staged_kv_layers)
     staged_bytes = target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
@@ -175,7 +175,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S,
         staging_s=staging_s, lookahead_s=lookahead_s,
-        alone_s=target.alone_kv_bytes(length_tokens) / link_bytes_per_s,
+        exposed_s=target.exposed_kv_bytes(length_tokens) / link_bytes_per_s,
     )  # fmt: skip
 
 
@@ -198,9 +198,10 @@ def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> floa
 def _pass_of_cards(cards: Sequence[PassTime], machine: MachineFigures, *, hop_s: float) -> PassTime:
     """The pass that the passes over each card's layers make together."""
     nbytes = sum(card.bytes_streamed for card in cards)
-    busy_s = _bound_by_host(nbytes, max(card.link_s for card in cards), machine)
+    overlapped_s = _bound_by_host(nbytes, max(card.link_s for card in cards), machine)
     staging_s = sum(card.staging_s for card in cards)
-    copies_s, link_s = max(busy_s, staging_s), max(busy_s, sum(card.alone_s for card in cards))
+    link_s = max(overlapped_s, sum(card.exposed_s for card in cards))
+    copies_s = max(overlapped_s, staging_s)
     return PassTime(
         sum(card.weight_bytes for card in cards), sum(card.kv_bytes for card in cards),
         sum(card.staged_bytes for card in cards), link_s,

@@ -282,13 +282,13 @@ class ModelPlan:
         """Copies that bring so many bytes of a layer, of all sequences alike."""
         return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
 
-    def kv_slots_beside(self, others: int) -> int:
-        """Slots of that ring with which the links of this card and of others are all busy. A card brings the keys and
-        values of its next layer while the others attend, one after the other, to what their links bring; of n cards
-        each needs room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
+    def overlapped_kv_slots(self, num_cards: int) -> int:
+        """Slots of that ring with which the links of all cards are busy at once. A card brings the keys and values of
+        its next layer while the others attend, one after the other, to what their links bring; of n cards each needs
+        room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
         layers, last = range(self.config.num_layers), self.context_tokens - 1
         pieces = max(self.kv_pieces(self.streamed_kv_bytes(layer, last)) for layer in layers)
-        return kv.KV_RING_SLOTS + -(-pieces * others // (others + 1))
+        return kv.KV_RING_SLOTS + -(-pieces * (num_cards - 1) // num_cards)
 
     @property
     def kv_ring_bytes(self) -> int:
@@ -379,11 +379,14 @@ class ModelPlan:
         first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
         return self.batch * (length_tokens // BLOCK_TOKENS - first) * self.kv_block_bytes
 
-    def alone_kv_bytes(self, length_tokens: int) -> int:
+    def streamed_kv(self, length_tokens: int) -> dict[int, int]:
+        """The same of every layer whose cache is on the host, by layer."""
+        return {layer: self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host}
+
+    def exposed_kv_bytes(self, length_tokens: int) -> int:
         """What of that, of all layers, the ring has no room for: it comes while the card attends, and the other cards'
         rings may be full."""
-        layers = (self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host)
-        return sum(max(0, nbytes - self.kv_ring_bytes) for nbytes in layers)
+        return sum(max(0, nbytes - self.kv_ring_bytes) for nbytes in self.streamed_kv(length_tokens).values())
 
     # --- both, and what passes take
 
@@ -649,8 +652,8 @@ class RunPlan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that a pass at the full context brings over the link."""
-        target, length = self.target, self.target.context_tokens - 1
-        kv_bytes = sum(target.streamed_kv_bytes(layer, length) for layer in target.kv_layers_on_host)
+        target = self.target
+        kv_bytes = sum(target.streamed_kv(target.context_tokens - 1).values())
         return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property

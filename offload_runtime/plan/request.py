@@ -257,8 +257,8 @@ def common_figures() -> MachineFigures:
 
 @dataclass(frozen=True)
 class CardLimit:
-    """Most memory that a run may take of one card, None for no limit, and what of it is taken already; and how fast
-    its link is, of that of the machine's first card."""
+    """Most memory that a run may take of one card, None for no limit, and what of it is taken already; `link_ratio` is
+    the bandwidth of its link over that of the machine's first card."""
 
     device_bytes: int | None
     reserved_bytes: int
@@ -269,8 +269,8 @@ class CardLimit:
 class MemoryLimits:
     """Most memory that a run may take, this process included; None: no limit.
 
-    `device_bytes` are of the device, of which `reserved_bytes` are taken already, and `further_cards` the same of those
-    behind the first, as is `link_ratio`; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
+    `device_bytes`, `reserved_bytes` and `link_ratio` are those of the first card, as a `CardLimit` has them, and
+    `further_cards` those of the others; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
     `page_locks` says that the device's copies need that at all. The names say whose limits these are, and the ways how
     to have more, for messages.
     """

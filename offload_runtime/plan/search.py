@@ -615,15 +615,15 @@ class _Partitioner:
         """Beside the least ring of keys and values, or the one with which the links of all cards are busy, where it
         fits and brings more than what it takes would."""
         num_cards, found = self._plan.limits.num_cards, list[_CardLoad]()
-        slots = card.target.kv_slots_beside(num_cards - 1) if card.target.on_host else KV_RING_SLOTS
+        slots = card.target.overlapped_kv_slots(num_cards) if card.target.on_host else KV_RING_SLOTS
         for each in dict.fromkeys((KV_RING_SLOTS, slots)):
             with suppress(BudgetError):
                 ways = self._ways(card.with_target(replace(card.target, kv_ring_slots=each)))
                 best = min(ways, key=lambda way: way.streamed_bytes)
                 # What comes one after the other, if the others have as many keys and values, and room for them.
                 target, last = best.target, best.target.context_tokens - 1
-                kv_bytes = sum(target.streamed_kv_bytes(layer, last) for layer in target.kv_layers_on_host)
-                in_turn_bytes = target.alone_kv_bytes(last) + kv_bytes * (num_cards - 1) // num_cards
+                kv_bytes = sum(target.streamed_kv(last).values())
+                in_turn_bytes = target.exposed_kv_bytes(last) + kv_bytes * (num_cards - 1) // num_cards
                 found.append(_CardLoad(best, max(best.streamed_bytes, in_turn_bytes) / card.limits.link_ratio))
         if found:
             return min(found, key=lambda one: one.link_bytes)
