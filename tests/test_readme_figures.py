@@ -100,20 +100,76 @@ def stored_weights() -> Iterator[str]:
     yield f"at {percent(share_of_copies(found[1]), 0)} of the bandwidth of copies"
 
 
+def packed_13b() -> Iterator[str]:
+    """As a file stores it and decoded: the same tokens."""
+    said = {
+        "stored": "stored, resident",
+        "streamed": "stored, streamed",
+        "decoded": "decoded, as many resident as fit",
+    }
+    files = {"Q8_0": ("stored", "streamed", "decoded"), "Q4_0": ("stored", "decoded")}
+    plain, drafted = dict[tuple[str, str], Any](), dict[tuple[str, str], Any]()
+    for case in [(kind, way) for kind, ways in files.items() for way in ways]:
+        name = f"compare-13b-{case[0].lower().replace('_', '-')}-{case[1]}-h200"
+        asked, rows = result(name)["configuration"], result(name)["results"]
+        assert asked["temperature"] == 0.6 and asked["vram"] == "24GB" and asked["new_tokens"] == 128
+        assert asked["weights"] == ("decoded" if case[1] == "decoded" else "stored")
+        plain[case], drafted[case] = rows["ours-plain"], rows["ours"]
+        assert not any(row["differing_generations"] for row in rows.values())
+        moved = dict.fromkeys(f"{row['bytes_per_pass'] / 1e9:.1f}".replace("0.0", "0") for row in rows.values())
+        yield (
+            f"| {case[0]} | {said[case[1]]} ([JSON](../tools/results/{name}.json)) | {' and '.join(moved)} GB "
+            f"| {plain[case]['tok_per_s']:.1f} | {drafted[case]['tok_per_s']:.1f} "
+            f"| {drafted[case]['tokens_per_pass']:.1f} |"
+        )
+    for kind, ways in files.items():
+        answers = [rows[kind, way]["tokens"] for rows in (plain, drafted) for way in ways]
+        assert all(answer == answers[0] for answer in answers)
+        yield f"a file says the same {sum(map(len, answers[0]))} tokens: 6 runs of Q8_0 and 4 of Q4_0"
+        assert len(answers) == {"Q8_0": 6, "Q4_0": 4}[kind]
+    speeds = {case: row["tok_per_s"] for case, row in plain.items()}
+    times = [speeds[kind, "stored"] / speeds[kind, "decoded"] for kind in files]
+    yield f"plain decoding is {times[0]:.1f} and {times[1]:.1f} x as fast as decoded"
+    yield f"Q4_0 is only {speeds['Q4_0', 'stored'] / speeds['Q8_0', 'stored']:.2f} x as fast as Q8_0"
+    times = [drafted[kind, "stored"]["tok_per_s"] / speeds[kind, "stored"] for kind in files]
+    yield f"the draft brings {times[0]:.2f} and {times[1]:.2f} x"
+    busy = [row["bound"]["share"] for case, row in drafted.items() if case[1] != "stored"]
+    yield f"rounds with it keep the link {100 * min(busy):.0f} to {percent(max(busy), 0)} busy"
+
+
 def cards() -> Iterator[str]:
     names = ("one", "two", "one-emulated", "two-emulated")
     one, two, one_played, two_played = rows = [ours(f"cards-13b-{name}-h200") for name in names]
     assert one["tokens"] == two["tokens"] == one_played["tokens"] == two_played["tokens"]
-    for row in rows:
-        passes_s, shares = ({w["pass_s"]["median"] for w in row["windows"]}, {w["link_share"] for w in row["windows"]})
-        gbps = row["windows"][0]["link_peak_gbps"]
-        links = f"{gbps:.1f}" if row["settings"]["emulate"] is None else f"{gbps:.0f}"
-        times, predicted = between(passes_s, 3), f"{row['windows'][0]['predicted_s']:.3f}"
-        busy = between({min(100.0, 100 * share) for share in shares}, 1).replace("100.0", "100")
-        said = f"{row['tok_per_s']:.3f}".rstrip("0") if row["settings"]["emulate"] else f"{row['tok_per_s']:.2f}"
-        yield f"| {links} | {times} | {predicted} | {busy} % | {said}"
+    yield from (of_cards(row) for row in rows)
     first, second = (row["windows"][0]["pass_s"]["median"] for row in (one, two))
     yield f"Two cards take {second / first:.2f} of one card's time for a pass and say the same tokens"
+
+
+def cards_at_120k() -> Iterator[str]:
+    one, two = rows = [ours(f"cards-7b-120k-{name}-emulated-h200") for name in ("one", "two")]
+    assert one["tokens"] == two["tokens"] and one["bytes_per_pass"] == two["bytes_per_pass"]
+    yield from (of_cards(row) for row in rows)
+    yield f"({one['bytes_per_pass'] / 1e9:.1f} GB a pass)"
+    yield f"Two bring {two['tok_per_s'] / one['tok_per_s']:.2f} x the tokens/s of one and say the same tokens"
+    (window,), single_s = two["windows"], two["token_s"]
+    yield f"takes {percent(window['share_off'])} longer than predicted"
+    yield f"(20 and 80 percentiles {window['pass_s']['p20']:.3f} and {window['pass_s']['p80']:.3f} s)"
+    assert two["runs"][0]["passes"] == 3
+    yield f"the median takes {single_s['p50']:.3f} s and the slowest {single_s['p99']:.2f} s"
+    launches = [row["windows"][0]["host_launch_share"] for row in rows]
+    yield f"Launching lasts for {100 * launches[0]:.0f} and {percent(launches[1], 0)} of such passes"
+
+
+def of_cards(row: Any) -> str:
+    """Cells of a run on one card or two."""
+    passes_s, shares = ({w["pass_s"]["median"] for w in row["windows"]}, {w["link_share"] for w in row["windows"]})
+    gbps = row["windows"][0]["link_peak_gbps"]
+    links = f"{gbps:.1f}" if row["settings"]["emulate"] is None else f"{gbps:.0f}"
+    times, predicted = between(passes_s, 3), f"{row['windows'][0]['predicted_s']:.3f}"
+    busy = between({min(100.0, 100 * share) for share in shares}, 1).replace("100.0", "100")
+    said = f"{row['tok_per_s']:.3f}".rstrip("0") if row["settings"]["emulate"] else f"{row['tok_per_s']:.2f}"
+    return f"| {links} | {times} | {predicted} | {busy} % | {said}"
 
 
 def between(values: set[float], digits: int) -> str:
@@ -510,9 +566,20 @@ def whole_on_the_card() -> Iterator[str]:
         assert results[name]["differing_generations"] == 3 and results["ours-plain"]["differing_generations"] == 0
         assert results[name]["tokens"][0][:3] == results["ours-plain"]["tokens"][0][:3]
     yield f"| offload_runtime, plain decoding | {1000 * results['ours-plain']['s_per_token']['median']:.2f} | |"
-    small = result("compare-135m-resident-h200")["results"]
-    yield f"SmolLM2-135M takes {1000 * small['ours-plain']['s_per_token']['median']:.2f} ms a token"
-    yield f"transformers as it comes {1000 * small['resident']['s_per_token']['median']:.2f}"
+    found = result("compare-135m-resident-h200")
+    plain, eager, compiled = (found["results"][name] for name in ("ours-plain", "resident", "resident-compiled"))
+    plain_ms, eager_ms, compiled_ms = (1000 * row["s_per_token"]["median"] for row in (plain, eager, compiled))
+    yield f"SmolLM2-135M takes {plain_ms:.2f} ms a token"
+    times = found["times_ours_over"]["resident-compiled"]
+    yield f"compiled transformers {compiled_ms:.2f} (ours is {times:.1f} x)"
+    yield f"transformers as it comes {eager_ms:.2f} "
+    slow, fast = (run["tok_per_s"] for run in eager["runs"])
+    yield f"({slow:.1f} and {fast:.1f} tokens/s in its two generations)"
+    assert plain["tokens"] == eager["tokens"] == compiled["tokens"]
+    yield f"The answers that are kept are the same {len(plain['tokens'][0])} tokens"
+    assert plain["differing_generations"] == compiled["differing_generations"] == 0
+    assert found["configuration"]["warmup"] == found["configuration"]["repeats"] == 2
+    yield f"two of them warm-ups, {eager['differing_generations']} differs from the other of its length"
 
 
 def turns() -> Iterator[str]:
@@ -530,7 +597,9 @@ def turns() -> Iterator[str]:
         attention_kernels,
         streaming,
         stored_weights,
+        packed_13b,
         cards,
+        cards_at_120k,
         long_context,
         on_chip,
         steps,

@@ -29,7 +29,8 @@ LOCAL = {"text"}
 def commands(page: Path) -> list[list[str]]:
     """The words of every command of a page, as a shell would hand them on."""
     document = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for name, value in re.findall(r"^    ([A-Z]+)='?(.+?)'?$", document, re.MULTILINE):
+    # The last first, as values name variables that are above them.
+    for name, value in reversed(re.findall(r"^    ([A-Z]+)=['\"]?(.+?)['\"]?$", document, re.MULTILINE)):
         document = document.replace(f"${name}", value)
     found = re.findall(r"^    (?:python (?=tools/))?((?:tools/|offload-runtime ).+)$", document, re.MULTILINE)
     return [shlex.split(command) for command in found]
