@@ -19,11 +19,12 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices, load_runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.memory import Card, LayerPartition, from_host, hop, on_card, to_host
+from offload_runtime.memory import Card, HopBuffers, LayerPartition, hop, on_card, reaches
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
 from offload_runtime.plan.request import MemoryLimits
+from offload_runtime.runners import StepGraphs
 from tests.helpers.cards import CardWatch
 from tests.helpers.engine import PROMPT, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
@@ -296,10 +297,10 @@ def test_the_line_says_how_layers_are_dealt(target: Path) -> None:
 
 def test_a_hop_copies_and_one_card_does_not() -> None:
     one, other = Card(0, CPU), Card(1, CPU)
-    rows = [torch.arange(6.0).view(2, 3), torch.tensor([3, 4], dtype=torch.int32)]
-    assert all(there is here for there, here in zip(hop(rows, one, one), rows, strict=True))
-    there = hop(rows, one, other)
-    assert all(map(torch.equal, there, rows))
+    rows = [torch.arange(6.0).view(2, 3), torch.tensor([True, False, True]), torch.tensor([3, 4, 5])[::2]]
+    assert all(there is here for there, here in zip(hop(rows, one, one, HopBuffers()), rows, strict=True))
+    there = hop(rows, one, other, HopBuffers())
+    assert all(map(torch.equal, there, rows)) and [one.dtype for one in there] == [one.dtype for one in rows]
     rows[0].zero_()
     assert there[0].sum() == 15
 
@@ -318,22 +319,12 @@ def test_the_watch_sees_who_touches_another_cards_tensor(watch: CardWatch) -> No
         mine = torch.ones(3)
     with on_card(other):
         view = mine[1:]  # reads nothing
-        (copy,) = hop([mine], one, other)
+        (copy,) = hop([mine], one, other, HopBuffers())
         copy.add_(1)
         for touch in (lambda: mine + 1, lambda: copy.add_(view), lambda: mine.zero_()):
             with pytest.raises(AssertionError, match=r"for card 1 touches a tensor .* of 0"):
                 touch()
     assert mine.sum() == 3 and watch.touched[1] >= 1
-
-
-@pytest.mark.gpu
-def test_rows_cross_page_locked_memory() -> None:
-    """As between GPUs that do not reach each other's memory; of any number of bytes."""
-    device = torch.device("cuda", 0)
-    rows = [torch.randn(3, 5, device=device, dtype=torch.float16), torch.tensor([True, False, True], device=device)]
-    landed = [torch.empty_like(tensor) for tensor in rows]
-    from_host(to_host(rows, device), landed)
-    assert all(map(torch.equal, landed, rows))
 
 
 @pytest.mark.parametrize(
@@ -374,6 +365,40 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("wide")
     target = write_checkpoint(directory / "target", hidden_size=512, context=2048)
     return target, write_noisy_copy(target, directory / "draft")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peers", [True, False])
+def test_a_step_over_two_gpus_is_a_graph(peers: bool) -> None:
+    """Peer copies and kernels that go through page-locked memory alike, in order with what runs around its replays."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU is here")
+    one, other = (Card(number, torch.device("cuda", number)) for number in range(2))
+    if peers and not reaches(one.device, other.device):
+        pytest.skip("these GPUs do not reach each other")
+    graphs, buffers = StepGraphs(one.device, [other.device]), HopBuffers(peers=peers)
+    here = torch.zeros(1 << 20, dtype=torch.int64, device=one.device)
+    there = torch.zeros(1 << 20, dtype=torch.int64, device=other.device)
+
+    def step() -> None:
+        (moved,) = hop([here], one, other, buffers)
+        with on_card(other):
+            there.mul_(3).add_(moved)
+            doubled = there * 2
+        (back,) = hop([doubled], other, one, buffers)
+        here.copy_(back + 1)
+
+    expected_here = expected_there = 0
+    for number in range(6):
+        with on_card(other):
+            there.add_(number)  # before the step, and after the one before
+        graphs.run("step", step)
+        expected_there = 3 * (expected_there + number) + expected_here
+        expected_here = 2 * expected_there + 1
+        here.add_(1)
+        expected_here += 1
+    assert graphs.num_graphs == 1
+    assert bool((here == expected_here).all()) and bool((there == expected_there).all())
 
 
 @pytest.mark.gpu

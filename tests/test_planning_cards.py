@@ -264,6 +264,7 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
     for card in plan.cards:
         host.update({part.name: part.nbytes for part in card.host})
     host["Python and libraries"] //= cards  # once for all
+    host["rows between cards"] = plan.hop_bytes  # none of a card alone
     assert host == {part.name: part.nbytes for part in plan.host}
     assert plan.host_bytes <= machine.ram_bytes
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
@@ -285,3 +286,15 @@ def test_a_second_card_never_refuses(request: RuntimeConfig, machine: MachineFig
         plan_on_all(request, replace(machine, num_cards=2))
     except OffloadError as error:
         pytest.fail(str(error))
+
+
+def test_rows_that_hop_through_host_memory_are_planned_for() -> None:
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=4000, resident_layers=0)
+    plan = plan_on_all(request, TWO)
+    # Four pieces of 1024 rows of 8192 bytes, and for the other card where these rows are.
+    assert plan.hop_bytes == 4 * ((8 << 20) + (1 << 20))
+    assert ("rows between cards", plan.hop_bytes, True) in [(part.name, part.nbytes, part.pinned) for part in plan.host]
+    beside = replace(limits_of(TWO, naming_all(request, TWO)), hops_through_host=False)  # GPUs that reach each other
+    peers = find_plan(naming_all(request, TWO), TWO, beside)
+    assert peers.hop_bytes == plan_run(request, ONE).hop_bytes == 0
+    assert plan.pinned_bytes - peers.pinned_bytes == plan.hop_bytes

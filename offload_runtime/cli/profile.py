@@ -97,12 +97,19 @@ def _card_rows(cards: CardsReport) -> list[tuple[str, str]]:
     elif alone:
         at_once = f"{total_gbps:.1f} GB/s, {total_gbps / max(alone):.2f} x one"
     way = "peer to peer" if cards.peer_to_peer else "through page-locked host memory"
-    by_size = {f"{key:g} KiB" if key < 1024 else f"{key / 1024:g} MiB": v for key, v in cards.hop_us_by_kib.items()}
-    return [
+    rows = [
         ("link of each card alone", _figures(dict(zip(labels, alone, strict=False)), "GB/s")),
         (f"links, {together} at once", at_once),
-        ("hop from card to card", _figures(by_size, f"us, {'within one device' if cards.on_one_device else way}")),
+        ("hop from card to card", _hops(cards.hop_us_by_kib, "within one device" if cards.on_one_device else way)),
     ]
+    if cards.hop_us_through_host:
+        rows.append(("the same without peers", _hops(cards.hop_us_through_host, "through page-locked host memory")))
+    return rows
+
+
+def _hops(us_by_kib: Mapping[float, float], way: str) -> str:
+    sizes = {f"{key:g} KiB" if key < 1024 else f"{key / 1024:g} MiB": us for key, us in us_by_kib.items()}
+    return _figures(sizes, f"us, {way}")
 
 
 def _host_rows(report: MachineReport) -> list[tuple[str, str]]:

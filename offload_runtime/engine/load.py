@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, permutations
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -41,6 +41,7 @@ from offload_runtime.memory import (
     device_memory_in_use,
     device_memory_used_by_others,
     on_card,
+    reaches,
     resolve_device,
     resolve_devices,
 )
@@ -342,6 +343,7 @@ def _plan_cards(
             undo.callback(budgets[-1].release)
             budgets[-1].planned_bytes = card.limit_bytes or 0  # until it is planned: a GPU may be named twice
         first, sizes = budgets[0], request.vram_bytes
+        devices = {budget.device for budget in budgets[:count]}
         if isinstance(sizes, tuple):
             sizes = sizes[:count] if count > 1 else sizes[0]
         own = replace(
@@ -352,6 +354,7 @@ def _plan_cards(
                 for one, ratio in zip(budgets[1:count], ratios[1:], strict=False)
             ),
             link_ratio=ratios[0],
+            hops_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
         )  # fmt: skip
         return find(replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes), figures, own)
 

@@ -26,7 +26,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 from offload_runtime.config import GB, format_bytes
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
-from offload_runtime.memory import Card, hop, on_card
+from offload_runtime.memory import Card, HopBuffers, hop, on_card
 
 # [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
 _MODEL_MATRICES = (
@@ -293,7 +293,7 @@ def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tupl
 
 
 def measure_hops(
-    cards: Sequence[Card], sizes_kib: Sequence[float], *, budget_s: float
+    cards: Sequence[Card], sizes_kib: Sequence[float], *, budget_s: float, peers: bool = True
 ) -> tuple[dict[float, float], float, float]:
     """Hops of rows from card to card, each behind the one before, as in a pass: round all cards and back to the first.
 
@@ -301,6 +301,7 @@ def measure_hops(
         cards: At least two.
         sizes_kib: Of the rows of one hop, in KiB.
         budget_s: For each size, in seconds.
+        peers: As of `HopBuffers`.
 
     Returns:
         Microseconds of one hop by KiB, those of the smallest, and the GB/s at which the largest one's bytes arrive
@@ -310,14 +311,14 @@ def measure_hops(
         CannotMeasureError: The largest takes no longer than the smallest.
     """
     ring = [*zip(cards, [*cards[1:], cards[0]], strict=True)] * max(1, _HOPS // len(cards))
-    hop_us = {}
+    hop_us, buffers = {}, HopBuffers(peers=peers)
     for size_kib in sizes_kib:
         rows = torch.ones(int(size_kib * 1024), dtype=torch.uint8, device=cards[0].device)
 
         def laps(rows: torch.Tensor = rows) -> None:
             tensors = [rows]
             for source, target in ring:
-                tensors = hop(tensors, source, target)
+                tensors = hop(tensors, source, target, buffers)
 
         with on_card(cards[0]):
             if rows.is_cuda:

@@ -71,7 +71,8 @@ class GpuReport:
 @dataclass(frozen=True)
 class CardsReport:
     """Several cards: their links and hops between them, as the profile has them, but here also of a CPU and of logical
-    cards on one device. `peer_to_peer` says whether hops need no host memory."""
+    cards on one device. `peer_to_peer` says whether hops need no host memory; then `hop_us_through_host` has how long
+    they would take through it, by KiB."""
 
     devices: tuple[str, ...]
     peer_to_peer: bool
@@ -80,6 +81,7 @@ class CardsReport:
     hop_us_by_kib: Mapping[float, float] = field(default_factory=dict)
     hop_us: float | None = None
     hop_gbps: float | None = None
+    hop_us_through_host: Mapping[float, float] = field(default_factory=dict)
 
     @property
     def on_one_device(self) -> bool:
@@ -248,6 +250,12 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
         lambda: gpu_bench.measure_hops(cards, _HOP_SIZES_KIB, budget_s=effort.budget_s / 4),
     )  # fmt: skip
     names, apart = tuple(map(str, devices)), len({*devices}) == len(devices)
+    peers = apart and all(reaches(one, other) for one, other in itertools.pairwise([*devices, devices[0]]))
+    if peers:
+        own.take(
+            "hops through host memory", "hop_us_through_host",
+            lambda: gpu_bench.measure_hops(cards, _HOP_SIZES_KIB, budget_s=effort.budget_s / 4, peers=False)[0],
+        )  # fmt: skip
     if devices[0].type == "cuda":
         numbers, these = [device.index for device in devices], ",".join(names)
         if not apart:
@@ -257,9 +265,8 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
         else:  # in CUDA's order, by which they are looked up
             order = sorted(range(len(numbers)), key=numbers.__getitem__)
             ordered = {key: tuple(own.figures[key][one] for one in order) for key in _LINKS_KEYS if key in own.figures}
-            found.figures |= own.figures | ordered
+            found.figures |= {key: own.figures[key] for key in _HOP_KEYS if key in own.figures} | ordered
     found.missing |= own.missing
-    peers = apart and all(reaches(one, other) for one, other in itertools.pairwise([*devices, devices[0]]))
     return CardsReport(names, peers, **own.figures)
 
 

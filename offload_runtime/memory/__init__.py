@@ -15,15 +15,14 @@ from offload_runtime.memory.arena import (
 )
 from offload_runtime.memory.cards import (
     Card,
+    HopBuffers,
     LayerPartition,
     arrive,
     current_card,
     depart,
-    from_host,
     hop,
     on_card,
     reaches,
-    to_host,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,

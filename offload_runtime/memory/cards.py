@@ -7,18 +7,18 @@ test can watch that nobody touches another's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.memory.device import current_device, hold_pinned
+from offload_runtime.memory.device import current_device
 
-_WORD_BYTES = 4
+_ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,28 @@ class Card:
 
     number: int
     device: torch.device
+
+
+class HopBuffers:
+    """Page-locked memory that rows hop through where cards do not reach each other's memory.
+
+    All hops of a piece of a pass go through one buffer: who writes it has computed from what was read there last. Made
+    when it is first needed, and never given back, so that a CUDA graph may hold it.
+
+    Args:
+        peers: Whether GPUs that reach each other's memory copy there and leave this one alone.
+    """
+
+    def __init__(self, *, peers: bool = True) -> None:
+        self.peers = peers
+        self._buffers: dict[Hashable, list[torch.Tensor]] = {}  # the last one is the largest
+
+    def of(self, piece: Hashable, words: int) -> torch.Tensor:
+        """Of a piece: int32 [words]."""
+        made = self._buffers.setdefault(piece, [])
+        if not made or len(made[-1]) < words:
+            made.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
+        return made[-1][:words]
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ class LayerPartition:
 
     cards: tuple[Card, ...]
     owners: tuple[int, ...]
+    hop_buffers: HopBuffers = field(default_factory=HopBuffers, compare=False)
 
     @classmethod
     def of_one(cls, device: torch.device, num_layers: int) -> LayerPartition:
@@ -45,9 +68,9 @@ class LayerPartition:
         return cls((Card(0, device),), (0,) * num_layers)
 
     @property
-    def on_one_device(self) -> bool:
-        """Whether all cards are one device, whose work a CUDA graph can hold."""
-        return len({card.device for card in self.cards}) == 1
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of the cards, each once, the first card's first."""
+        return tuple(dict.fromkeys(card.device for card in self.cards))
 
     def card_of(self, layer: int) -> Card:
         """The card of a layer; behind the last one the first card."""
@@ -94,69 +117,83 @@ def _working_for(number: int | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Departure:
-    """Tensors on their way from one card to another: on the first, or in page-locked memory where the other does not
-    reach that. `left` fires when they are there; None on one device."""
+    """Tensors on their way from one card to another, packed so that all of them hop at once: uint8 on the source, or in
+    page-locked memory (int32) where the target does not reach that. `left` fires when they are there; None on one
+    device."""
 
     tensors: Sequence[torch.Tensor]
     source: Card
-    pinned: Sequence[torch.Tensor] = ()
+    packed: torch.Tensor | None = None
     left: torch.cuda.Event | None = None
 
 
-def hop(tensors: Sequence[torch.Tensor], source: Card, target: Card) -> list[torch.Tensor]:
-    """Copies of tensors on `source` for `target`, of which the same tensors if both are one card."""
-    return arrive(depart(tensors, source, target), target)
+def hop(
+    tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: HopBuffers, piece: Hashable = 0
+) -> list[torch.Tensor]:
+    """Copies of tensors on `source` for `target`, of which the same tensors if both are one card. Arguments as of
+    `depart`."""
+    return arrive(depart(tensors, source, target, buffers, piece), target)
 
 
-def depart(tensors: Sequence[torch.Tensor], source: Card, target: Card) -> Departure:
+def depart(
+    tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: HopBuffers, piece: Hashable = 0
+) -> Departure:
     """The first half of a hop, enqueued behind what the current stream of `source` has to do. Never waits.
 
     Between devices that do not reach each other's memory the bytes go through page-locked memory, by kernels: in a copy
     queue they would wait behind a layer, 11 to 20 ms.
+
+    Args:
+        tensors: What hops.
+        source: Whose they are.
+        target: Whose their copies will be.
+        buffers: The run's.
+        piece: Of the pass: what hops must have been computed from the piece's last hop, or come after its end.
     """
-    if source.device == target.device:
+    if source == target:
         return Departure(tensors, source)
     with on_card(source):
-        pinned = [] if reaches(source.device, target.device) else to_host(tensors, source.device)
+        packed = _packed(tensors)
+        if source.device == target.device:
+            return Departure(tensors, source, packed)
+        if not (buffers.peers and reaches(source.device, target.device)):
+            words = packed.view(torch.int32)
+            packed = buffers.of(piece, len(words))
+            copy_words(words, packed)
         left = torch.cuda.Event()
         left.record(torch.cuda.current_stream(source.device))
-    return Departure(tensors, source, pinned, left)
+    return Departure(tensors, source, packed, left)
 
 
 def arrive(departure: Departure, target: Card) -> list[torch.Tensor]:
     """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
     the source goes on with other rows meanwhile. The memory is the allocator's again when the stream has come so far.
     """
-    tensors, source = departure.tensors, departure.source
-    if source == target:
-        return list(tensors)
+    packed, left, source = departure.packed, departure.left, departure.source
+    if packed is None:
+        return list(departure.tensors)
     with on_card(target):
-        landed = [torch.empty(tensor.shape, dtype=tensor.dtype, device=target.device) for tensor in tensors]
-        if departure.left is not None:
-            torch.cuda.current_stream(target.device).wait_event(departure.left)
+        landed = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device)
+        if left is not None:
+            torch.cuda.current_stream(target.device).wait_event(left)
     with _working_for(None), current_device(target.device):
-        if departure.pinned:
-            from_host(departure.pinned, landed)
-            return landed
-        with (
-            nullcontext() if departure.left is None else _behind(departure.left, source.device, target.device, tensors)
-        ):
-            for one, tensor in zip(landed, tensors, strict=True):
-                one.copy_(tensor, non_blocking=True)
-    return landed
+        if left is None:
+            landed.copy_(packed)
+        elif packed.device.type == "cpu":
+            copy_words(packed, landed.view(torch.int32))
+        else:
+            with _behind(left, source.device, target.device, packed):
+                landed.copy_(packed, non_blocking=True)
+        return _unpacked(landed, departure.tensors)
 
 
 @contextmanager
-def _behind(
-    left: torch.cuda.Event, source: torch.device, target: torch.device, tensors: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    """Around copies of tensors to another device, which torch enqueues on the current stream of the source and orders
-    with that of the target both ways: a stream of their own, behind `left`, keeps what else the source does out of it.
-    """
+def _behind(left: torch.cuda.Event, source: torch.device, target: torch.device, packed: torch.Tensor) -> Iterator[None]:
+    """Around a copy to another device, which torch enqueues on the current stream of the source and orders with that of
+    the target both ways: a stream of their own, behind `left`, keeps what else the source does out of it."""
     stream = _hop_stream(source)
     stream.wait_event(left)
-    for tensor in tensors:
-        tensor.record_stream(stream)
+    packed.record_stream(stream)
     with torch.cuda.stream(stream), torch.cuda.device(target):
         yield
 
@@ -166,35 +203,26 @@ def _hop_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Bytes of tensors of a GPU in page-locked memory, in whole words: int32 [n] each, written by kernels on the
-    device's current stream."""
-    found = []
-    for tensor in tensors:
-        words = -(-tensor.nbytes // _WORD_BYTES)
-        pinned = torch.empty(words, dtype=torch.int32, pin_memory=True)
-        copy_words(_words(tensor, words), pinned)
-        hold_pinned(pinned, device)
-        found.append(pinned)
-    return found
-
-
-def from_host(pinned: Sequence[torch.Tensor], landed: Sequence[torch.Tensor]) -> None:
-    """The way back, into tensors of another GPU, on its current stream."""
-    for host, tensor in zip(pinned, landed, strict=True):
-        words = torch.empty_like(host, device=tensor.device)
-        copy_words(host, words)
-        hold_pinned(host, tensor.device)
-        tensor.copy_(words.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-
-
 @cache
 def reaches(one: torch.device, other: torch.device) -> bool:
     """Whether a GPU reads the memory of another one."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
-def _words(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    missing = count * _WORD_BYTES - data.numel()
-    return (torch.nn.functional.pad(data, (0, missing)) if missing else data).view(torch.int32)
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bytes of tensors, those of each from a multiple of 16 on: uint8. One that fills its bytes is not copied."""
+    parts = []
+    for tensor in tensors:
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        parts += [data, data.new_empty(-len(data) % _ALIGNED_BYTES)]
+    parts = [part for part in parts if len(part)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a packed tensor with the shapes and dtypes of others."""
+    found, start = [], 0
+    for tensor in like:
+        found.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    return found

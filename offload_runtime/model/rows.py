@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import add
@@ -14,7 +14,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime_kernels.window_steps import StepRows
 
-from offload_runtime.memory import Card, hop, pack, unpack, upload
+from offload_runtime.memory import Card, HopBuffers, hop, pack, unpack, upload
 from offload_runtime.model.rope import RopeTable
 
 
@@ -155,13 +155,13 @@ class PassRows:
         """B * T."""
         return self.tokens.shape[0]
 
-    def to_card(self, source: Card, target: Card) -> PassRows:
-        """The same rows, which are on `source`, for another card."""
+    def to_card(self, source: Card, target: Card, buffers: HopBuffers, piece: Hashable) -> PassRows:
+        """The same rows, which are on `source`, for another card. Arguments as of `hop`."""
         if source == target:
             return self
         parts = {part: _tensors(getattr(self, part)) for part in ("query", "full")}
         tensors = [tensor for part in parts.values() for tensor in part.values()]
-        tokens, *rest = hop([self.tokens, *tensors], source, target)
+        tokens, *rest = hop([self.tokens, *tensors], source, target, buffers, piece)
         moved = iter(rest)
         query, full = (
             replace(getattr(self, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()

@@ -605,11 +605,23 @@ class RunPlan:
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
             MemoryPart("staged KV cache", staged_kv_bytes),
             MemoryPart("pieces to write KV through", sum(one.d2h_ring.nbytes for one in placements), pinned),
+            MemoryPart("rows between cards", self.hop_bytes, pinned),
             # Of a CPU, whose memory is the host's.
             MemoryPart("all that a GPU would hold", self.device_bytes if self.on_cpu else 0),
             MemoryPart("Python and libraries", PROCESS_BYTES),
         )
         return tuple(part for part in parts if part.nbytes)
+
+    @property
+    def hop_bytes(self) -> int:
+        """Page-locked memory that rows hop through: a buffer for each piece of the longest prompt, and for each further
+        card one for where its rows are, which the allocator rounds up to powers of two."""
+        if self.num_cards == 1 or not self.limits.hops_through_host:
+            return 0
+        target, config = self.target, self.target.config
+        rows = min(target.chunk_tokens, target.context_tokens)
+        sizes = [config.hidden_size * target.dtype.itemsize, *[4 * config.head_dim + 32] * (self.num_cards - 1)]
+        return -(-target.context_tokens // rows) * sum(1 << (rows * size - 1).bit_length() for size in sizes)
 
     @cached_property
     def loading(self) -> tuple[MemoryPart, ...]:

@@ -271,8 +271,8 @@ class MemoryLimits:
 
     `device_bytes`, `reserved_bytes` and `link_ratio` are those of the first card, as a `CardLimit` has them, and
     `further_cards` those of the others; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
-    `page_locks` says that the device's copies need that at all. The names say whose limits these are, and the ways how
-    to have more, for messages.
+    `page_locks` says that the device's copies need that at all, and `hops_through_host` that rows hop through it from
+    card to card. The names say whose limits these are, and the ways how to have more, for messages.
     """
 
     device_bytes: int | None
@@ -287,6 +287,7 @@ class MemoryLimits:
     device_way: str = "raise --vram"
     further_cards: tuple[CardLimit, ...] = ()
     link_ratio: float = 1.0
+    hops_through_host: bool = False
 
     @property
     def num_cards(self) -> int:
@@ -343,7 +344,7 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
             CardLimit(nbytes, machine.vram_reserved_bytes, ratio)
             for nbytes, ratio in zip(further_bytes, ratios[1:], strict=True)
         ),
-        link_ratio=ratios[0],
+        link_ratio=ratios[0], hops_through_host=device_type_of(request) != "cpu",
     )  # fmt: skip
 
 

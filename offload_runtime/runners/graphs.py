@@ -6,7 +6,7 @@ And which shapes the steps of a `DraftTree` have: on CUDA few of them, as every 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -51,15 +51,18 @@ class StepGraphs:
 
     The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
     The second captures it, so that what is run once only is not captured, and from then on the graph is replayed.
-    All graphs share one memory pool: they have to run one after the other, and from one thread, whose library handles
-    the first run makes.
+    All graphs share one memory pool of each device: they have to run one after the other, and from one thread, whose
+    library handles the first run makes.
 
     Args:
-        device: On the CPU every run is an ordinary one.
+        device: Where steps begin and end. On the CPU every run is an ordinary one.
+        others: Devices that steps hop to.
         most_graphs: Beyond these the one that was not used for longest is dropped.
     """
 
-    def __init__(self, device: torch.device, *, most_graphs: int = MOST_GRAPHS) -> None:
+    def __init__(
+        self, device: torch.device, others: Sequence[torch.device] = (), *, most_graphs: int = MOST_GRAPHS
+    ) -> None:
         assert most_graphs > 0
         self._most_graphs = most_graphs
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
@@ -67,6 +70,7 @@ class StepGraphs:
         self._replays = device.type == "cuda"
         if self._replays:
             self._stream = torch.cuda.Stream(device)
+            self._streams = [torch.cuda.Stream(other) for other in others]  # of what is captured there
 
     @property
     def num_graphs(self) -> int:
@@ -88,7 +92,7 @@ class StepGraphs:
         else:
             graph = self._graphs.pop(key) or self._captured(step)
             self._keep(key, graph)
-            graph.replay()
+            self._replay(graph)
 
     def capture(self, key: Hashable, step: Callable[[], None]) -> None:
         """Have the graph of a step that needs no first run, as others have used all of its kernels. Runs nothing.
@@ -115,6 +119,16 @@ class StepGraphs:
             torch.cuda.current_stream(self._device).synchronize()  # it may still be running
             self._graphs.pop(oldest).reset()  # type: ignore[union-attr]
 
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """On the current stream, and in order with those of the other devices."""
+        current = torch.cuda.current_stream(self._device)
+        others = [torch.cuda.current_stream(stream.device) for stream in self._streams]
+        for other in others:
+            current.wait_stream(other)
+        graph.replay()
+        for other in others:
+            other.wait_stream(current)
+
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record `step` without running it.
 
@@ -123,6 +137,7 @@ class StepGraphs:
         """
         if not self.num_graphs:  # the allocator forgets a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
+            self._pools = [_pool_of(stream.device) for stream in self._streams]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), ExitStack() as undo:
             # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
@@ -131,8 +146,27 @@ class StepGraphs:
                 undo.callback(gc.enable)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             undo.callback(graph.capture_end)
-            step()
+            with self._on_other_devices():
+                step()
         return graph
+
+    @contextmanager
+    def _on_other_devices(self) -> Iterator[None]:
+        """Within a capture: what a step does on the other devices is a part of it."""
+        with ExitStack() as undo:
+            for stream, pool in zip(self._streams, self._pools, strict=True):
+                stream.wait_stream(self._stream)
+                undo.enter_context(torch.cuda.use_mem_pool(pool, stream.device))
+                undo.enter_context(torch.cuda.stream(stream))
+            with torch.cuda.device(self._device):
+                yield
+            for stream in self._streams:
+                self._stream.wait_stream(stream)
+
+
+def _pool_of(device: torch.device) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 def warm_up_batches(batch: int) -> list[int]:

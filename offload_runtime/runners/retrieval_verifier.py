@@ -51,7 +51,7 @@ class RetrievalVerifier:
         self._decoder = decoder
         self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
-        self.graphs = StepGraphs(device if decoder.partition.on_one_device else torch.device("cpu"))
+        self.graphs = StepGraphs(device, decoder.partition.devices[1:])
         self._sampling = SlotSampling(batch, device)
         self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(rope, batch)

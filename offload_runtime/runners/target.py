@@ -345,17 +345,22 @@ def _run_layers_on_cards(
     layer's weights: what it then waits for is its link, and not the other cards as well.
     """
     partition = decoder.partition
-    first = partition.cards[0]
-    rows_of = {card: [rows.to_card(first, card) for rows in pieces] for card in partition.cards}
-    on_way = [depart([residual], first, partition.card_of(0)) for residual in residuals]
+    first, buffers = partition.cards[0], partition.hop_buffers
+    rows_of = {
+        card: [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
+        for card in partition.cards
+    }
+    on_way = [
+        depart([residual], first, partition.card_of(0), buffers, piece) for piece, residual in enumerate(residuals)
+    ]
     (arrived,) = arrive(on_way[0], partition.card_of(0))
     for index, weights in layers:
         card, following = partition.card_of(index), partition.card_of(index + 1)
-        for number, rows in enumerate(rows_of[card]):
-            (residual,) = arrive(on_way[number], card) if number else (arrived,)
+        for piece, rows in enumerate(rows_of[card]):
+            (residual,) = arrive(on_way[piece], card) if piece else (arrived,)
             with on_card(card):
                 decoder.layer(index, weights, residual, rows, cache)
-            on_way[number] = depart([residual], card, following)
+            on_way[piece] = depart([residual], card, following, buffers, piece)
         if index + 1 < decoder.config.num_layers:
             (arrived,) = arrive(on_way[0], following)
         on_layer(index + 1, decoder.config.num_layers)
