@@ -32,8 +32,9 @@ from tests.helpers.planning import finding_pieces
 
 CPU = torch.device("cpu")
 TRIFORCE = SpeculationOptions("triforce", budget_tokens=256, chunk_size=8, gamma_draft=4)
-# Of five layers, each card's: two in turn, two unequal ones, three.
+# Of five layers, each card's: two in turn, two unequal ones, three, and two in blocks.
 DEALS = [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1), (1, 2, 2, 0, 1)]
+BLOCKS = (0, 0, 0, 1, 1)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"draft": "none"},
     "plain, streamed": {"draft": "none", "resident_layers": 0},
@@ -198,12 +199,16 @@ def test_the_tokens_are_those_of_one_card(
     assert set(watch.touched) == set(owners) and min(watch.touched.values()) > 100
 
 
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_logits_are_those_of_one_card(target: Path, watch: CardWatch, kv: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "dealt_as", "resident"), [("gpu", DEALS[0], 1), ("host", DEALS[0], 1), ("gpu", BLOCKS, 5)]
+)
+def test_logits_are_those_of_one_card(
+    target: Path, watch: CardWatch, kv: str, dealt_as: tuple[int, ...], resident: int
+) -> None:
     """Of a prompt in several pieces, of a window behind it and of a tree."""
     seen: list[list[torch.Tensor]] = []
-    for owners in ((), DEALS[0]):
-        with load(target, owners, draft="none", kv=kv, resident_layers=1) as runtime:
+    for owners in ((), dealt_as):
+        with load(target, owners, draft="none", kv=kv, resident_layers=resident) as runtime:
             runner, tokens = runtime.parts.target.runner, runtime.tokenizer(PROMPT * 20)["input_ids"]
             found = [runner.prefill(0, tokens[:290])]
             found.append(runner.verify([Window(tuple(tokens[290:300]))], [0]))
@@ -403,8 +408,10 @@ def test_a_step_over_two_gpus_is_a_graph(peers: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda:0,cuda:0", "cuda:0,cuda:1"])
-@pytest.mark.parametrize("way", WAYS)
-def test_gpus_say_what_one_says(wide: tuple[Path, Path], way: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "owners"), [*((way, DEALS[0]) for way in WAYS), ("plain", BLOCKS), ("TriForce", BLOCKS)]
+)
+def test_gpus_say_what_one_says(wide: tuple[Path, Path], way: str, owners: tuple[int, ...], device: str) -> None:
     """One that is named twice, and two of a kind."""
     if device.endswith("1") and torch.cuda.device_count() < 2:
         pytest.skip("one GPU is here")
@@ -413,5 +420,5 @@ def test_gpus_say_what_one_says(wide: tuple[Path, Path], way: str, device: str) 
     options |= {"target": target, "dtype": "bf16", "vram_bytes": 4_000_000_000}
     with Runtime(load_runtime(RuntimeConfig(device="cuda:0", **options))) as runtime:
         expected = answers(runtime)
-    with Runtime(load_runtime(RuntimeConfig(device=device, **options), find=dealt(DEALS[0], "cuda"))) as runtime:
+    with Runtime(load_runtime(RuntimeConfig(device=device, **options), find=dealt(owners, "cuda"))) as runtime:
         assert answers(runtime) == expected

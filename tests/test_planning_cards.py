@@ -148,7 +148,7 @@ def test_a_small_ring_of_keys_and_values_lets_links_wait_for_each_other() -> Non
 
 
 def test_cards_compute_one_after_the_other_and_rows_hop() -> None:
-    request = RuntimeConfig(model("llama-2-7b"), "none", context=2048)
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=2048, resident_layers=0)
     one, two = plan_on_all(request, ONE), plan_on_all(request, TWO)
     assert two.target.num_hops == 32  # between 32 layers, and from the last one back to the head
     before, after = (pass_time(plan, TWO, length_tokens=2047, rows=4) for plan in (one, two))
@@ -159,7 +159,7 @@ def test_cards_compute_one_after_the_other_and_rows_hop() -> None:
 
 
 def test_prompts_are_pipelined_between_cards() -> None:
-    request = RuntimeConfig(model("llama-2-7b"), "none", context=4096)
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=4096, resident_layers=0)
     one, two = plan_on_all(request, ONE), plan_on_all(request, TWO)
     before, long, short = (
         prefill_time(plan, TWO, tokens) for plan, tokens in ((one, 4000), (two, 4000), (two, one.target.chunk_tokens))
@@ -286,6 +286,17 @@ def test_a_second_card_never_refuses(request: RuntimeConfig, machine: MachineFig
         plan_on_all(request, replace(machine, num_cards=2))
     except OffloadError as error:
         pytest.fail(str(error))
+
+
+def test_where_nothing_streams_layers_are_in_blocks() -> None:
+    """So that rows hop once to each card, and back; a card then begins a piece of a prompt behind the one before."""
+    request = RuntimeConfig(model("llama-2-7b"), "none", context=4096)
+    one, three = plan_on_all(request, ONE), plan_on_all(request, THREE)
+    assert three.target.num_hops == 3 and three.target.in_blocks
+    assert [share.layers for share in three.target.shares] == [(*range(10),), (*range(10, 21),), (*range(21, 32),)]
+    before, after = (prefill_time(plan, THREE, 4096) for plan in (one, three))
+    hops_s = 3 * (30e-6 + 4096 * 4096 * 2 / 25e9)
+    assert after.compute_s == pytest.approx((before.compute_s + hops_s) / 3 * (4 + 2) / 4, rel=0.01)
 
 
 def test_rows_that_hop_through_host_memory_are_planned_for() -> None:

@@ -216,7 +216,7 @@ class LayerStreamer:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerViews]:
-        """The weights of the next layer of a pass, which may be read meanwhile."""
+        """The weights of the next layer of a pass, which may be read meanwhile; of a resident one of any layer."""
         streamed, recorder = index not in self._resident, self.recorder
         if streamed:
             weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
@@ -270,11 +270,20 @@ class MultiCardStreamer:
 
     def layers(self) -> Iterator[tuple[int, LayerViews]]:
         """As of `LayerStreamer`."""
+        self.begin_pass()
+        for index in range(self.num_layers):
+            with self.layer(index) as weights:
+                yield index, weights
+
+    def begin_pass(self) -> None:
+        """As of `LayerStreamer`."""
         for streamer in self._streamers:
             streamer.begin_pass()
-        for index, (card, number) in enumerate(self._layer_slots):
-            with self._streamers[card].layer(number) as weights:
-                yield index, weights
+
+    def layer(self, index: int) -> AbstractContextManager[LayerViews]:
+        """As of `LayerStreamer`."""
+        card, number = self._layer_slots[index]
+        return self._streamers[card].layer(number)
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """As of `LayerStreamer`."""

@@ -15,6 +15,7 @@ from offload_runtime.memory.arena import (
 )
 from offload_runtime.memory.cards import (
     Card,
+    Departure,
     HopBuffers,
     LayerPartition,
     arrive,

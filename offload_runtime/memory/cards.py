@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
@@ -71,6 +72,12 @@ class LayerPartition:
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of the cards, each once, the first card's first."""
         return tuple(dict.fromkeys(card.device for card in self.cards))
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether there are several cards and the layers of each follow one another, as only where nothing is
+        streamed."""
+        return len(self.cards) > 1 and len(list(groupby(self.owners))) == len({*self.owners})
 
     def card_of(self, layer: int) -> Card:
         """The card of a layer; behind the last one the first card."""

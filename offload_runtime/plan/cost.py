@@ -525,12 +525,12 @@ class PrefillTime:
 
 def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> PrefillTime:
     """Prompts of `prompt_tokens` in every sequence, one after the other. The link is taken to carry both directions
-    one after the other. Several cards are taken to work on different pieces of a prompt at a time, without gaps, which
-    nothing has measured."""
+    one after the other. Several cards are taken to work on different pieces of a prompt at a time, which nothing has
+    measured: without gaps where layers are in turn; where they are in blocks, a card waits for the first piece."""
     layers, target = plan.target.config.num_layers, plan.target
     cards = [_prefill_work(card, machine, prompt_tokens) for card in plan.cards]
     pieces = -(-prompt_tokens // target.chunk_tokens)
-    abreast = min(len(cards), pieces)
+    abreast = len(cards) * pieces / (pieces + len(cards) - 1) if target.in_blocks else min(len(cards), pieces)
     hop_s = target.batch * hops_s(plan, machine, rows=prompt_tokens)
     hbm_s, arithmetic_s = sum(card.hbm_s for card in cards), sum(card.arithmetic_s for card in cards)
     compute_s = (sum(max(card.hbm_s, card.arithmetic_s) for card in cards) + hop_s) / abreast

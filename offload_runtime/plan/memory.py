@@ -201,6 +201,11 @@ class ModelPlan:
         return sum(one != other for one, other in pairwise(way))
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether all layers of each card follow one another."""
+        return self.num_hops == len(self.shares)
+
+    @property
     def has_head(self) -> bool:
         """Whether logits are made here, as on the first of several cards."""
         return bool(self.layout.shared.tensors)

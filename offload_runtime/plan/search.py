@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -568,6 +569,12 @@ def interleaved(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(layer for layer, owner in enumerate(owners) if owner == card) for card in range(len(counts)))
 
 
+def in_blocks(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each card that gets so many of them, one after the other, so that rows hop least."""
+    ends = accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
+
+
 @dataclass(frozen=True)
 class _CardLoad:
     """What one card makes of the layers that it gets: where they are and how long their copies take, in bytes over the
@@ -591,9 +598,10 @@ class _Partitioner:
         self._plan, self._ways = plan, ways
         self._found: dict[object, _CardLoad] = {}  # cards with layers alike are placed alike
 
-    def place(self, counts: tuple[int, ...]) -> list[_CardLoad]:
+    def place(self, dealt: tuple[tuple[int, ...], ...]) -> list[_CardLoad]:
         """What each card makes of its layers."""
-        target, asked, dealt = self._plan.target, self._plan.request.resident_layers, interleaved(counts)
+        target, asked = self._plan.target, self._plan.request.resident_layers
+        counts = tuple(map(len, dealt))
         shares = tuple(LayerShare(layers, all_resident(len(layers))) for layers in dealt)
         plan, found = replace(self._plan, target=replace(target, shares=shares)), list[_CardLoad]()
         kinds = list(zip(target.layout.layer_kinds, target.config.layer_windows, strict=True))
@@ -637,7 +645,9 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
     least time; of equals the most even.
 
     From even counts on layers go from the card that is short of memory, or whose copies take longest, to the one with
-    the shortest: as many as would even both out, and half as many where that gains nothing.
+    the shortest: as many as would even both out, and half as many where that gains nothing. Layers are dealt out in
+    turn, so that all links are busy; where nothing is streamed, in blocks: an 80-layer model then hops 2 times in place
+    of 80, which are predicted to take 2.4 ms of a pass of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -649,7 +659,7 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
     partitioner = _Partitioner(plan, ways)
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = tuple(layers * (card + 1) // cards - layers * card // cards for card in range(cards))
-    best, tried = partitioner.place(counts), {counts}
+    best, tried = partitioner.place(interleaved(counts)), {counts}
     while (found := next(_better_partitions(partitioner, counts, best, tried), None)) is not None:
         counts, best = found
     giver = max(range(cards), key=lambda card: best[card].load)
@@ -657,9 +667,16 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         short, limit_bytes = best[giver].plan, best[giver].plan.limits.device_bytes
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
-    targets = [card.plan.target for card in best]
-    placed = zip(interleaved(counts), targets, strict=True)
+    dealt = interleaved(counts)
+    if not _streams(best) and not _streams(beside := partitioner.place(in_blocks(counts))):
+        dealt, best = in_blocks(counts), beside
+    placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
     return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
+
+
+def _streams(cards: Sequence[_CardLoad]) -> bool:
+    """Whether some card streams something, or is too small."""
+    return any(card.missing_bytes or card.plan.streamed_bytes for card in cards)
 
 
 def _better_partitions(
@@ -676,7 +693,7 @@ def _better_partitions(
             changed = tuple(numbers.get(card, count) for card, count in enumerate(counts))
             if changed not in tried:
                 tried.add(changed)
-                found = partitioner.place(changed)
+                found = partitioner.place(interleaved(changed))
                 if _imbalance(found, changed) < _imbalance(cards, counts):
                     yield changed, found
             moved //= 2

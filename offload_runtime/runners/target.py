@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,19 @@ from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.kv import KVCache, LayerCache
-from offload_runtime.memory import arrive, depart, on_card, pack, pack_words, packed_words, unpack, upload
+from offload_runtime.memory import (
+    Card,
+    Departure,
+    LayerPartition,
+    arrive,
+    depart,
+    on_card,
+    pack,
+    pack_words,
+    packed_words,
+    unpack,
+    upload,
+)
 from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
@@ -125,8 +137,11 @@ class ModelRunner:
             self.rows.build([Window(tuple(tokens[at : at + step]))], [start + at], [0], prompt_length=end)
             for at in range(0, len(tokens), step)
         ]
-        layers = self.streamer.layers() if layers is None else layers
-        residual = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
+        if layers is None and self.decoder.partition.in_blocks:
+            residual = _run_blocks(self.decoder, self.streamer, self.cache, pieces, on_layer)
+        else:
+            layers = self.streamer.layers() if layers is None else layers
+            residual = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
         logits = self.decoder.head(residual[-1:])
         self.cache.end_prefill(sequence, len(tokens))
         if self.recorder is not None:
@@ -344,15 +359,8 @@ def _run_layers_on_cards(
     that both cards compute while there are more pieces than one. The first one arrives before the card waits for the
     layer's weights: what it then waits for is its link, and not the other cards as well.
     """
-    partition = decoder.partition
-    first, buffers = partition.cards[0], partition.hop_buffers
-    rows_of = {
-        card: [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
-        for card in partition.cards
-    }
-    on_way = [
-        depart([residual], first, partition.card_of(0), buffers, piece) for piece, residual in enumerate(residuals)
-    ]
+    partition, buffers = decoder.partition, decoder.partition.hop_buffers
+    rows_of, on_way = _begin_on_cards(partition, pieces, residuals)
     (arrived,) = arrive(on_way[0], partition.card_of(0))
     for index, weights in layers:
         card, following = partition.card_of(index), partition.card_of(index + 1)
@@ -364,5 +372,43 @@ def _run_layers_on_cards(
         if index + 1 < decoder.config.num_layers:
             (arrived,) = arrive(on_way[0], following)
         on_layer(index + 1, decoder.config.num_layers)
-    (residual,) = arrive(on_way[-1], first)
+    (residual,) = arrive(on_way[-1], partition.cards[0])
     return residual
+
+
+def _run_blocks(
+    decoder: Decoder, streamer: LayerStreamer | MultiCardStreamer, cache: LayerCache, pieces: list[PassRows],
+    on_layer: Callable[[int, int], None] | None,
+) -> torch.Tensor:  # fmt: skip
+    """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
+    card before the next one, so that the next card has something to do."""
+    partition, num_layers = decoder.partition, decoder.config.num_layers
+    rows_of, on_way = _begin_on_cards(partition, pieces, [decoder.embed(rows) for rows in pieces])
+    streamer.begin_pass()
+    for card, block in groupby(range(num_layers), key=partition.card_of):
+        layers = list(block)
+        for piece, rows in enumerate(rows_of[card]):
+            (residual,) = arrive(on_way[piece], card)
+            with on_card(card):
+                for index in layers:
+                    with streamer.layer(index) as weights:
+                        decoder.layer(index, weights, residual, rows, cache)
+            following = partition.card_of(layers[-1] + 1)
+            on_way[piece] = depart([residual], card, following, partition.hop_buffers, piece)
+        if on_layer is not None:
+            on_layer(layers[-1] + 1, num_layers)
+    (residual,) = arrive(on_way[-1], partition.cards[0])
+    return residual
+
+
+def _begin_on_cards(
+    partition: LayerPartition, pieces: list[PassRows], residuals: list[torch.Tensor]
+) -> tuple[dict[Card, list[PassRows]], list[Departure]]:
+    """The rows of each piece for every card, and its residual stream on the way to the card of the first layer."""
+    first, buffers = partition.cards[0], partition.hop_buffers
+    rows_of = {
+        card: [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
+        for card in partition.cards
+    }
+    to = partition.card_of(0)
+    return rows_of, [depart([residual], first, to, buffers, piece) for piece, residual in enumerate(residuals)]
