@@ -73,6 +73,9 @@ def test_where_nobody_names_cards_one_is_taken_that_holds_everything() -> None:
     assert plan_run(small, TWO).num_cards == 1
     assert plan_run(large, TWO).num_cards == 2
     assert plan_run(replace(small, vram_bytes=(20 * GB, 1 * GB)), TWO).num_cards == 1
+    four = replace(ONE, num_cards=4)
+    middle = RuntimeConfig(model("qwen2.5-32b"), "none", context=2048)  # 66 GB
+    assert [plan_run(one, four).num_cards for one in (small, middle, large)] == [1, 3, 4]
     assert plan_run(replace(small, kv="gpu", context=4096, resident_layers=32, vram_bytes=12 * GB), TWO).num_cards == 2
 
 

@@ -327,8 +327,8 @@ def _plan_cards(
     request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits, cards: Sequence[DeviceLimit],
     find: Callable[..., RunPlan], undo: ExitStack,
 ) -> tuple[RunPlan, list[DeviceBudget]]:  # fmt: skip
-    """Open the cards and plan for them: for all, or where nobody has named them for the first alone unless that streams
-    something and all are faster. Gives the plan and the ledgers of its cards, which `undo` closes.
+    """Open the cards and plan for them: for all, or where nobody has named them for as many as help. Gives the plan and
+    the ledgers of its cards, which `undo` closes.
 
     Raises:
         BudgetError, OptionError: As of `find`.
@@ -359,7 +359,7 @@ def _plan_cards(
         return find(replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes), figures, own)
 
     is_open = request.device == "auto" and request.emulate is None
-    plan = planning.one_card_or_all(planned, len(cards), figures) if is_open else planned(len(cards))
+    plan = planning.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))
     for number, budget in enumerate(budgets):
         if number < plan.num_cards:
             budget.planned_bytes = plan.on_card(number).device_bytes

@@ -31,9 +31,9 @@ from offload_runtime.plan.request import (
     resolve_dtype,
 )
 from offload_runtime.plan.search import (
+    as_many_cards_as_help,
     check_host_memory,
     find_plan,
-    one_card_or_all,
     place_staged,
     plan_run,
     with_staging_rings,

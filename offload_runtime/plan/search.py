@@ -76,33 +76,30 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
         return find_plan(request, machine, replace(limits, further_cards=limits.further_cards[: count - 1]))
 
     is_open = request.device == "auto"
-    plan = one_card_or_all(planned, limits.num_cards, machine) if is_open else planned(limits.num_cards)
+    plan = as_many_cards_as_help(planned, limits.num_cards, machine) if is_open else planned(limits.num_cards)
     check_host_memory(plan)
     return plan
 
 
-def one_card_or_all(planned: Callable[[int], RunPlan], num_cards: int, machine: MachineFigures) -> RunPlan:
-    """What is `planned` for one card, or for all where that is predicted to be faster or is all that host memory has
-    room for. Where one card holds everything the others are not asked; where they refuse, they are not needed.
+def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, machine: MachineFigures) -> RunPlan:
+    """What is `planned` for the first card, or for so many as are predicted to be faster or are all that host memory
+    has room for. Where some hold everything the next one is not asked; where it refuses, it is not needed.
 
     Raises:
         BudgetError, OptionError: As of a plan of one card or, where there cannot be one, of all.
     """
-    alone: RunPlan | None = None
-    try:
-        alone = planned(1)
-    except BudgetError:
-        if num_cards == 1:
-            raise
-    if alone is not None and (num_cards == 1 or not alone.streamed_bytes):
-        return alone
-    try:
-        together = planned(num_cards)
-    except OffloadError:
-        if alone is None:
-            raise
-        return alone
-    plans = [together] if alone is None else [alone, together]
+    plans, refused = list[RunPlan](), list[OffloadError]()
+    for count in range(1, num_cards + 1):
+        try:
+            plans.append(planned(count))
+        except OffloadError as error:
+            if count == 1 and not isinstance(error, BudgetError):
+                raise
+            refused.append(error)
+        if plans and not plans[-1].streamed_bytes:
+            break
+    if not plans:
+        raise refused[-1]
     return max(plans, key=lambda plan: (-plan.short_of_host_bytes, tok_per_s(plan, machine)))
 
 
@@ -383,12 +380,12 @@ def _staged(plan: RunPlan) -> RunPlan:
     cards = plan.target.cards
     needed = [card.host_kv_bytes + card.host_bytes_of_layers(card.placement.streamed_layers) for card in cards]
     limits: list[int | None] = [None] * len(cards)
-    if limit_bytes is not None and sum(needed) > limit_bytes:
+    if limit_bytes is not None and sum(needed) > limit_bytes - plan.hop_bytes:
         rings = [_least_ring_bytes(card) for card in cards]
-        left_bytes = limit_bytes - sum(rings)
+        left_bytes = limit_bytes - plan.hop_bytes - sum(rings)
         if left_bytes < 0:
             streaming = [with_staging_rings(card, 0) for card, nbytes in zip(cards, needed, strict=True) if nbytes]
-            raise _cannot_stage(streaming, plan.placement, limit_bytes, name)
+            raise _cannot_stage(streaming, plan.placement, limit_bytes, name, hop_bytes=plan.hop_bytes)
         each = zip(rings, needed, strict=True)
         limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
     staged = [place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True)]
@@ -420,13 +417,16 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
         # Behind its last position the draft has nothing to say, and the verifier would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
         ways = ["take --draft-cache streaming", "lower --context"]
-    elif limits.pinned_bytes is not None and target.host_kv_bytes > limits.pinned_bytes:
-        kind = BudgetError
+    elif (
+        limits.pinned_bytes is not None
+        and (locked_bytes := target.host_kv_bytes + plan.hop_bytes) > limits.pinned_bytes
+    ):
+        kind, rows = BudgetError, " and of rows between cards" if plan.hop_bytes else ""
         reason = (
             "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
             f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the "
-            f"{format_bytes_up(target.host_kv_bytes)} of the KV cache, too little by "
-            f"{format_bytes_up(target.host_kv_bytes - limits.pinned_bytes)}"
+            f"{format_bytes_up(locked_bytes)} of the KV cache{rows}, too little by "
+            f"{format_bytes_up(locked_bytes - limits.pinned_bytes)}"
         )
         ways = ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
     else:
@@ -769,14 +769,20 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
-def _cannot_stage(least: Sequence[Placement], placement: Placement, limit_bytes: int, name: str) -> BudgetError:
-    """That not even the least rings of some cards can be page-locked."""
-    parts = [MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least))]
+def _cannot_stage(
+    least: Sequence[Placement], placement: Placement, limit_bytes: int, name: str, *, hop_bytes: int = 0
+) -> BudgetError:
+    """That not even the least rings of some cards can be page-locked, beside what rows hop through."""
+    parts = [
+        MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least)),
+        MemoryPart("rows between cards", hop_bytes),
+    ]
+    parts = [part for part in parts if part.nbytes]
     ways = ["raise --vram or keep all layers resident"] if placement.streamed_layers else []
     if any(one.d2h_ring.num_pieces for one in least):
         parts.append(MemoryPart("pieces to write the KV cache through", sum(one.d2h_ring.nbytes for one in least)))
         ways.insert(0, "take --kv gpu")
-    missing_bytes = sum(one.ring_bytes for one in least) - limit_bytes
+    missing_bytes = hop_bytes + sum(one.ring_bytes for one in least) - limit_bytes
     return BudgetError(
         f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
         f"{format_bytes_up(missing_bytes)} ({_listed(parts)}): "
@@ -789,9 +795,9 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     retrieval verifier reads keys and values where they lie, so they cannot be staged."""
     target = plan.target
     if plan.has_verifier:
-        return target.host_kv_bytes
+        return target.host_kv_bytes + plan.hop_bytes
     all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
-    return min(all_bytes, sum(map(_least_ring_bytes, target.cards)))
+    return min(all_bytes, sum(map(_least_ring_bytes, target.cards))) + plan.hop_bytes
 
 
 def _least_ring_bytes(target: ModelPlan) -> int:
