@@ -17,6 +17,7 @@ import torch
 from offload_runtime.config import RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices, load_runtime
+from offload_runtime.engine.load_model import warm_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import Card, HopBuffers, LayerPartition, hop, on_card, reaches
@@ -218,6 +219,14 @@ def test_logits_are_those_of_one_card(
             found.append(runner.verify([Window((9,))], [0]))
             seen.append([logits.clone() for logits in found])
     assert all(map(torch.equal, *seen))
+    assert set(watch.touched) == {0, 1}
+
+
+@pytest.mark.parametrize("owners", [DEALS[0], DEALS[1], BLOCKS])
+def test_a_warm_up_takes_part_of_the_layers(target: Path, watch: CardWatch, owners: tuple[int, ...]) -> None:
+    """Single ones and the first few, whose rows were on their way to other cards."""
+    with load(target, owners, draft="none") as runtime:
+        warm_up(runtime.parts.target, trees=True)
     assert set(watch.touched) == {0, 1}
 
 

@@ -125,11 +125,12 @@ def _working_for(number: int | None) -> Iterator[None]:
 @dataclass(frozen=True)
 class Departure:
     """Tensors on their way from one card to another, packed so that all of them hop at once: uint8 on the source, or in
-    page-locked memory (int32) where the target does not reach that. `left` fires when they are there; None on one
-    device."""
+    page-locked memory (int32) where the target does not reach that; None where both are one card. `left` fires when
+    they are there; None on one device."""
 
     tensors: Sequence[torch.Tensor]
     source: Card
+    target: Card
     packed: torch.Tensor | None = None
     left: torch.cuda.Event | None = None
 
@@ -139,7 +140,7 @@ def hop(
 ) -> list[torch.Tensor]:
     """Copies of tensors on `source` for `target`, of which the same tensors if both are one card. Arguments as of
     `depart`."""
-    return arrive(depart(tensors, source, target, buffers, piece), target)
+    return arrive(depart(tensors, source, target, buffers, piece))
 
 
 def depart(
@@ -158,25 +159,25 @@ def depart(
         piece: Of the pass: what hops must have been computed from the piece's last hop, or come after its end.
     """
     if source == target:
-        return Departure(tensors, source)
+        return Departure(tensors, source, target)
     with on_card(source):
         packed = _packed(tensors)
         if source.device == target.device:
-            return Departure(tensors, source, packed)
+            return Departure(tensors, source, target, packed)
         if not (buffers.peers and reaches(source.device, target.device)):
             words = packed.view(torch.int32)
             packed = buffers.of(piece, len(words))
             copy_words(words, packed)
         left = torch.cuda.Event()
         left.record(torch.cuda.current_stream(source.device))
-    return Departure(tensors, source, packed, left)
+    return Departure(tensors, source, target, packed, left)
 
 
-def arrive(departure: Departure, target: Card) -> list[torch.Tensor]:
+def arrive(departure: Departure) -> list[torch.Tensor]:
     """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
     the source goes on with other rows meanwhile. The memory is the allocator's again when the stream has come so far.
     """
-    packed, left, source = departure.packed, departure.left, departure.source
+    source, target, packed, left = departure.source, departure.target, departure.packed, departure.left
     if packed is None:
         return list(departure.tensors)
     with on_card(target):

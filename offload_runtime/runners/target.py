@@ -26,6 +26,7 @@ from offload_runtime.memory import (
     LayerPartition,
     arrive,
     depart,
+    hop,
     on_card,
     pack,
     pack_words,
@@ -361,18 +362,20 @@ def _run_layers_on_cards(
     """
     partition, buffers = decoder.partition, decoder.partition.hop_buffers
     rows_of, on_way = _begin_on_cards(partition, pieces, residuals)
-    (arrived,) = arrive(on_way[0], partition.card_of(0))
+    arrived = arrive(on_way[0])
     for index, weights in layers:
         card, following = partition.card_of(index), partition.card_of(index + 1)
         for piece, rows in enumerate(rows_of[card]):
-            (residual,) = arrive(on_way[piece], card) if piece else (arrived,)
+            here = arrive(on_way[piece]) if piece else arrived
+            # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
+            (residual,) = hop(here, on_way[piece].target, card, buffers, piece)
             with on_card(card):
                 decoder.layer(index, weights, residual, rows, cache)
             on_way[piece] = depart([residual], card, following, buffers, piece)
         if index + 1 < decoder.config.num_layers:
-            (arrived,) = arrive(on_way[0], following)
+            arrived = arrive(on_way[0])
         on_layer(index + 1, decoder.config.num_layers)
-    (residual,) = arrive(on_way[-1], partition.cards[0])
+    (residual,) = hop(arrive(on_way[-1]), on_way[-1].target, partition.cards[0], buffers, len(pieces) - 1)
     return residual
 
 
@@ -388,7 +391,7 @@ def _run_blocks(
     for card, block in groupby(range(num_layers), key=partition.card_of):
         layers = list(block)
         for piece, rows in enumerate(rows_of[card]):
-            (residual,) = arrive(on_way[piece], card)
+            (residual,) = arrive(on_way[piece])
             with on_card(card):
                 for index in layers:
                     with streamer.layer(index) as weights:
@@ -397,7 +400,7 @@ def _run_blocks(
             on_way[piece] = depart([residual], card, following, partition.hop_buffers, piece)
         if on_layer is not None:
             on_layer(layers[-1] + 1, num_layers)
-    (residual,) = arrive(on_way[-1], partition.cards[0])
+    (residual,) = arrive(on_way[-1])
     return residual
 
 
