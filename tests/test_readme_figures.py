@@ -213,6 +213,18 @@ def long_context() -> Iterator[str]:
     slower = percent(shorter["plain_s_per_token"] / row["plain_s_per_token"] - 1, 0)
     yield f"took {shorter['s_per_token']:.3f} s / token, on another machine"
     yield f"whose plain decoding was slower by {slower}"
+    yield from long_context_32k()
+
+
+def long_context_32k() -> Iterator[str]:
+    row, settings = drawn_places("sweep-gamma-16-host-32k-12-starts-h200")
+    yield f"At {int(settings['context']):,} tokens"
+    yield f"windows of {row['value']} give {row['tokens_per_pass']:.1f} tokens a pass and {row['s_per_token']:.4f} s / token"
+    worst, best = worst_and_best(row)
+    yield f"**{row['times_plain']:.1f} x plain decoding**, {worst:.1f} x at the worst of the twelve places"
+    yield f"and {best:.1f} x at the best"
+    yield f"A round takes {row['tokens_per_pass'] / row['times_plain']:.2f} times as long as a pass"
+    yield f"{row['verifier_steps_per_pass']:.0f} steps of {row['step_ms']:.1f} ms"
 
 
 def drawn_places(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
