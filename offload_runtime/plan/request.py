@@ -34,7 +34,7 @@ COMMON_PROFILE = "rtx4090"
 # Python, torch and the CUDA libraries of one process, which no ledger counts; and how much of it there is while weights
 # are read, before kernels are compiled and library modules are loaded (H200, torch 2.11, a 70B in Q4_K_M: 1.62 GB where
 # all of it was on the card, 1.57 beside streamed layers; 0.81 and 0.82 while it was read).
-PROCESS_BYTES = 1_600_000_000
+PROCESS_BYTES = 1_620_000_000
 LOADING_PROCESS_BYTES = 840_000_000
 _GIGA, _TERA = 1e9, 1e12
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
