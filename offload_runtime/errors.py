@@ -68,7 +68,14 @@ class BudgetError(OffloadError):
 
 
 class NumericalError(OffloadError):
-    """The target produced NaN logits; sampling from them would be meaningless."""
+    """The target produced NaN logits; sampling from them would be meaningless.
+
+    `slot` is that of the request whose they were, where requests share a pass.
+    """
+
+    def __init__(self, message: str, slot: int | None = None) -> None:
+        super().__init__(message)
+        self.slot = slot
 
 
 class CopyError(OffloadError):
