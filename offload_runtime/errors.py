@@ -78,6 +78,14 @@ class NumericalError(OffloadError):
         self.slot = slot
 
 
+class QueueFullError(OffloadError):
+    """As many requests wait for a `Scheduler` as may; `retry_after_s` is about when one of them will not any more."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class CopyError(OffloadError):
     """A transfer between host and device failed; the ring's contents cannot be trusted any more."""
 

@@ -51,7 +51,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     Any thread may call it. Calls wait for one another, `close` too: `generate` and `generate_batch` until all their
     answers are there, a stream or a turn of a conversation for every piece by itself. Between two pieces another call
     may begin; the stream then cannot go on, in whatever thread, and its next piece is an `OptionError`. So is a call
-    from within a callback.
+    from within a callback, and any call while a `Scheduler` serves the requests of many threads.
     """
 
     def __init__(self, parts: RuntimeParts) -> None:
@@ -76,6 +76,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._current: Generation | None = None  # whose tokens the cache holds
         self._lock = threading.Lock()  # for one call at a time
         self._caller = 0  # the thread that is in one
+        self._is_served = False  # one thread has the runtime until it says otherwise
 
     @classmethod
     def load(
@@ -376,12 +377,36 @@ class Runtime(AbstractContextManager["Runtime"]):
         """Around a call: those of other threads wait, and one from within it is refused."""
         again = self._caller == threading.get_ident()
         require(not again, "this runtime is in the middle of a call: a callback cannot ask it for anything else")
+        require(not self._is_served, "this runtime is served by a scheduler: submit to that, or close it first")
         with self._lock:
             try:
                 self._caller = threading.get_ident()
                 yield
             finally:
                 self._caller = 0
+
+    def request(self, prompt: Prompt, params: GenerationParams, *, speculate: bool = True) -> Request:
+        """A request for a generation that has begun to let join, of a prompt that fits. Computes nothing.
+
+        Raises:
+            OptionError, ContextLengthError: As of `stream`.
+        """
+        self._require_open()
+        tokens = self._room.fit(prompt, params.max_new_tokens)
+        self.parts.windows.settle(params, self.parts.proposer)
+        return Request(tokens, params, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
+
+    @contextmanager
+    def serving(self, hooks: Hooks) -> Iterator[Generation]:
+        """The runtime for the thread that calls, until it is done: a generation that requests may join. Calls in
+        progress are waited for; meanwhile others raise an `OptionError`. See `Scheduler`."""
+        with self._locked():
+            self._is_served = True
+            try:
+                yield self._begin([], hooks)
+            finally:
+                self._is_served = False
+                self._let_go_of_current()
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""
