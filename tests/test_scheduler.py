@@ -43,9 +43,9 @@ SOURCES = {"ngram", "draft", "retrieval", "target"}
 SLOTS = 3
 # By who proposes, how to load and what requests may ask for.
 SPECULATION: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "none": ({"draft": "none"}, [{}]),
+    "none": ({"draft": "none", "resident_layers": 1}, [{}]),
     "ngram": ({"draft": "ngram"}, [{}, {"gamma": 3}, {"gamma": 6, "tree_nodes": 9}]),
-    "chain": ({"tree_nodes": 0}, [{}, {"gamma": 2}, {"gamma": 5}]),
+    "chain": ({"tree_nodes": 0, "resident_layers": 2}, [{}, {"gamma": 2}, {"gamma": 5}]),
     "tree": ({"tree_nodes": 24}, [{}, {"gamma": 3, "tree_nodes": 0}, {"tree_nodes": 10}]),
     "triforce": ({"speculation": SpeculationOptions("triforce", budget_tokens=64, gamma_draft=4)}, [{}, {"gamma": 3}]),
 }
@@ -182,7 +182,7 @@ def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("proposals", SPECULATION)
 def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: str, kv: str, seed: int) -> None:
@@ -211,8 +211,7 @@ def test_requests_come_and_go_on_two_cards(target: Path, draft: Path, kv: str) -
 def test_requests_come_and_go_on_a_gpu(target: Path, draft: Path, proposals: str, kv: str) -> None:
     """Steps are graphs there, which are replayed for whoever holds the slots."""
     options, windows = SPECULATION[proposals]
-    resident = {} if proposals == "triforce" else {"resident_layers": 2 if kv == "host" else "auto"}
-    asked = {"draft": draft, **options, **resident}
+    asked = {"draft": draft, **options}
     with Runtime.load(target, **asked, device="cuda", dtype="bf16", kv=kv, max_batch=SLOTS) as runtime:
         tasks = make_tasks(runtime, windows, 24, seed=11)
         play(runtime, tasks, seed=4)

@@ -248,8 +248,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 `interrupted`.
             noise_ids: One for each prompt. None counts them from that of the options, 0, 1, …, or takes those of a
                 sequence of `params`.
-            params: The options in place of those by name: one for all prompts, or one for each. They may differ in all
-                but `gamma` and `tree_nodes`, which are of the passes that the answers share.
+            params: The options in place of those by name: one for all prompts, or one for each.
 
         Raises:
             OptionError, ContextLengthError: Before anything is computed.
