@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from offload_runtime import (
     Ticket,
     TokenEvent,
 )
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.generate import Hooks
 from offload_runtime.errors import (
     BudgetError,
@@ -39,16 +40,21 @@ from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 
+TARGET, CONTEXT = "two_layer_target", 900
 SOURCES = {"ngram", "draft", "retrieval", "target"}
 SLOTS = 3
+SMALL: dict[str, Any] = {"budget_tokens": 96, "chunk_size": 8, "gamma_draft": 4, "refresh_steps": 1}
 # By who proposes, how to load and what requests may ask for.
 SPECULATION: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "none": ({"draft": "none", "resident_layers": 1}, [{}]),
     "ngram": ({"draft": "ngram"}, [{}, {"gamma": 3}, {"gamma": 6, "tree_nodes": 9}]),
-    "chain": ({"tree_nodes": 0, "resident_layers": 2}, [{}, {"gamma": 2}, {"gamma": 5}]),
-    "tree": ({"tree_nodes": 24}, [{}, {"gamma": 3, "tree_nodes": 0}, {"tree_nodes": 10}]),
-    "triforce": ({"speculation": SpeculationOptions("triforce", budget_tokens=64, gamma_draft=4)}, [{}, {"gamma": 3}]),
+    "chain": ({"tree_nodes": 0, "resident_layers": 1}, [{}, {"gamma": 2}, {"gamma": 5}]),
+    "tree": ({"tree_nodes": 24, "resident_layers": 1}, [{}, {"gamma": 3, "tree_nodes": 0}, {"tree_nodes": 10}]),
+    "triforce": ({"speculation": SpeculationOptions("triforce", **SMALL)}, [{}, {"gamma": 3}]),
 }
+
+
+loaded = partial(load, context=CONTEXT)
 
 
 @dataclass
@@ -177,8 +183,30 @@ def play(runtime: Runtime, tasks: Sequence[Task], seed: int) -> int:
 @pytest.mark.parametrize("proposals", SPECULATION)
 def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: Path, proposals: str, kv: str) -> None:
     options, windows = SPECULATION[proposals]
-    with load(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
+    with loaded(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
         play(runtime, make_tasks(runtime, windows, 7, seed=len(proposals), longest=12), seed=1)
+
+
+@pytest.mark.parametrize("proposals", ["chain", "triforce"])
+def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, proposals: str) -> None:
+    """A draft that took one text for another would be right less often. Beside it somebody decodes plainly."""
+    options, _ = SPECULATION[proposals]
+    text, results = [3 + (7 * i * i + i // 5) % 290 for i in range(900)], list[GenerationResult]()
+    prompts = [text[:760], text[100:850]]  # of which much is far away
+    asked = GenerationParams(10, gamma=4, ignore_eos=True)
+    with loaded(target, **{"draft": draft, **options}, kv="gpu", max_batch=2) as runtime:
+        alone = [runtime.generate(prompt, params=asked) for prompt in prompts]
+        with runtime.serving(Hooks(on_end=lambda _, result, error: results.append(result))) as generation:
+            generation.join(runtime.request([5], replace(asked, max_new_tokens=60), speculate=False))
+            for prompt in prompts:
+                generation.join(runtime.request(prompt, asked))
+                while len(generation.running) + len(generation.waiting) != 1:
+                    list(generation.step())
+            generation.interrupt()
+    for one, result in zip(alone, results, strict=False):
+        assert (result.tokens, result.stats.acceptance) == (one.tokens, one.stats.acceptance)
+        assert result.stats.accepted_by_depth == one.stats.accepted_by_depth and result.stats.acceptance[-1].rate > 0
+    assert len(results) == 3 and results[-1].stats.acceptance == ()
 
 
 @pytest.mark.slow
@@ -187,7 +215,7 @@ def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: 
 @pytest.mark.parametrize("proposals", SPECULATION)
 def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: str, kv: str, seed: int) -> None:
     options, windows = SPECULATION[proposals]
-    with load(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
+    with loaded(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
         tasks = make_tasks(runtime, windows, 40, seed=100 + seed)
         assert play(runtime, tasks, seed) > 50
         # What slots hold from before makes no difference, and neither does who comes when.
@@ -200,8 +228,8 @@ def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: st
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_requests_come_and_go_on_two_cards(target: Path, draft: Path, kv: str) -> None:
-    config = RuntimeConfig(target=target, draft=draft, device="cpu,cpu", kv=kv, max_batch=SLOTS, resident_layers=1)
-    with Runtime.from_config(config) as runtime:
+    options: dict[str, Any] = {"kv": kv, "max_batch": SLOTS, "resident_layers": 1, "context": CONTEXT}
+    with Runtime.load(target, draft=draft, device="cpu,cpu", **options) as runtime:
         play(runtime, make_tasks(runtime, [{}, {"gamma": 3}], 14, seed=5), seed=3)
 
 
@@ -212,7 +240,7 @@ def test_requests_come_and_go_on_a_gpu(target: Path, draft: Path, proposals: str
     """Steps are graphs there, which are replayed for whoever holds the slots."""
     options, windows = SPECULATION[proposals]
     asked = {"draft": draft, **options}
-    with Runtime.load(target, **asked, device="cuda", dtype="bf16", kv=kv, max_batch=SLOTS) as runtime:
+    with Runtime.load(target, **asked, device="cuda", dtype="bf16", kv=kv, context=CONTEXT, max_batch=SLOTS) as runtime:
         tasks = make_tasks(runtime, windows, 24, seed=11)
         play(runtime, tasks, seed=4)
         play(runtime, list(reversed(tasks)), seed=5)
@@ -220,7 +248,7 @@ def test_requests_come_and_go_on_a_gpu(target: Path, draft: Path, proposals: str
 
 @contextmanager
 def scheduler(target: Path, *, max_waiting: int = 64, **options: Any) -> Iterator[Scheduler]:
-    with load(target, **{"max_batch": 1, **options}) as runtime, Scheduler(runtime, max_waiting=max_waiting) as made:
+    with loaded(target, **{"max_batch": 1, **options}) as runtime, Scheduler(runtime, max_waiting=max_waiting) as made:
         yield made
 
 
@@ -234,7 +262,7 @@ def unheard(event: object) -> None:
 
 
 def test_threads_submit_and_cancel_as_they_please(target: Path) -> None:
-    with load(target, max_batch=SLOTS) as runtime:
+    with loaded(target, max_batch=SLOTS) as runtime:
         tasks = make_tasks(runtime, [{}, {"gamma": 3}], 10, seed=3, longest=9)
         heard = [Heard() for _ in tasks]
 
@@ -316,7 +344,7 @@ def test_a_request_that_is_cancelled_makes_room(target: Path) -> None:
 
 
 def test_closing_waits_for_as_long_as_it_is_told(target: Path) -> None:
-    with load(target, max_batch=1) as runtime:
+    with loaded(target, max_batch=1) as runtime:
         alone = runtime.generate([5], params=params(30)).tokens
         for grace_s in (60.0, 0.0):
             first, second = Held(), Heard()
@@ -347,7 +375,7 @@ def test_closing_waits_for_as_long_as_it_is_told(target: Path) -> None:
 
 
 def test_the_runtime_is_given_back_whatever_happens(target: Path) -> None:
-    with load(target, max_batch=1) as runtime:
+    with loaded(target, max_batch=1) as runtime:
         heard = Held()
         with pytest.raises(KeyboardInterrupt), Scheduler(runtime) as served:
             served.submit([5], params(400), on_event=heard)
@@ -378,7 +406,7 @@ def test_a_callback_that_raises_costs_only_its_own_request(target: Path) -> None
 
 def test_callbacks_may_submit_and_may_not_close(target: Path) -> None:
     second, refused = Heard(), list[str]()
-    with load(target, max_batch=1) as runtime:
+    with loaded(target, max_batch=1) as runtime:
         served = Scheduler(runtime, max_waiting=0)
 
         def first(event: Any) -> None:
@@ -401,7 +429,7 @@ def test_callbacks_may_submit_and_may_not_close(target: Path) -> None:
 
 def test_a_request_without_numbers_ends_alone(copy: Path) -> None:
     """Of its prompt, and of a token of its own; whoever has its slot afterwards is not harmed."""
-    with load(copy) as runtime:
+    with loaded(copy) as runtime:
         answers = {first: runtime.generate([first, 9], params=params(12)).tokens for first in (5, 6, 8)}
     poison = next(token for token in answers[5][2:9] if not {token} & {5, 6, 8, 9, *answers[6], *answers[8]})
     weights = load_file(copy / "model.safetensors")
@@ -442,7 +470,7 @@ def failing(runtime: Runtime, error: Exception, *, after: int) -> None:
 
 @pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
 def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception) -> None:
-    with load(target, max_batch=2) as runtime:
+    with loaded(target, max_batch=2) as runtime:
         alone = [runtime.generate([first], params=params(9), speculate=False).tokens for first in (5, 6, 7)]
         failing(runtime, error, after=2)
         heard = [Heard(), Heard(), Heard()]
@@ -459,7 +487,7 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
 
 
 def test_a_device_that_fails_ends_everything(target: Path) -> None:
-    with load(target, max_batch=1) as runtime:
+    with loaded(target, max_batch=1) as runtime:
         failing(runtime, DeviceError("it burns"), after=2)
         first, second = Heard(), Heard()
         with Scheduler(runtime) as served:

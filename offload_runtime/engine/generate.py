@@ -176,6 +176,9 @@ class Generation:
 
     def results(self) -> list[GenerationResult]:
         """What there is of every request that it began with; all are finished."""
+        for request in self.requests:
+            if request not in self._results:  # an interruption came while it ended
+                self._end(request)
         return [self._results[request] for request in self.requests]
 
     def _goes_on(self) -> bool:
@@ -268,9 +271,9 @@ class Generation:
                 request.acceptance = request.tally.levels(proposer.name, proposer.counts(request.slot))
             proposer.leave(request.slot)
             self._parts.sampling.release(request.slot)
-        kept = len(request.sequence) - 1 if request.keeps_cache else 0
-        with suppress(CopyError):  # whatever is asked for next raises it again
-            cache.truncate(request.slot, min(cache.length(request.slot), kept))
+            kept = len(request.sequence) - 1 if request.keeps_cache else 0
+            with suppress(CopyError):  # whatever is asked for next raises it again
+                cache.truncate(request.slot, min(cache.length(request.slot), kept))
 
     def working(self) -> AbstractContextManager[None]:
         """Around work on the target: an error instead of another generation's keys."""

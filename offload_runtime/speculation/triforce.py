@@ -98,7 +98,7 @@ class TriForceProposer(Proposer):
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
-        if self._draft is None:
+        if self._draft is None or slot not in self._proposed:
             return ()
         _, accepted = self._count()[slot]
         return (Acceptance("draft", "retrieval", *self._proposed[slot], accepted),)
