@@ -7,12 +7,25 @@ from typing import TYPE_CHECKING, Any
 from offload_runtime.config import GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Reply, Runtime, TokenStream
+    from offload_runtime.engine import (
+        Conversation,
+        EndEvent,
+        ErrorEvent,
+        GenerationResult,
+        GenerationStats,
+        Reply,
+        Runtime,
+        Scheduler,
+        SchedulerCounters,
+        Ticket,
+        TokenEvent,
+        TokenStream,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
-    "Conversation", "GenerationParams", "GenerationResult", "GenerationStats", "Reply", "Runtime", "SamplingParams",
-    "TokenStream", "__version__",
+    "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult", "GenerationStats", "Reply",
+    "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent", "TokenStream", "__version__",
 ]  # fmt: skip
 
 

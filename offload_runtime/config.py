@@ -405,7 +405,7 @@ def params_of_each(
         count: Requests.
 
     Raises:
-        OptionError: There are not as many of something, or they differ in what answers share.
+        OptionError: There are not as many of something.
     """
     if isinstance(params, GenerationParams):
         first = params.sampling.noise_id
@@ -418,8 +418,6 @@ def params_of_each(
     require_type("noise_ids", noise_ids, Sequence[int])
     given = len(noise_ids)
     require(given == count, f"{given} noise_ids for {count} prompts: give one for each, or none at all")
-    same = len({(one.gamma, one.tree_nodes) for one in params}) == 1
-    require(same, "gamma and tree_nodes are of the passes, which the answers share: give all params the same")
     samplings = [replace(one.sampling, noise_id=noise_id) for one, noise_id in zip(params, noise_ids, strict=True)]
     return [replace(one, sampling=sampling) for one, sampling in zip(params, samplings, strict=True)]
 

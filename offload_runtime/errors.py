@@ -68,7 +68,22 @@ class BudgetError(OffloadError):
 
 
 class NumericalError(OffloadError):
-    """The target produced NaN logits; sampling from them would be meaningless."""
+    """The target produced NaN logits; sampling from them would be meaningless.
+
+    `slot` is that of the request whose they were, where requests share a pass.
+    """
+
+    def __init__(self, message: str, slot: int | None = None) -> None:
+        super().__init__(message)
+        self.slot = slot
+
+
+class QueueFullError(OffloadError):
+    """As many requests wait for a `Scheduler` as may; `retry_after_s` is about when one of them will not any more."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class CopyError(OffloadError):

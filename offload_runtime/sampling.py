@@ -120,29 +120,41 @@ class SlotSampling:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.keys = noise_ops.noise_keys([(0.0, 0, 0)] * num_slots).to(device)  # [S, 4] int32
         self._kind = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S]: index into `filters`
+        self._kinds: dict[int, SamplingParams] = {}  # of the slots that are held, how they filter
         self.filters: tuple[SamplingParams, ...] = ()
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SlotSampling:
         """Slots 0, 1, … that choose their tokens these ways."""
         slots = cls(len(params), device)
-        slots.assign(params)
+        for slot, one in enumerate(params):
+            slots.assign(slot, one)
         return slots
 
-    def assign(self, params: Sequence[SamplingParams]) -> None:
-        """From here on slots 0 to len(params) - 1 choose tokens these ways. Enqueued on the current stream.
+    def assign(self, slot: int, params: SamplingParams) -> None:
+        """From here on a slot chooses its tokens this way; the others go on as before. Enqueued on the current stream.
 
-        `filters` then holds the different filters among them, each with its temperature: what a captured graph depends
-        on. It is empty where no token is ever excluded.
+        `filters` then holds the different filters of the slots that are held, each with its temperature: what a
+        captured graph depends on. It is empty where no token is ever excluded.
         """
-        assert len(params) <= len(self.keys), f"{len(params)} requests for {len(self.keys)} slots"
-        kinds = [one.without_noise if one.filtered else SamplingParams() for one in params]
-        self.filters = tuple(dict.fromkeys(kinds)) if any(one.filtered for one in kinds) else ()
-        keys = noise_ops.noise_keys([(one.temperature, one.seed, one.noise_id) for one in params])
-        overwrite(self.keys[: len(params)], keys)
+        assert slot < len(self.keys), f"slot {slot} of {len(self.keys)}"
+        keys = noise_ops.noise_keys([(params.temperature, params.seed, params.noise_id)])
+        overwrite(self.keys[slot : slot + 1], keys)
+        self._kinds[slot] = params.without_noise if params.filtered else SamplingParams()
+        self._number_filters()
+
+    def release(self, slot: int) -> None:
+        """Nobody holds a slot any more, if anybody did: its filters are not run for the others."""
+        if self._kinds.pop(slot, None) is not None:
+            self._number_filters()
+
+    def _number_filters(self) -> None:
+        """Tell the device which of the filters is whose, where there are several."""
+        kinds = dict(sorted(self._kinds.items()))
+        self.filters = tuple(dict.fromkeys(kinds.values())) if any(one.filtered for one in kinds.values()) else ()
         if len(self.filters) > 1:
-            numbers = torch.tensor([self.filters.index(kind) for kind in kinds], dtype=torch.int32)
-            overwrite(self._kind[: len(params)], numbers)
+            numbers = [self.filters.index(kinds[slot]) if slot in kinds else 0 for slot in range(len(self._kind))]
+            overwrite(self._kind, torch.tensor(numbers, dtype=torch.int32))
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""

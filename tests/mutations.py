@@ -81,6 +81,20 @@ MUTATIONS = (
         ("tests/test_retrieval.py::test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again",),
     ),
     Mutation(
+        "slot reuse: chunks of the request that held a slot before stay retrieved",
+        f"{_KV}/retrieval.py",
+        "self.chunks.forget(sequence)\n        self.recent[sequence] = range(0)",
+        "self.recent[sequence] = self.recent[sequence]",
+        ("tests/test_scheduler.py::test_a_slot_that_is_used_again_is_as_good_as_new[triforce]",),
+    ),
+    Mutation(
+        "slot reuse: a draft takes a new text for the one that held its slot before",
+        "offload_runtime/runners/draft_kv.py",
+        "self._agreed[sequence] = 0",
+        "self._agreed[sequence] += 0",
+        ("tests/test_scheduler.py::test_a_slot_that_is_used_again_is_as_good_as_new[chain]",),
+    ),
+    Mutation(
         "rollback: an accepted path of a tree lands one place too far",
         f"{_KV}/device.py",
         "compact_rows(KVBlocks(data), sources, committed + kept)",

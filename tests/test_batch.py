@@ -66,8 +66,11 @@ def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, prop
         ]
         params = [as_params(gamma, noise_id, **asked) for noise_id, asked in zip(noise_ids, OPTIONS, strict=True)]
         unnumbered = [replace(one, sampling=replace(one.sampling, noise_id=0)) for one in params]
+        windows = [None, None, None, None] if gamma is None else [5, 2, None, 1]
+        own_windows = [replace(one, gamma=window) for one, window in zip(params, windows, strict=True)]
         for together in (
             runtime.generate_batch(PROMPTS, params=params),
+            runtime.generate_batch(PROMPTS, params=own_windows),
             runtime.generate_batch(PROMPTS, params=unnumbered, noise_ids=noise_ids),
         ):
             said = [(result.tokens, result.text, result.finish_reason) for result in together]
@@ -89,8 +92,7 @@ def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, prop
         ({"params": [GenerationParams(), SamplingParams()]}, "params is a GenerationParams"),
         ({"params": GenerationParams(), "temperature": 0.5}, "options are given twice, by name and as params"),
         ({"params": [GenerationParams()] * 2, "noise_ids": [1]}, "1 noise_ids for 2 prompts"),
-        ({"params": [GenerationParams(gamma=2), GenerationParams()]}, "gamma and tree_nodes are of the passes"),
-        ({"params": [GenerationParams(tree_nodes=0), GenerationParams()]}, "gamma and tree_nodes are of the passes"),
+        ({"params": [GenerationParams(), GenerationParams(gamma=1000)]}, "gamma 1000 exceeds the"),
     ],
 )
 def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from offload_runtime.runners.token_window import DeviceWindow
 from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import numbered
+from tests.helpers.sampling import join_all, numbered
 from tests.test_draft_model import BATCH, NOISY, Draft, dense_streaming, make_draft
 
 
@@ -56,7 +56,7 @@ def test_all_sequences_are_drafted_in_the_same_steps(draft: Draft, params: Sampl
     """Each as by the book, whatever the others do: other lengths, other counts, other acceptance, pauses, an end."""
     model = draft.model(params, num_sequences=BATCH)
     model.window = window = CountingWindow()
-    model.start(numbered(params, BATCH))
+    join_all(model, numbered(params, BATCH))
     references = [dense_streaming(draft, sequence=sequence) for sequence in range(BATCH)]
     texts = {sequence: random_tokens(length, seed=sequence) for sequence, length in enumerate((345, 1, 600))}
     steps, moves = window.steps, set[int]()
@@ -99,7 +99,7 @@ def test_frequencies_of_a_length_are_each_sequences_own() -> None:
         said = []
         for sequences in ((0,), (2,), (0, 2)):
             model = DraftModel(made.runner, vocab_size=VOCAB_SIZE, batch=BATCH)
-            model.start(numbered(SamplingParams(), BATCH))
+            join_all(model, numbered(SamplingParams(), BATCH))
             said.append(model.propose({s: texts[s] for s in sequences}, dict.fromkeys(sequences, 7)))
         assert {**said[0], **said[1]} == said[2]
         assert not torch.equal(model.frequencies.tensor[0], model.frequencies.tensor[2])

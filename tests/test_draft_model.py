@@ -27,7 +27,7 @@ from offload_runtime.runners import (
 from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import numbered, sample
+from tests.helpers.sampling import join_all, numbered, sample
 
 SINKS, RECENT, WINDOW, BATCH = 4, 100, 16, 3
 NOISY = SamplingParams(temperature=0.8, seed=5)
@@ -45,7 +45,7 @@ class Draft:
     def model(self, params: SamplingParams, *, num_sequences: int = 1) -> DraftModel:
         """A loop that knows nothing yet."""
         model = DraftModel(self.runner, vocab_size=VOCAB_SIZE, batch=BATCH)
-        model.start(numbered(params, num_sequences))
+        join_all(model, numbered(params, num_sequences))
         return model
 
 
@@ -228,7 +228,7 @@ def test_a_sequence_that_jumps_is_computed_anew(draft: Draft) -> None:
     for length, head in ((900, 0), (950, 0), (1190, 0), (700, 0), (700, 2), (703, 2), (200, 2), (800, 2)):
         shown = [*random_tokens(head, seed=head), *tokens[head:length]]
         if length != 703:
-            model.start([NOISY])
+            model.join(0, NOISY)
             reference.forget()
         assert propose(model, shown, 6) == reference.propose(shown, 6, NOISY)
 
@@ -249,7 +249,7 @@ def test_a_text_that_grows_is_compared_once(draft: Draft) -> None:
     watched = Watched(tokens)
     propose(model, watched, 4)
     assert watched.asked <= 8  # what was proposed, and nothing of what it stood behind
-    model.start([NOISY])
+    model.join(0, NOISY)
     propose(model, watched, 4)
     assert watched.asked >= 890
 
@@ -304,7 +304,8 @@ def test_a_window_is_bounded(draft: Draft) -> None:
 
 def test_device_window_holds_tokens_at_absolute_positions() -> None:
     window = DeviceWindow(CPU, capacity=6, batch=3)
-    window.use(2)
+    for sequence in (0, 1):
+        window.join(sequence)
     window.upload({1: WindowInput([7, 8, 9], 1003, 1005, 1006)})
     cursor = torch.zeros(2, dtype=torch.int32)
     for position, token in ((1003, -1), (1005, 11), (1006, 12)):

@@ -23,7 +23,7 @@ from offload_runtime.weights.layout import ModelLayout
 from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import numbered
+from tests.helpers.sampling import join_all, numbered
 from tests.test_draft_model import propose
 
 CAPACITY, CHUNK, FEW, ALL, BATCH = 1400, 8, 96, 1408, 3
@@ -67,7 +67,7 @@ class Draft:
 def loop(runner: ModelRunner, params: SamplingParams = NOISY, *, num_sequences: int = 1) -> DraftModel:
     """A loop that knows nothing yet."""
     model = DraftModel(runner, vocab_size=VOCAB_SIZE, batch=BATCH)
-    model.start(numbered(params, num_sequences))
+    join_all(model, numbered(params, num_sequences))
     return model
 
 

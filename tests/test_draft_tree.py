@@ -17,7 +17,7 @@ from offload_runtime.runners import Asked, Branch, Children, DraftTree, ModelRun
 from offload_runtime.weights.encoding import Weight
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import numbered
+from tests.helpers.sampling import join_all, numbered
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, scores_by_the_book
 
 PARAMS = [
@@ -104,7 +104,7 @@ def test_every_node_is_answered_as_a_plain_sequence(draft: TreeDraft, params: Sa
     """Trees of three sequences that grow, of which paths come true, with more and less of the text still unknown."""
     _, tree = draft.parts(fixed_shapes=rounded)
     tree.warm_up()
-    tree.start(numbered(params, BATCH))
+    join_all(tree, numbered(params, BATCH))
     growing = {
         sequence: Growing(random_tokens(length, seed=sequence), sequence)
         for sequence, length in enumerate((250, 1, 70))
@@ -134,7 +134,7 @@ def test_every_node_is_answered_behind_first_and_newest_tokens(
 ) -> None:
     """Of a cache that lets go of the rest, while trees grow and come true, and while the text goes on otherwise."""
     _, tree = streaming.parts(fixed_shapes=rounded)
-    tree.start(numbered(params, BATCH))
+    join_all(tree, numbered(params, BATCH))
     cache, moved, chance = streaming.runner.cache, set[str](), random.Random(1)
     growing = {s: Growing(random_tokens(length, seed=s), s) for s, length in enumerate((322, 1, 578))}
     starts = dict.fromkeys(growing, 0)
@@ -203,8 +203,8 @@ def test_first_children_are_what_a_chain_says_behind_first_and_newest_tokens(
     streaming: TreeDraft, params: SamplingParams
 ) -> None:
     chains, tree = streaming.parts()
-    chains.start(numbered(params, BATCH))
-    tree.start(numbered(params, BATCH))
+    join_all(chains, numbered(params, BATCH))
+    join_all(tree, numbered(params, BATCH))
     text = random_tokens(700, seed=2)
     for count in (9, 200):
         chain, branch, said = chains.model.propose({2: text}, {2: 9})[2], Branch(text[-1]), list[int]()
@@ -228,8 +228,8 @@ def test_a_step_answers_as_many_as_it_has_room_for(draft: TreeDraft) -> None:
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_first_children_are_what_a_chain_says(draft: TreeDraft, params: SamplingParams) -> None:
     chains, tree = draft.parts()
-    chains.start(numbered(params, BATCH))
-    tree.start(numbered(params, BATCH))
+    join_all(chains, numbered(params, BATCH))
+    join_all(tree, numbered(params, BATCH))
     text = random_tokens(30, seed=2)
     chain = chains.model.propose({2: text}, {2: 9})[2]
     branch, said = Branch(text[-1]), []
@@ -263,7 +263,7 @@ def test_of_equal_scores_the_lowest_token_comes_first(draft: TreeDraft) -> None:
 
 def test_tokens_beyond_either_vocabulary(draft: TreeDraft) -> None:
     _, tree = draft.parts(vocab_size=20)
-    tree.start(numbered(PARAMS[1], BATCH))
+    join_all(tree, numbered(PARAMS[1], BATCH))
     (children,) = tree.expand({0: Asked([5, VOCAB_SIZE + 9], [Branch(VOCAB_SIZE + 9)])})[0]
     assert len(children.tokens) == 8 and max(children.tokens) < 20
 
@@ -294,7 +294,7 @@ def test_nodes_with_nan_have_no_children(draft: TreeDraft) -> None:
 def test_warming_up_leaves_nothing(draft: TreeDraft, params: SamplingParams) -> None:
     _, tree = draft.parts(fixed_shapes=True)
     tree.warm_up()
-    tree.start(numbered(params, BATCH))
+    join_all(tree, numbered(params, BATCH))
     assert draft.runner.cache.length(0) == 0
     text = [0, 0, 0, 7]
     check(draft, text, [()], tree.expand({0: Asked(text, [Branch(7)])})[0], params, 0)
@@ -322,7 +322,7 @@ def test_nodes_of_a_spine_are_answered_as_plain_sequences(
     draft: TreeDraft, params: SamplingParams, fixed_shapes: bool
 ) -> None:
     _, tree = draft.parts(fixed_shapes=fixed_shapes)
-    tree.start(numbered(params, BATCH))
+    join_all(tree, numbered(params, BATCH))
     spines(draft, tree, params)
 
 
@@ -347,17 +347,17 @@ def test_replays_are_eager_steps(params: SamplingParams, kept: tuple[int, int] |
         _, tree = draft.parts(graphs=graphs)
         if graphs:
             tree.warm_up()  # leaves nothing that an answer could depend on
-        tree.start(numbered(params, BATCH))
+        join_all(tree, numbered(params, BATCH))
         answers.append(list(_grow(tree, further)))
         cache = draft.runner.cache
         assert kept is None or (isinstance(cache, StreamingDraftCache) and cache.rope_shifts[2] > 0)
         if graphs:
             num_graphs = tree.graphs.num_graphs
             assert num_graphs > 0, "nothing was captured"
-            tree.start(numbered(SamplingParams(temperature=0.3, seed=9), BATCH))
+            join_all(tree, numbered(SamplingParams(temperature=0.3, seed=9), BATCH))
             answer = list(_grow(tree, further))
             assert params.filtered or tree.graphs.num_graphs == num_graphs, "of seed and temperature"
-            tree.start(numbered(params, BATCH))
+            join_all(tree, numbered(params, BATCH))
             again = list(_grow(tree, further))
             # Of what a text is rotated by nothing depends on other texts, unless some of it has been let go of.
             assert answer != again and (again == answers[0] or kept is not None)
@@ -376,7 +376,7 @@ def test_all_steps_about_a_text_are_captured_at_load(kept: tuple[int, int] | Non
         draft = make_tree_draft(device=device, capacity_tokens=2900, kept=kept)
         _, tree = draft.parts(graphs=graphs)
         tree.warm_up()
-        tree.start(numbered(SamplingParams(temperature=0.6, seed=5), BATCH))
+        join_all(tree, numbered(SamplingParams(temperature=0.6, seed=5), BATCH))
         num_graphs = tree.graphs.num_graphs
         assert (num_graphs > 0) == graphs
         texts = {sequence: Growing(random_tokens(995 + sequence, seed=sequence), 3) for sequence in range(BATCH)}
@@ -407,7 +407,7 @@ def test_spines_of_replays_are_those_of_eager_steps(params: SamplingParams) -> N
         draft = make_tree_draft(device=device)
         _, tree = draft.parts(graphs=graphs)
         tree.warm_up()
-        tree.start(numbered(params, BATCH))
+        join_all(tree, numbered(params, BATCH))
         answers.append(spines(draft, tree, params))
         draft.made.close()
     assert_alike(*answers)

@@ -18,10 +18,10 @@ from offload_runtime.kv import DeviceKVCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import Decoder
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftProposer
+from offload_runtime.speculation import DraftProposer, Proposer
 from offload_runtime.trace import CopyLog
 from offload_runtime.weights import Weight
-from tests.helpers.engine import PROMPT, load, one_thread, without_host_memory  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, one_thread, raising, without_host_memory  # noqa: F401 (an autouse fixture)
 
 COUNT = 32
 
@@ -318,3 +318,25 @@ def test_stopping_figures(runtime: Runtime, said: list[int]) -> None:
     with working_with(runtime, eos_token_ids=frozenset({said[place]})):
         stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
     assert (stats.new_tokens, stats.passes, stats.tokens_per_pass) == (place + 1, 1, float(place))
+
+
+class InterruptedLeaving(Proposer):
+    """Has no idea, and is interrupted when an answer ends, once."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self._leave = raising(KeyboardInterrupt(), after=1, then=super().leave)  # all slots are left at the beginning
+
+    def leave(self, slot: int) -> None:
+        self._leave(slot)
+
+
+def test_ctrl_c_while_an_answer_ends_keeps_it(runtime: Runtime, said: list[int]) -> None:
+    with working_with(runtime, proposer=InterruptedLeaving()):
+        stream = runtime.stream(PROMPT, max_new_tokens=3, ignore_eos=True)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        stream.close()
+        assert (stream.result.tokens, stream.result.finish_reason) == (said[:3], "length")
+        assert runtime.generate(PROMPT, max_new_tokens=5, ignore_eos=True).tokens == said[:5]

@@ -212,9 +212,9 @@ def test_a_sequence_that_was_cut_between_generations_is_noticed() -> None:
     """Where its newest tokens do not show it."""
     proposer, params = NgramProposer(), SamplingParams()
     before, after = [1, 2, 9, 1, 2, 5, 5, 5, 5, 5, 1, 2], [1, 2, 8, 1, 2, 7, 7, 5, 5, 5, 5, 1, 2]
-    proposer.start([params])
+    proposer.join(0, params)
     assert proposer.propose([DraftRequest(0, before, 1)])[0].tokens == (5,)
-    proposer.start([params])
+    proposer.join(0, params)
     assert proposer.propose([DraftRequest(0, after, 1)])[0].tokens == (7,)
     assert proposer.propose([DraftRequest(0, after[:5], 1)])[0].tokens == (8,)
 
@@ -237,7 +237,7 @@ class CountingList(list[int]):
 def test_a_round_reads_what_is_new_and_not_the_text() -> None:
     text = CountingList(token % 50 for token in range(20_000))
     proposer = NgramProposer()
-    proposer.start([SamplingParams()])
+    proposer.join(0, SamplingParams())
     proposer.prepare(0, text)
     for added in range(1, 6):
         text += [token % 50 for token in range(len(text), len(text) + added)]

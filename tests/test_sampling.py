@@ -221,7 +221,8 @@ def test_many_rows_are_filtered_a_few_at_a_time(num_rows):
             return super().allowed(logits, slots)
 
     watched = Watched(num_rows, logits.device)
-    watched.assign(numbered(params, num_rows))
+    for slot, request in enumerate(numbered(params, num_rows)):
+        watched.assign(slot, request)
     assert torch.equal(sampling.sample(logits, watched, positions, positions), expected.argmax(1))
     assert sum(held_rows) == num_rows and max(held_rows) <= MOST_FILTERED_ROWS
 
@@ -400,7 +401,7 @@ def test_sampling_is_captured_in_a_cuda_graph_and_never_synchronises(params):
         logits = torch.randn((3, 32_000), generator=generator)
         logits_gpu.copy_(logits)
         request = replace(params, seed=100 + step, noise_id=step)  # another request takes over the slot
-        sampling_gpu.assign([request])
+        sampling_gpu.assign(0, request)
         graph.replay()
         slots = torch.zeros(3, dtype=torch.int64)
         expected = sampling.sample(logits, SlotSampling.of([request], logits.device), torch.arange(3) + step, slots)

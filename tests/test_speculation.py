@@ -23,7 +23,7 @@ from offload_runtime.speculation import (
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import Decoder, Verifier, numbered
+from tests.helpers.sampling import Decoder, Verifier, join_all, numbered
 
 GREEDY = SamplingParams()
 PARAMS = [GREEDY, SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.0, top_p=0.9, seed=4)]
@@ -38,7 +38,7 @@ class ScriptedProposer:
         self._script = list(script)
         self._wrong_at = wrong_at
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
+    def join(self, slot: int, params: SamplingParams) -> None:
         pass
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ def decode(
     runner.cache.truncate(sequence, 0)
     target = RecordingTarget(runner)
     decoder = Decoder(target, proposer, params, slot=sequence)
-    proposer.start(numbered(params, sequence + 1))
+    join_all(proposer, numbered(params, sequence + 1))
     tokens = [*prompt, decoder.first_token(runner.prefill(sequence, prompt))]
     rows, accepted = [], []
     while len(tokens) - len(prompt) < count:

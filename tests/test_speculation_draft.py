@@ -18,7 +18,7 @@ from offload_runtime.speculation import DraftProposer, DraftRequest
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import Decoder, Verifier, numbered, sample
+from tests.helpers.sampling import Decoder, Verifier, join_all, numbered, sample
 
 SHORT_CONTEXT = 48
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.6, seed=5), SamplingParams(temperature=1.0, seed=6)]
@@ -47,7 +47,7 @@ def make_proposer(
     """A proposer that starts with an empty cache."""
     draft.cache.truncate(sequence, 0)
     proposer = DraftProposer(draft, vocab_size=vocab_size, batch=sequence + 1)
-    proposer.start(numbered(params, sequence + 1))
+    join_all(proposer, numbered(params, sequence + 1))
     return proposer
 
 
@@ -96,7 +96,7 @@ def test_guesses_are_plain_decoding_after_any_history(
     guesses: list[int] = []
     for accepted, new, count in rounds:
         if accepted < 0:
-            proposer.start([params])
+            proposer.join(0, params)
             tokens = new
         else:
             tokens = [*tokens, *guesses[:accepted], *new]
@@ -116,7 +116,7 @@ def test_the_way_of_sampling_may_change_between_generations(draft: ModelRunner) 
     proposer, tokens = make_proposer(draft, PARAMS[0]), random_tokens(12, seed=4)
     said: set[tuple[int, ...]] = set()
     for params in (*PARAMS, SamplingParams(temperature=1.0, seed=7), SamplingParams(temperature=1.5, top_k=3)):
-        proposer.start([params])
+        proposer.join(0, params)
         said.add(tuple(propose(proposer, tokens, 6)))
         assert tuple(plain_decoding(draft, tokens, 6, params)) in said
     assert len(said) == 5
@@ -207,7 +207,7 @@ def test_an_interruption_anywhere_leaves_no_wrong_keys(draft: ModelRunner) -> No
     for countdown in (1, 2, 3, 5, 1, 4):
         tokens = [*tokens[:-6], *random_tokens(9, seed=len(tokens))]
         interrupted.countdown = countdown
-        proposer.start(PARAMS[:1])
+        proposer.join(0, PARAMS[0])
         with pytest.raises(KeyboardInterrupt):
             propose(proposer, tokens, 6)
         shorter = tokens[:-2]

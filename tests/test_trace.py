@@ -14,16 +14,19 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from typer.testing import CliRunner
 
+from offload_runtime import GenerationParams
 from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
+from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import PassMeter
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import StorageError
@@ -255,17 +258,18 @@ def test_drafting_is_hidden_as_far_as_a_pass_or_a_link_is_at_work(card: int) -> 
         recorder=recorder,
     )  # fmt: skip
     recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
-    meter = PassMeter(cast(RuntimeParts, parts))
-    assert meter.hidden_draft_share() is None
+    meter, request = PassMeter(cast(RuntimeParts, parts)), Request([1], GenerationParams(), MagicMock(), frozenset())
+    meter.begin(request)
+    assert meter.hidden_draft_share(request) is None
     recorder.add("passes", "verify 1", 10.0, 14.0, {})
     recorder.add("draft", "propose", 13.0, 17.0, {})
     recorder.add("draft", "draft steps", 13.5, 16.0, {})  # a part of the former
     recorder.add("passes", "verify 2", 17.0, 18.0, {})
     recorder.settle()
-    assert meter.hidden_draft_share() == pytest.approx(0.25)
+    assert meter.hidden_draft_share(request) == pytest.approx(0.25)
     of_card.add("link", "weights of layer 0", 13.5, 15.0, {})
     recorder.settle()
-    assert meter.hidden_draft_share() == pytest.approx(0.5)
+    assert meter.hidden_draft_share(request) == pytest.approx(0.5)
 
 
 def recorders() -> list[TraceRecorder]:

@@ -19,7 +19,7 @@ from offload_runtime.speculation.step import Watch
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import Decoder, numbered, run_step
+from tests.helpers.sampling import Decoder, join_all, numbered, run_step
 from tests.helpers.scripted_trees import SureModel, steps, sure_proposer
 from tests.helpers.tree_drafts import BATCH, TreeDraft, make_tree_draft, path_of, scores_by_the_book
 from tests.helpers.trees import Watched
@@ -72,7 +72,7 @@ def decode(
 ) -> tuple[list[list[int]], list[list[StepResult]]]:  # fmt: skip
     """`count` new tokens of every prompt, and the rounds that gave them."""
     watch = watch or steps(0)
-    proposer.start(numbered(params, len(prompts)))
+    join_all(proposer, numbered(params, len(prompts)))
     texts, rounds = [], [list[StepResult]() for _ in prompts]
     for sequence, prompt in enumerate(prompts):
         target.cache.truncate(sequence, 0)
@@ -148,7 +148,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 def test_the_first_path_is_the_chain(target: ModelRunner, draft: TreeDraft, params: SamplingParams) -> None:
     text = random_tokens(33, seed=3)
     chains, _ = draft.parts()
-    chains.start(numbered(params, BATCH))
+    join_all(chains, numbered(params, BATCH))
     chain = list(chains.propose([DraftRequest(0, text, 4)])[0].tokens)
     proposer = draft.proposer(params)
     proposal = proposer.propose([DraftRequest(0, text, 4, 200)])[0]

@@ -92,7 +92,7 @@ def test_all_that_the_target_says_is_learnt_from() -> None:
     assert told == [0, 0, 0, 1]
     proposer.propose([DraftRequest(0, [*script[:13], 90, 5], 4, 8)])  # and one that nobody thought of
     assert told == [0, 0, 0, 1, None]
-    proposer.start([SamplingParams()])
+    proposer.join(0, SamplingParams())
     proposer.propose([DraftRequest(0, script[:40], 4, 8)])  # somebody else's text teaches nothing
     assert len(told) == 5
 

@@ -176,7 +176,7 @@ def test_trees_of_n_grams(setup: Setup) -> None:
         text = [7, 8, other, 30, *base]
         runner.cache.truncate(0, 0)
         runner.prefill(0, text[:-1])
-        proposer.start([params])
+        proposer.join(0, params)
         played = run_step(runner, params, proposer, [DraftRequest(0, text, 4, 24)])[0]
         assert not played.proposal.is_chain and len(played.proposal) <= 24 and max(played.proposal.depths) == 4
         accepted.append(len(played.path))

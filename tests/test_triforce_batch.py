@@ -17,7 +17,7 @@ from offload_runtime.runners import DeviceWindow
 from offload_runtime.speculation import DraftRequest, Proposal
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.levels_together import Task, play, stored, verifier_of
-from tests.helpers.sampling import numbered
+from tests.helpers.sampling import join_all, numbered
 from tests.helpers.trees import Watched
 
 CONTEXT, GAMMA_DRAFT = 900, 2
@@ -227,7 +227,7 @@ def test_nothing_of_a_sequence_that_waits_is_touched(models: dict[str, tuple[Pat
     target, draft = models["gqa"]
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=3) as runtime:
         parts, params = runtime.parts, SamplingParams(0.6, seed=3)
-        parts.proposer.start(numbered(params, 3))
+        join_all(parts.proposer, numbered(params, 3))
         for sequence in range(3):
             parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
         texts = PROMPTS[:3]
@@ -294,8 +294,12 @@ def test_a_single_prompt_takes_no_rows_for_others(models: dict[str, tuple[Path, 
     with load(target, draft=draft, context=CONTEXT, kv="gpu", speculation=options, max_batch=4) as runtime:
         window = verifier_of(runtime).window
         for prompts in (1, 3, 1):
-            runtime.generate_batch(PROMPTS[:prompts], max_new_tokens=6, ignore_eos=True)
-            assert window.num_rows == prompts
+            rows = list[int]()
+            runtime.generate_batch(
+                PROMPTS[:prompts], max_new_tokens=6, ignore_eos=True,
+                on_progress=lambda *_, rows=rows: rows.append(window.num_rows),
+            )  # fmt: skip
+            assert rows[0] == prompts and rows[-1] == 1, "and none for those that have finished"
         runtime.generate_batch(PROMPTS[:2], max_new_tokens=6)
         runtime.generate(PROMPTS[0], max_new_tokens=6)
         assert window.num_rows == 1
@@ -366,7 +370,7 @@ def test_steps_of_a_batch_never_wait_and_need_few_graphs(models: dict[str, tuple
             assert together[sequence].tokens == alone[sequence].tokens
         # With far keys or without, and up to four recent blocks: whose they are makes no difference.
         assert 0 < verifier_of(runtime).graphs.num_graphs <= 8
-        runtime.parts.proposer.start(numbered(params, 3))
+        join_all(runtime.parts.proposer, numbered(params, 3))
         for sequence in range(3):
             runtime.parts.target.runner.prefill(sequence, PROMPTS[sequence][:-1])
             runtime.parts.proposer.prepare(sequence, PROMPTS[sequence])

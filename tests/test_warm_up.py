@@ -30,7 +30,7 @@ from tests.helpers.assembly import CPU, in_memory, make_runner
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.planning import load_streaming_kv
-from tests.helpers.sampling import numbered
+from tests.helpers.sampling import join_all, numbered
 from tests.test_draft_model import BATCH, NOISY, make_draft
 from tests.test_draft_retrieval import Base
 from tests.test_triforce import CONTEXT, SMALL
@@ -139,9 +139,9 @@ class PlayedDraft(DraftModel):
         super().__init__(PlayedRunner(runner, self.played), vocab_size=VOCAB_SIZE, batch=BATCH)
         self.graphs = PlayedGraphs(self.played)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self._way = slots[0]
-        super().start(slots)
+    def join(self, sequence: int, params: SamplingParams) -> None:
+        self._way = params
+        super().join(sequence, params)
 
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.played.asked |= {(len(texts), len(text), self._way) for text in texts.values()}
@@ -176,7 +176,7 @@ def test_warming_up_a_draft_plays_all_its_steps_and_leaves_nothing(kind: str) ->
             assert played.fed == {(behind, tokens) for behind in blocks for tokens in (1, 2, 4, 8, 16, 32)}
             assert kind != "retrieval" or cache.choices == 1
             assert [cache.length(sequence) for sequence in range(BATCH)] == [0] * BATCH
-        model.start(numbered(NOISY, BATCH))
+        join_all(model, numbered(NOISY, BATCH))
         said.append(model.propose(texts, {0: 9, 2: 5}))
         made.close()
     assert said[0] == said[1] and [len(said[0][sequence]) for sequence in (0, 2)] == [9, 5]

@@ -67,7 +67,7 @@ def measure(runtime: Runtime, *, context: int, cache: str, repeats: int, copy_gb
     assert draft is not None and model is not None, "loaded with one"
     config = model.runner.decoder.config
     tokens = torch.randint(0, config.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    draft.start([SamplingParams(temperature=0.7, seed=1)])
+    draft.join(0, SamplingParams(temperature=0.7, seed=1))
     draft.texts.catch_up(0, tokens)
     draft.window.upload({0: WindowInput(tokens[-2:], context, context + STEPS, context + STEPS)})
     times_ms = partial(event_times_ms, warmups=3)  # three that capture

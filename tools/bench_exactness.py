@@ -41,7 +41,7 @@ def decode(
 ) -> dict[str, Any]:
     """Generate `count` tokens; their ids, the logits behind them, and passes."""
     runner.cache.truncate(0, 0)
-    proposer.start([params])
+    proposer.join(0, params)
     started, passes = time.perf_counter(), 0
     logits = runner.prefill(0, prompt)
     sampling = SlotSampling.of([params], logits.device)

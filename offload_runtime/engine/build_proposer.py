@@ -120,7 +120,7 @@ def _make_triforce(
 
 
 def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: int) -> None:
-    """Compile the kernels of the verifier's steps, which would hold up the first proposals. `start` has to follow.
+    """Compile the kernels of the verifier's steps, which would hold up the first proposals.
 
     Leaves the target's cache empty, and the draft's with what was played.
 
@@ -131,8 +131,11 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: 
     """
 
     def take_step(slots: Sequence[SamplingParams], length: int) -> None:
-        proposer.start(slots)
+        for slot, params in enumerate(slots):
+            proposer.join(slot, params)
         proposer.propose([DraftRequest(slot, [0] * length, gamma=1) for slot in range(len(slots))])
+        for slot in range(len(slots)):
+            proposer.leave(slot)
 
     for params in DIFFERENT_WAYS[1:]:
         take_step([params], 1)

@@ -1,12 +1,14 @@
-"""The token loop: prefill, then steps of speculation for all requests together, until every one is finished.
+"""The token loop: requests join as slots are free, a step of speculation serves all that run, and each leaves when it
+has finished. In a batch that begins together all join before the first step; a single answer is the batch of one.
 
-A token's journey begins here: `Generation.pieces` asks `StepRunner` (steps.py) for the next step, which asks the
-proposer, the target's runner and the sampler. A single answer is the batch of one.
+A token's journey begins here: `Generation.step` asks `StepRunner` (steps.py) for the next step, which asks the
+proposer, the target's runner and the sampler.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,13 +18,25 @@ import torch
 from offload_runtime.config import require
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult, PassMeter
-from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
-from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
+from offload_runtime.engine.steps import RuntimeParts, StepRunner
+from offload_runtime.errors import (
+    BudgetError,
+    ContextLengthError,
+    CopyError,
+    DeviceError,
+    NumericalError,
+    OffloadError,
+    OptionError,
+)
 from offload_runtime.memory import current_device
-from offload_runtime.speculation import Acceptance, OnLogits, draft_ahead, first_token, still_computing
+from offload_runtime.speculation import OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
 Guard = Callable[[], AbstractContextManager[None]]
+
+
+# Who "proposed" the token that the target adds to those accepted.
+TARGET = "target"
 
 
 @dataclass(frozen=True)
@@ -30,62 +44,123 @@ class Hooks:
     """Who is told, or asked, while tokens are generated.
 
     Attributes:
-        on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
-        on_progress: Called with (requests finished, requests) before every pass and at the end.
+        on_prefill: Called with (layers done, layers), of the prompts that the generation began with, as they are
+            worked on.
+        on_progress: Called with (requests finished, requests), of the same, before every pass and at the end.
         should_stop: Asked before every pass; once it says yes, requests that are not finished end as they are.
         on_logits: As of `run_step`; called for the first token as well.
+        on_end: Called with each request that has ended, its result, and the error of its own that it ended by, if any.
+            None: such an error is raised, which ends them all.
     """
 
     on_prefill: OnProgress | None = None
     on_progress: OnProgress | None = None
     should_stop: Callable[[], bool] | None = None
     on_logits: OnLogits | None = None
+    on_end: Callable[[Request, GenerationResult, BaseException | None], None] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token added to its request.
+
+    Attributes:
+        request: Whose it is.
+        token: The token.
+        text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
+        source: Who proposed it: `ngram`, `draft` or `retrieval`; `target` where it is the target's own.
+    """
+
+    request: Request
+    token: int
+    text: str
+    source: str
 
 
 class Generation:
-    """Decodes requests together: each pass of the target verifies a window of every one that is not finished.
+    """Decodes requests together: each pass of the target verifies a window of every one that runs.
+
+    A request waits until a slot is free. Each slot has room for as many tokens as the runtime was loaded for, and a
+    request that does not fit is refused before it gets here: nobody who runs is ever held up for want of room.
 
     Args:
         parts: The runtime's machinery.
-        requests: One for each of the slots 0, 1, …
-        windows: Most tokens proposed per step, or the limits of what is chosen.
+        requests: Those that it begins with; others may `join`.
         hooks: Who else takes part.
+
+    Attributes:
+        is_current: Whether the target's cache is still this generation's.
+        waiting: Requests that have no slot yet, in their order.
+        running: Those that have one, by slot.
     """
 
-    def __init__(
-        self, parts: RuntimeParts, requests: Sequence[Request], windows: WindowSize | WindowLimits, hooks: Hooks
-    ) -> None:
-        self.requests = requests
-        self.is_current = True  # the target's cache is still this generation's
+    def __init__(self, parts: RuntimeParts, requests: Sequence[Request], hooks: Hooks) -> None:
+        self.requests, self.is_current = requests, True
+        self.waiting, self.running = deque[Request](), dict[int, Request]()
         self._parts, self._hooks = parts, hooks
-        self._steps = StepRunner(parts, windows, on_logits=hooks.on_logits)
-        self._meter: PassMeter | None = None  # of the passes, once there are any
+        self._num_slots = parts.plan.target.batch
+        self._steps = StepRunner(parts, on_logits=hooks.on_logits)
+        self._meter = PassMeter(parts)
+        self._results: dict[Request, GenerationResult] = {}  # unless the hooks are told
 
-    def pieces(self) -> Generator[str, None, None]:
-        """The token loop: the text that every token adds to its request, as soon as it is decided.
+    def pieces(self) -> Generator[Piece, None, None]:
+        """The token loop, for the requests that it begins with: what every token adds, as soon as it is decided.
 
         Raises:
             BudgetError: Memory ran out during a pass; what came before stays in the requests.
         """
-        parts, steps, sampling = self._parts, self._steps, [request.params.sampling for request in self.requests]
         for request in self.requests:
-            request.started_s = time.perf_counter()
-        with self.working():
-            parts.sampling.assign(sampling)
-            steps.proposer.start(sampling)
-        for request in self.requests:
+            self.join(request)
+        while (yield from self.step()):
+            pass
+
+    def join(self, request: Request) -> None:
+        """Let a request wait for a slot."""
+        request.started_s = request.started_s or time.perf_counter()
+        self.waiting.append(request)
+
+    def step(self) -> Generator[Piece, None, bool]:
+        """Let requests join as far as there are slots, then take a step of all that run.
+
+        Returns:
+            Whether there was anything to do.
+
+        Raises:
+            BudgetError: Memory ran out during the pass; what came before stays in the requests.
+        """
+        while self.waiting and len(self.running) < self._num_slots:
+            yield from self._admit(self.waiting.popleft())
+        if not self._goes_on():
+            return False
+        running = list(self.running.values())
+        try:
             with self.working():
-                token = self._prefill(request)
-            self._meter = meter = PassMeter(parts, request.first_token_s)
-            yield from self._push(request, [token], request.first_token_s)
-        while active := self._active():
-            with self.working():
-                results = steps.run(active)
-            ended_s = meter.lap()
-            for request, result in zip(active, results, strict=True):
-                request.passes += 1
-                request.tally.add(result.proposal.sources, result.accepted_sources, window=steps.window)
-                yield from self._push(request, result.tokens, ended_s)
+                results = self._steps.run(running)
+        except NumericalError as error:
+            assert error.slot is not None
+            self._fail(self.running[error.slot], error)  # nothing was committed: the others take the step again
+            return True
+        ended_s = self._meter.lap()
+        for request, result in zip(running, results, strict=True):
+            yield from self._push(request, result.tokens, [*result.accepted_sources, TARGET], ended_s)
+        return True
+
+    @property
+    def passes(self) -> int:
+        """Passes after prefill so far."""
+        return self._meter.passes
+
+    def cancel(self, request: Request, error: BaseException | None = None) -> None:
+        """End a request, between two pieces, as it is; the hooks are told of the error."""
+        if request.finish_reason is None:
+            request.finish("interrupted")
+            self._end(request, error)
+
+    def interrupt(self) -> None:
+        """End all requests that are not finished as they are."""
+        unfinished = (*self.requests, *self.running.values(), *self.waiting)
+        for request in dict.fromkeys(unfinished):
+            self.cancel(request)
 
     def finish(self) -> list[GenerationResult]:
         """All answers; where memory runs out once each has a token, the error has what there is of them."""
@@ -99,79 +174,106 @@ class Generation:
             raise BudgetError(str(error), self.results()) from error
         return self.results()
 
-    def interrupt(self) -> None:
-        """End the requests that are not finished as they are."""
-        for request in self.requests:
-            if request.finish_reason is None:
-                request.finish("interrupted")
-                self._let_go(request)
-
     def results(self) -> list[GenerationResult]:
-        """What there is of every request; all are finished."""
+        """What there is of every request that it began with; all are finished."""
         for request in self.requests:
-            request.acceptance = self._acceptance(request)
-        return (self._meter or PassMeter(self._parts)).results(self.requests, self._steps.predicted_s)
+            if request not in self._results:  # an interruption came while it ended
+                self._end(request)
+        return [self._results[request] for request in self.requests]
 
-    def _active(self) -> list[Request]:
-        """Requests of the next pass; none where all are finished, or somebody wants to stop."""
-        active = [request for request in self.requests if request.finish_reason is None]
-        hooks = self._hooks
+    def _goes_on(self) -> bool:
+        """Whether there is another pass: not where all are finished, or somebody wants to stop."""
+        hooks, finished = self._hooks, sum(request.finish_reason is not None for request in self.requests)
         if hooks.on_progress is not None:
-            hooks.on_progress(len(self.requests) - len(active), len(self.requests))
-        if active and hooks.should_stop is not None and hooks.should_stop():
+            hooks.on_progress(finished, len(self.requests))
+        if self.running and hooks.should_stop is not None and hooks.should_stop():
             self.interrupt()
-            return []
-        return active
+        return bool(self.running)
+
+    def _admit(self, request: Request) -> Iterator[Piece]:
+        """Give a request the first free slot and read its prompt."""
+        slot = next(slot for slot in range(self._num_slots) if slot not in self.running)
+        request.slot, self.running[slot] = slot, request
+        try:
+            with self.working():
+                token = self._prefill(request)
+        except (ContextLengthError, NumericalError, BudgetError) as error:
+            self._fail(request, error)
+            return
+        self._meter.begin(request)
+        yield from self._push(request, [token], [TARGET], request.first_token_s)
 
     def _prefill(self, request: Request) -> int:
         """Read a prompt; the first token behind it."""
-        target, slot, count, hooks = self._parts.target.runner, request.slot, len(self.requests), self._hooks
-
-        def on_layer(done: int, layers: int) -> None:
-            if hooks.on_prefill is not None:
-                hooks.on_prefill(slot * layers + done, count * layers)
-
-        logits = target.prefill(slot, request.sequence[request.num_kept :], on_layer)
-        recorder, proposer = self._parts.recorder, self._steps.proposer
+        target, slot, recorder = self._parts.target.runner, request.slot, self._parts.recorder
+        proposer, sampling = self._steps.proposer(request), self._parts.sampling
+        sampling.assign(slot, request.params.sampling)
+        proposer.join(slot, request.params.sampling)
+        logits = target.prefill(slot, request.sequence[request.num_kept :], self._on_layer(request))
         if request.params.max_new_tokens > 1 and proposer.name is not None:
             with recorder.span("prepare", host=True, tokens=[len(request.sequence)]) if recorder else nullcontext():
                 proposer.prepare(slot, request.sequence)
             draft_ahead(proposer, still_computing(logits), recorder)
-        token = first_token(target, self._parts.sampling, slot, logits)
-        if hooks.on_logits is not None:
-            hooks.on_logits(slot, logits)
+        token = first_token(target, sampling, slot, logits)
+        if self._hooks.on_logits is not None:
+            self._hooks.on_logits(slot, logits)
         request.first_token_s = time.perf_counter()
         return token
 
-    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[str]:
-        """Append tokens until one finishes the request."""
+    def _on_layer(self, request: Request) -> OnProgress | None:
+        """Tells how far the prompts that the generation began with have been worked on."""
+        on_prefill, count = self._hooks.on_prefill, len(self.requests)
+        if on_prefill is None or request not in self.requests:
+            return None
+        number = self.requests.index(request)
+        return lambda done, layers: on_prefill(number * layers + done, count * layers)
+
+    def _push(
+        self, request: Request, tokens: Sequence[int], sources: Sequence[str], now_s: float
+    ) -> Iterator[Piece]:  # fmt: skip
+        """Append tokens until the request has finished, by one of them or by who gets the pieces."""
         request.last_token_s = now_s
-        for token in tokens:
-            piece = request.push(token)
+        for token, source in zip(tokens, sources, strict=True):
             if request.finish_reason is not None:
-                self._let_go(request)
-                yield piece
                 return
-            yield piece
+            text = request.push(token)
+            if request.finish_reason is not None:
+                self._end(request)
+            yield Piece(request, token, text, source)
 
-    def _let_go(self, request: Request) -> None:
-        """Bring the cache of a finished request to its tokens: a step may have committed some behind an end in the
-        middle of its window. Of several requests it is of no more use, and would be streamed in every pass."""
-        if not self.is_current:
+    def _fail(self, request: Request, error: OffloadError) -> None:
+        """End a request by an error that is its own."""
+        self.cancel(request, error)
+        if self._hooks.on_end is None:
+            raise error
+
+    def _end(self, request: Request, error: BaseException | None = None) -> None:
+        """A request has finished: its slot is free, and there is its result."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif self.running.pop(request.slot, None) is not None:
+            self._leave(request)
+        result = self._meter.result(request, self._steps.predicted_s(request))
+        if self._hooks.on_end is None:
+            self._results[request] = result
+        else:
+            self._hooks.on_end(request, result, error)
+
+    def _leave(self, request: Request) -> None:
+        """Free a finished request's slot, and bring the cache to its tokens: a step may have committed some behind an
+        end in the middle of its window. Of most it is of no more use, and would be streamed in every pass."""
+        proposer, cache = self._steps.proposer(request), self._parts.target.runner.cache
+        if not self.is_current:  # others use the slot by now
+            request.acceptance = () if proposer.name is None else request.tally.levels(proposer.name, ())
             return
-        cache = self._parts.target.runner.cache
-        kept = len(request.sequence) - 1 if len(self.requests) == 1 else 0
-        with suppress(CopyError):  # whatever is asked for next raises it again
-            cache.truncate(request.slot, min(cache.length(request.slot), kept))
-
-    def _acceptance(self, request: Request) -> Sequence[Acceptance]:
-        proposer, inner = self._steps.proposer, list[Acceptance]()
-        if proposer.name is None or self._meter is None:
-            return ()
-        if self.is_current:  # else the proposer counts for another generation by now
-            with device_errors(self._parts.budget.device):
-                inner.extend(proposer.counts(request.slot))
-        return request.tally.levels(proposer.name, inner)
+        with device_errors(self._parts.budget.device):
+            if proposer.name is not None:
+                request.acceptance = request.tally.levels(proposer.name, proposer.counts(request.slot))
+            proposer.leave(request.slot)
+            self._parts.sampling.release(request.slot)
+            kept = len(request.sequence) - 1 if request.keeps_cache else 0
+            with suppress(CopyError):  # whatever is asked for next raises it again
+                cache.truncate(request.slot, min(cache.length(request.slot), kept))
 
     def working(self) -> AbstractContextManager[None]:
         """Around work on the target: an error instead of another generation's keys."""
@@ -201,8 +303,8 @@ class TokenStream(Iterator[str]):
             for piece in self._pieces:
                 if self._request.finish_reason is not None:
                     self._settle()
-                if piece:
-                    return piece
+                if piece.text:
+                    return piece.text
         raise StopIteration
 
     @property

@@ -13,7 +13,7 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.speculation import Acceptance, Tally
+from offload_runtime.speculation import Acceptance, Choice, Tally
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -259,29 +259,31 @@ class PromptRoom:
 
 
 class Request:
-    """One prompt on its way to an answer: running until a `finish_reason` is there.
+    """One prompt on its way to an answer: it waits for a slot, then runs until a `finish_reason` is there.
 
     Args:
-        slot: Its batch row in the caches.
         prompt: Token ids; the first `num_kept` of them are in the target's cache already.
         params: What was asked for.
         tokenizer: Turns tokens into text.
         eos_token_ids: Tokens that end the answer, unless `params` ignores them.
+        speculate: False decodes plainly, whatever `params` say.
         num_kept: Less than the prompt has.
+        keeps_cache: Its keys and values stay in the cache when it has ended, for an answer that goes on from them.
     """
 
     def __init__(
-        self, slot: int, prompt: Sequence[int], params: GenerationParams, tokenizer: Any,
-        eos_token_ids: frozenset[int], *, num_kept: int = 0,
+        self, prompt: Sequence[int], params: GenerationParams, tokenizer: Any, eos_token_ids: frozenset[int], *,
+        speculate: bool = True, num_kept: int = 0, keeps_cache: bool = False,
     ) -> None:  # fmt: skip
         assert num_kept < len(prompt)
-        self.slot, self.params, self.num_kept = slot, params, num_kept
+        self.params, self.speculate, self.num_kept, self.keeps_cache = params, speculate, num_kept, keeps_cache
+        self.slot = -1  # its batch row in the caches, once it runs
         self.prompt_tokens = len(prompt)
         self.sequence = list(prompt)  # prompt and answer; grows, so that no step copies it
         self.finish_reason: str | None = None  # `stop`, `length` or `interrupted`
         # What it took so far: seconds on one clock, 0 for what has not come yet.
         self.started_s = self.first_token_s = self.last_token_s = 0.0
-        self.passes = 0
+        self.steps: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
         self.tally = Tally()
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
         self._eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids

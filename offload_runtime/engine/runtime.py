@@ -33,7 +33,7 @@ from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.steps import RuntimeParts, WindowSize
+from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
@@ -51,7 +51,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     Any thread may call it. Calls wait for one another, `close` too: `generate` and `generate_batch` until all their
     answers are there, a stream or a turn of a conversation for every piece by itself. Between two pieces another call
     may begin; the stream then cannot go on, in whatever thread, and its next piece is an `OptionError`. So is a call
-    from within a callback.
+    from within a callback, and any call while a `Scheduler` serves the requests of many threads.
     """
 
     def __init__(self, parts: RuntimeParts) -> None:
@@ -76,6 +76,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._current: Generation | None = None  # whose tokens the cache holds
         self._lock = threading.Lock()  # for one call at a time
         self._caller = 0  # the thread that is in one
+        self._is_served = False  # one thread has the runtime until it says otherwise
 
     @classmethod
     def load(
@@ -247,8 +248,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 `interrupted`.
             noise_ids: One for each prompt. None counts them from that of the options, 0, 1, …, or takes those of a
                 sequence of `params`.
-            params: The options in place of those by name: one for all prompts, or one for each. They may differ in all
-                but `gamma` and `tree_nodes`, which are of the passes that the answers share.
+            params: The options in place of those by name: one for all prompts, or one for each.
 
         Raises:
             OptionError, ContextLengthError: Before anything is computed.
@@ -264,7 +264,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
         with self._locked():
-            return self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks).finish()
+            return self._begin(self._requests(tokens, asked, speculate=speculate), hooks).finish()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -280,8 +280,9 @@ class Runtime(AbstractContextManager["Runtime"]):
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         with self._locked():
-            kept, hooks = self._num_kept(tokens, owner), Hooks(on_prefill)
-            generation = self._begin([(tokens, params)], speculate=speculate, num_kept=kept, hooks=hooks)
+            kept = self._num_kept(tokens, owner)
+            requests = self._requests([tokens], [params], speculate=speculate, num_kept=kept)
+            generation = self._begin(requests, Hooks(on_prefill))
             self._cache_owner = owner
         return TokenStream(generation, self._locked, on_end)
 
@@ -310,11 +311,12 @@ class Runtime(AbstractContextManager["Runtime"]):
             mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
         """
         assert owner is None or not mates
-        slot, prompts = len(mates), [(prompt, params) for prompt in (*mates, tokens)]
+        slot, prompts = len(mates), [*mates, tokens]
         hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == slot else None)
         with self._locked():
             kept, speculate = self._num_kept(tokens, owner), proposer is not None
-            generation = self._begin(prompts, speculate=speculate, proposer=proposer, num_kept=kept, hooks=hooks)
+            requests = self._requests(prompts, [params] * len(prompts), speculate=speculate, num_kept=kept)
+            generation = self._begin(requests, hooks, proposer)
             self._cache_owner = owner
             return generation.finish()[slot]
 
@@ -330,42 +332,80 @@ class Runtime(AbstractContextManager["Runtime"]):
         first: list[torch.Tensor] = []
         hooks = Hooks(on_logits=lambda _, rows: first.append(rows.clone()))
         with self._locked():
-            generation = self._begin([(prompt, GenerationParams(1))], speculate=False, hooks=hooks)
+            generation = self._begin(self._requests([prompt], [GenerationParams(1)], speculate=False), hooks)
             generation.finish()
         for answer in answers:
             with self._locked(), generation.working():
                 behind = self.parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
             yield torch.cat([*first, behind])
 
-    def _begin(
-        self, prompts: Sequence[tuple[list[int], GenerationParams]], *, speculate: bool, hooks: Hooks,
-        num_kept: int = 0, proposer: Proposer | None = None,
-    ) -> Generation:  # fmt: skip
-        """The current generation from here on: tokens and options of slots 0, 1, …, whose cache becomes theirs."""
-        require(self._give_back.alive, "this runtime is closed: load it again")
+    def _requests(
+        self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool, num_kept: int = 0
+    ) -> list[Request]:  # fmt: skip
+        """Requests for prompts and their options. What the cache holds is kept of a single one."""
+        self._require_open()
+        alone = len(prompts) == 1
+        return [
+            Request(
+                tokens, asked, self.tokenizer, self.parts.eos_token_ids, speculate=speculate, keeps_cache=alone,
+                num_kept=num_kept,
+            )
+            for tokens, asked in zip(prompts, params, strict=True)
+        ]  # fmt: skip
+
+    def _begin(self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None) -> Generation:
+        """The current generation from here on, whose requests are all that the cache and its slots are used for."""
+        self._require_open()
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
-        windows = parts.windows.settle(prompts[0][1], parts.proposer)
+        for request in requests:
+            parts.windows.settle(request.params, parts.proposer)
         self._let_go_of_current()
-        for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
-            parts.target.runner.cache.truncate(slot, 0 if slot else num_kept)
-        requests = [
-            Request(slot, tokens, params, self.tokenizer, parts.eos_token_ids, num_kept=0 if slot else num_kept)
-            for slot, (tokens, params) in enumerate(prompts)
-        ]
-        self._current = Generation(parts, requests, windows if speculate else WindowSize(0), hooks)
-        return self._current
+        self._current = generation = Generation(parts, requests, hooks)
+        with generation.working():
+            for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
+                parts.sampling.release(slot)
+                parts.proposer.leave(slot)
+                parts.target.runner.cache.truncate(slot, requests[0].num_kept if requests and not slot else 0)
+        return generation
+
+    def _require_open(self) -> None:
+        require(self._give_back.alive, "this runtime is closed: load it again")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Around a call: those of other threads wait, and one from within it is refused."""
         again = self._caller == threading.get_ident()
         require(not again, "this runtime is in the middle of a call: a callback cannot ask it for anything else")
+        require(not self._is_served, "this runtime is served by a scheduler: submit to that, or close it first")
         with self._lock:
             try:
                 self._caller = threading.get_ident()
                 yield
             finally:
                 self._caller = 0
+
+    def request(self, prompt: Prompt, params: GenerationParams, *, speculate: bool = True) -> Request:
+        """A request for a generation that has begun to let join, of a prompt that fits. Computes nothing.
+
+        Raises:
+            OptionError, ContextLengthError: As of `stream`.
+        """
+        self._require_open()
+        tokens = self._room.fit(prompt, params.max_new_tokens)
+        self.parts.windows.settle(params, self.parts.proposer)
+        return Request(tokens, params, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
+
+    @contextmanager
+    def serving(self, hooks: Hooks) -> Iterator[Generation]:
+        """The runtime for the thread that calls, until it is done: a generation that requests may join. Calls in
+        progress are waited for; meanwhile others raise an `OptionError`. See `Scheduler`."""
+        with self._locked():
+            self._is_served = True
+            try:
+                yield self._begin([], hooks)
+            finally:
+                self._is_served = False
+                self._let_go_of_current()
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +21,8 @@ class GenerationStats:
         new_tokens: Tokens generated, the end-of-sequence token included.
         time_to_first_token_s: From the call to the first token: mostly prefill.
         tok_per_s: Tokens after the first over the time after the first; 0 when there was only one.
-        passes: Passes of the target after prefill.
+        passes: Passes of the target after prefill that the answer had a part in. What follows of passes is of these, so
+            that answers which begin and end together have the same figures.
         tokens_per_pass: Tokens after the first over passes.
         bytes_per_pass: Bytes over the link for one pass; of several cards over all links together.
         link_gbps: Bytes of these passes over their time, waiting and sampling included, in GB/s (1e9); of several cards
@@ -96,77 +96,105 @@ class GenerationResult:
     stats: GenerationStats
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """Passes after prefill so far, and what they took."""
+
+    count: int = 0
+    seconds: float = 0.0
+    streamed_bytes: int = 0
+    stall_s: float = 0.0
+    copy_s: float = 0.0
+
+    def since(self, before: _Passes) -> _Passes:
+        """What has come since."""
+        return _Passes(
+            self.count - before.count, self.seconds - before.seconds, self.streamed_bytes - before.streamed_bytes,
+            max(0.0, self.stall_s - before.stall_s), self.copy_s - before.copy_s,
+        )  # fmt: skip
+
+
 class PassMeter:
-    """Counts and measures the passes after prefill, which the answers of a batch share, from its making on.
+    """Counts and measures the passes after prefill, and tells each request of those that it shared.
 
     Args:
         parts: The engine and the target that are watched.
-        started_s: When the first token was there.
     """
 
-    def __init__(self, parts: RuntimeParts, started_s: float = 0.0) -> None:
-        self._parts = parts
-        self._passes, self._started_s, self._ended_s = 0, started_s, started_s
-        self._stall_before_s = parts.target.stall_seconds()
-        self._bytes_before = parts.target.runner.streamer.bytes_begun
-        self._copy_before_s = self._copy_after_s = parts.target.copy_seconds()
-        self._spans_before = () if parts.recorder is None else parts.recorder.position()
+    def __init__(self, parts: RuntimeParts) -> None:
+        self._parts, self._passes, self._ended_s = parts, _Passes(), 0.0
+        self._counters = self._read()
+        # What there was when a request had its first token, and where the trace was.
+        self._begun: dict[Request, tuple[_Passes, Any]] = {}
+
+    @property
+    def passes(self) -> int:
+        """That have ended."""
+        return self._passes.count
+
+    def _read(self) -> tuple[int, float, float]:
+        """Bytes that were begun to be copied, seconds of stalls and of copies, so far."""
+        target = self._parts.target
+        return target.runner.streamer.bytes_begun, target.stall_seconds(), target.copy_seconds()
+
+    def begin(self, request: Request) -> None:
+        """A request has its first token: passes follow. What came since the last one, its prefill, was none."""
+        recorder = self._parts.recorder
+        self._counters, self._ended_s = self._read(), request.first_token_s
+        self._begun[request] = self._passes, () if recorder is None else recorder.position()
 
     def lap(self) -> float:
         """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
-        self._passes, self._ended_s = self._passes + 1, time.perf_counter()
-        self._copy_after_s = self._parts.target.copy_seconds()
+        before, before_s = self._counters, self._ended_s
+        self._counters, self._ended_s = self._read(), time.perf_counter()
+        (nbytes, stall_s, copy_s), passes = self._counters, self._passes
+        self._passes = _Passes(
+            passes.count + 1, passes.seconds + self._ended_s - before_s, passes.streamed_bytes + nbytes - before[0],
+            passes.stall_s + stall_s - before[1], passes.copy_s + copy_s - before[2],
+        )  # fmt: skip
         return self._ended_s
 
-    def hidden_draft_share(self) -> float | None:
-        """As in `GenerationStats`, so far."""
+    def hidden_draft_share(self, request: Request) -> float | None:
+        """As in `GenerationStats`, since the request began."""
         recorder = self._parts.recorder
-        spans = [] if recorder is None else recorder.since(self._spans_before)
+        spans = [] if recorder is None or request not in self._begun else recorder.since(self._begun[request][1])
         drafts = [(span.start_s, span.end_s) for span in spans if span.row == DRAFT]
         target = [(span.start_s, span.end_s) for span in spans if span.row in (PASSES, LINK)]
         drafting_s = union_seconds(drafts)
         return covered_seconds(drafts, target) / drafting_s if drafting_s else None
 
-    def results(self, requests: Sequence[Request], predicted_s: float | None) -> list[GenerationResult]:
-        """All answers of a batch, each with its figures beside the bounds of its runtime and what was predicted for all
-        of these passes."""
-        parts, passes, seconds = self._parts, self._passes, self._ended_s - self._started_s
-        target, streamer = parts.target, parts.target.runner.streamer
-        streamed_bytes = streamer.bytes_begun - self._bytes_before if passes else 0
-        streamed = streamed_bytes > 0 and seconds > 0
-        copy_s = self._copy_after_s - self._copy_before_s
-        shared = {
-            "bytes_per_pass": round(streamed_bytes / passes) if passes else streamer.bytes_per_pass,
-            "link_gbps": streamed_bytes / seconds / 1e9 if streamed else None,
-            "link_peak_gbps": target.link_peak_gbps,
-            "stall_s": max(0.0, parts.target.stall_seconds() - self._stall_before_s),
-            "peak_vram_bytes": parts.peak_vram_bytes(),
-            "pinned_bytes": target.pinned_bytes + target.runner.cache.pinned_bytes,
-            "measured_s_per_pass": seconds / passes if passes else None,
-            "predicted_s_per_pass": predicted_s / passes if passes and predicted_s is not None else None,
-            "emulated": parts.emulated,
-            "pageable_bytes": target.pageable_bytes,
-            "link_idle_share": min(1.0, max(0.0, 1 - copy_s / seconds)) if streamed else None,
-            "hidden_draft_share": self.hidden_draft_share(),
-        }
-        return [_result(request, shared) for request in requests]
-
-
-def _result(request: Request, shared: dict[str, Any]) -> GenerationResult:
-    """One answer with its figures, of which those by name are its batch's."""
-    assert request.finish_reason is not None, "iterate to the end or call close() first"
-    decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
-    stats = GenerationStats(
-        prompt_tokens=request.prompt_tokens,
-        new_tokens=request.new_tokens,
-        time_to_first_token_s=max(0.0, request.first_token_s - request.started_s),
-        tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
-        passes=request.passes,
-        tokens_per_pass=after_first / request.passes if request.passes else 0.0,
-        acceptance=tuple(request.acceptance),
-        accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
-        accepted_by_source=dict(request.tally.accepted_by_source),
-        windows=dict(request.tally.windows.most_common()),
-        **shared,
-    )
-    return GenerationResult(request.tokens, request.text, request.finish_reason, stats)
+    def result(self, request: Request, predicted_s: float | None) -> GenerationResult:
+        """The answer of a request that has ended, with its figures beside the bounds of its runtime and what was
+        predicted for its passes. The meter forgets it."""
+        assert request.finish_reason is not None, "iterate to the end or call close() first"
+        parts, hidden_draft_share = self._parts, self.hidden_draft_share(request)
+        before, _ = self._begun.pop(request, (self._passes, ()))
+        target, streamer, passes = parts.target, parts.target.runner.streamer, self._passes.since(before)
+        count, seconds = passes.count, passes.seconds
+        streamed = passes.streamed_bytes > 0 and seconds > 0
+        decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
+        stats = GenerationStats(
+            prompt_tokens=request.prompt_tokens,
+            new_tokens=request.new_tokens,
+            time_to_first_token_s=max(0.0, request.first_token_s - request.started_s),
+            tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
+            passes=count,
+            tokens_per_pass=after_first / count if count else 0.0,
+            bytes_per_pass=round(passes.streamed_bytes / count) if count else streamer.bytes_per_pass,
+            link_gbps=passes.streamed_bytes / seconds / 1e9 if streamed else None,
+            link_peak_gbps=target.link_peak_gbps,
+            stall_s=passes.stall_s,
+            peak_vram_bytes=parts.peak_vram_bytes(),
+            pinned_bytes=target.pinned_bytes + target.runner.cache.pinned_bytes,
+            acceptance=tuple(request.acceptance),
+            measured_s_per_pass=seconds / count if count else None,
+            predicted_s_per_pass=predicted_s / count if count and predicted_s is not None else None,
+            emulated=parts.emulated,
+            pageable_bytes=target.pageable_bytes,
+            link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
+            hidden_draft_share=hidden_draft_share,
+            accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
+            accepted_by_source=dict(request.tally.accepted_by_source),
+            windows=dict(request.tally.windows.most_common()),
+        )
+        return GenerationResult(request.tokens, request.text, request.finish_reason, stats)

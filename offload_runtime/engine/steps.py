@@ -4,10 +4,11 @@ controller learns from it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from offload_runtime.config import GenerationParams, require
 from offload_runtime.engine.load_model import LoadedModel
@@ -49,7 +50,7 @@ class WindowSize:
 
 @dataclass(frozen=True)
 class WindowLimits:
-    """What there is room to propose: of a runtime, or of a generation whose windows are chosen step by step.
+    """What there is room to propose: of a runtime, or of a request whose windows are chosen step by step.
 
     Attributes:
         max_gamma: Largest gamma to be asked for, and longest chain.
@@ -77,7 +78,7 @@ class WindowLimits:
         return {mode: largest for mode, largest in limits.items() if largest}
 
     def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | WindowLimits:
-        """What every step of a generation proposes, or the limits of what is chosen for each.
+        """What every step of a request proposes, or the limits of what is chosen for each.
 
         Raises:
             OptionError: More than there is room for, or something that this proposer would ignore.
@@ -168,66 +169,87 @@ class RuntimeParts:
 
 
 class StepRunner:
-    """Runs the steps of a generation.
+    """Runs the steps of a generation: requests whose windows were asked for and others share them.
 
     Args:
         parts: The runtime's machinery.
-        windows: What to propose: fixed, or the limits of what is chosen.
         on_logits: As of `run_step`.
-
-    Attributes:
-        proposer: Who proposes it.
-        window: What was asked for in the last step, in words.
     """
 
-    def __init__(
-        self, parts: RuntimeParts, windows: WindowSize | WindowLimits, *, on_logits: OnLogits | None = None
-    ) -> None:
-        self._parts, self._windows, self._on_logits = parts, windows, on_logits
-        plain = isinstance(windows, WindowSize) and not windows.gamma
-        self.proposer, self.window = Proposer() if plain else parts.proposer, ""
-        self._taken: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
+    def __init__(self, parts: RuntimeParts, *, on_logits: OnLogits | None = None) -> None:
+        self._parts, self._on_logits = parts, on_logits
+        self._windows = WeakKeyDictionary[Request, WindowSize | WindowLimits]()
 
-    @property
-    def predicted_s(self) -> float | None:
-        """Seconds that the steps so far should have taken; None where nothing is known of the machine."""
+    def windows(self, request: Request) -> WindowSize | WindowLimits:
+        """What is proposed to a request in every step, or the limits of what is chosen."""
+        if request not in self._windows:
+            settled = self._parts.windows.settle(request.params, self._parts.proposer)
+            self._windows[request] = settled if request.speculate else WindowSize(0)
+        return self._windows[request]
+
+    def proposer(self, request: Request) -> Proposer:
+        """Who proposes to a request: nobody to one that is decoded plainly."""
+        windows = self.windows(request)
+        plain = isinstance(windows, WindowSize) and not windows.gamma
+        return Proposer() if plain else self._parts.proposer
+
+    def predicted_s(self, request: Request) -> float | None:
+        """Seconds that a request's steps so far should have taken; None where nothing is known of the machine."""
         cost = self._parts.cost
-        return None if cost is None else sum(cost(*step) for step in self._taken)
+        return None if cost is None else sum(cost(*step) for step in request.steps)
 
     def run(self, requests: Sequence[Request]) -> list[StepResult]:
-        """One step of these requests, none of which is finished. Errors as of `run_step`."""
-        if isinstance(self._windows, WindowSize):
-            return self._step(requests, self._windows, self._fixed(self._windows))
-        clock, controller, sampling = self._parts.clock, self._parts.controller, requests[0].params.sampling
+        """One step of these requests, none of which is finished. Errors as of `run_step`.
+
+        The controller chooses one window for all that leave it open.
+        """
+        windows = [self.windows(request) for request in requests]
+        limits = {
+            request: window
+            for request, window in zip(requests, windows, strict=True)
+            if isinstance(window, WindowLimits)
+        }
+        if not limits:
+            return self._step(requests, [window for window in windows if isinstance(window, WindowSize)])
+        open_, clock, controller = list(limits), self._parts.clock, self._parts.controller
+        sampling = open_[0].params.sampling
         # What steps of these requests take their time by.
         sizes = {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
-        limits = self._limits(self._windows, requests)
+        most = self._limits(limits)
         started_s = clock()
         # At the end of an answer there may be room for the target's own token alone.
-        choice = controller.choose(sampling, limits, **sizes) if any(request.room for request in requests) else PLAIN
-        window = self._windows.window(choice)
-        results = self._step(requests, window, choice)
+        choice = controller.choose(sampling, most, **sizes) if any(request.room for request in open_) else PLAIN
+        settled = [window.window(choice) if isinstance(window, WindowLimits) else window for window in windows]
+        results = self._step(requests, settled, choice, open_)
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
         # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
-        pairs = zip(requests, results, strict=True)
-        able = [(request, result) for request, result in pairs if self._is_able(request, choice.mode)]
-        whole = [result for request, result in able if self._was_whole(request, result, window)]
+        able = [
+            (request, result, window)
+            for request, result, window in zip(requests, results, settled, strict=True)
+            if request in limits and self._is_able(request, choice.mode)
+        ]
+        whole = [result for request, result, window in able if self._was_whole(request, result, window)]
         seen, size = whole, choice.size
         if not whole and choice.mode == "chain":  # what was cut tells about smaller windows
-            seen = [result for _, result in able if _drafted(result)]
+            seen = [result for _, result, _ in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
+        # With other windows beside them a step takes another time.
+        timed = bool(whole) and len(open_) == len(requests)
         controller.observe(
             sampling, Choice(choice.mode, size), [_own(result, choice, size) for result in seen],
-            tokens=tokens, seconds=seconds if whole else None, **sizes,
+            tokens=tokens, seconds=seconds if timed else None, **sizes,
         )  # fmt: skip
         return results
 
-    def _limits(self, windows: WindowLimits, requests: Sequence[Request]) -> dict[str, int]:
-        """By mode that has anything to propose its largest window, as far as an answer and the cache have room.
+    def _limits(self, windows: Mapping[Request, WindowLimits]) -> dict[str, int]:
+        """By mode that has anything to propose its largest window, as far as the limits of these requests, an answer
+        and the cache have room.
 
         A batch is done with its longest answer, so one behind which a draft has no room is not kept waiting for others.
         """
-        able, limits = self.proposer.modes({request.slot: request.sequence for request in requests}), windows.by_mode
+        requests, of_each = list(windows), [window.by_mode for window in windows.values()]
+        able = self._parts.proposer.modes({request.slot: request.sequence for request in requests})
+        limits = {mode: min(one.get(mode, 0) for one in of_each) for mode in of_each[0]}
         most = max(request.room for request in requests)
         longest = [request for request in requests if request.room == most]
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
@@ -235,10 +257,11 @@ class StepRunner:
         found = {
             mode: min(limits[mode], size_for(most) if mode == "chain" else most_nodes)
             for mode in able
-            if mode in limits and all(self._is_able(request, mode) for request in longest)
+            if limits.get(mode) and all(self._is_able(request, mode) for request in longest)
         }
         # Where windows take no time a tree as large holds what a chain would propose: finding out about others is dear.
-        if windows.free and "tree" in found and found["tree"] >= found.get("chain", 0):
+        free = all(window.free for window in windows.values())
+        if free and "tree" in found and found["tree"] >= found.get("chain", 0):
             return {"tree": found["tree"]}
         return found
 
@@ -254,30 +277,44 @@ class StepRunner:
 
     def _is_able(self, request: Request, mode: str) -> bool:
         """Whether a draft that is able behind some of several requests has room behind this one."""
-        able = drafting(self.proposer).modes
+        able = drafting(self._parts.proposer).modes
         return not Choice(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
-    def _step(self, requests: Sequence[Request], window: WindowSize, choice: Choice) -> list[StepResult]:
-        parts, chosen = self._parts, isinstance(self._windows, WindowLimits)
+    def _step(
+        self, requests: Sequence[Request], windows: Sequence[WindowSize], choice: Choice = PLAIN,
+        open_: Collection[Request] = (),
+    ) -> list[StepResult]:  # fmt: skip
+        """A step of windows that are settled: by the controller's choice for some requests, else as was asked for."""
+        parts = self._parts
+        choices = [
+            choice if request in open_ else self._fixed(window)
+            for request, window in zip(requests, windows, strict=True)
+        ]
         asked = [
             DraftRequest(
                 request.slot, request.sequence, min(window.gamma, request.room), window.tree_nodes,
-                mode=choice.mode if chosen else None, cost_aware=chosen,
+                mode=choice.mode if request in open_ else None, cost_aware=request in open_,
                 extra_ngrams=max(0, min(window.extra_ngrams, request.room - window.gamma)),
             )
-            for request in requests
+            for request, window in zip(requests, windows, strict=True)
         ]  # fmt: skip
         results = run_step(
-            parts.target.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits,
+            parts.target.runner, parts.sampling, parts.proposer, asked, on_logits=self._on_logits,
             recorder=parts.recorder,
         )  # fmt: skip
-        self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
+        # At the end of all answers there is room for the target's own tokens alone.
+        proposed = {one for one, request in zip(choices, asked, strict=True) if request.gamma}
+        labels = [str(one if one in proposed else PLAIN) for one in choices]
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.
-        actual = Choice(choice.mode, min(choice.size, max(len(result.proposal) for result in results)))
-        self._taken.append((actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)))
+        largest = choice if open_ else max(choices, key=lambda one: one.size)
+        actual = Choice(largest.mode, min(largest.size, max(len(result.proposal) for result in results)))
+        taken = actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)
+        for request, result, label in zip(requests, results, labels, strict=True):
+            request.steps.append(taken)
+            request.tally.add(result.proposal.sources, result.accepted_sources, window=label)
         if parts.recorder is not None:
             parts.recorder.decided(
-                window=self.window, proposed=[len(result.proposal) for result in results],
+                window=", ".join(dict.fromkeys(labels)), proposed=[len(result.proposal) for result in results],
                 accepted=[len(result.path) for result in results],
                 # Numbers of the window's proposals, and who made each.
                 path=[list(result.path) for result in results],
@@ -289,7 +326,7 @@ class StepRunner:
         """What a window that was asked for would be if it had been chosen."""
         if not window.gamma:
             return PLAIN
-        if "chain" not in self.proposer.modes({}):
+        if "chain" not in self._parts.proposer.modes({}):
             return Choice("ngram", window.tree_nodes or window.gamma)
         return Choice("chain", window.gamma) if window.tree_nodes is None else Choice("tree", window.tree_nodes)
 

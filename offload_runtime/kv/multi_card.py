@@ -106,9 +106,9 @@ class MultiCardRetrievalCache(_MultiCardLayers[RetrievalCache]):
         """As of `RetrievalCache`."""
         return tuple(self._for_each_card(lambda cache: cache.begin_step(first=first)))
 
-    def forget(self) -> None:
+    def forget(self, sequence: int) -> None:
         """As of `RetrievalCache`."""
-        self._for_each_card(lambda cache: cache.forget())
+        self._for_each_card(lambda cache: cache.forget(sequence))
 
     def warm_up(self) -> None:
         """As of `RetrievalCache`."""

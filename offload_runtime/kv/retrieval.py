@@ -267,10 +267,10 @@ class RetrievalCache:
         self._refresh = first
         return self._rows, first, self._most_available, self._far_blocks, self._recent_blocks
 
-    def forget(self) -> None:
-        """Other sequences begin: what was retrieved is of no use."""
-        self.chunks.forget(slice(None))
-        self.recent = [range(0)] * len(self.recent)
+    def forget(self, sequence: int) -> None:
+        """Another sequence begins in this place: what was retrieved is of no use."""
+        self.chunks.forget(sequence)
+        self.recent[sequence] = range(0)
 
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)

@@ -74,7 +74,7 @@ class DraftModel:
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps of chains, which would hold up the first proposals. `start` has to follow.
+        """Compile the kernels of all steps of chains, which would hold up the first proposals.
 
         Whoever shares the window plays its own steps. Leaves the cache empty.
         """
@@ -94,9 +94,12 @@ class DraftModel:
 
     def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
         """Make a first step and a later one behind texts of so many tokens."""
-        self.start(slots)
+        for sequence, params in enumerate(slots):
+            self.join(sequence, params)
         texts = {sequence: [0] * length for sequence in range(len(slots))}
         self.propose(texts, dict.fromkeys(texts, 2))
+        for sequence in texts:
+            self.leave(sequence)
 
     def _catch_up_behind(self, length: int) -> None:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
@@ -112,11 +115,16 @@ class DraftModel:
         for sequence in range(self._batch):
             self.texts.catch_up(sequence, [])
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """From now on sequence i chooses its tokens as `slots[i]` says."""
-        self._sampling.assign(slots)
-        self.window.use(len(slots))
-        self.texts.start()
+    def join(self, sequence: int, params: SamplingParams) -> None:
+        """From now on a sequence is another one, and its tokens are chosen so."""
+        self._sampling.assign(sequence, params)
+        self.window.join(sequence)
+        self.texts.join(sequence)
+
+    def leave(self, sequence: int) -> None:
+        """A sequence has ended, if there was one: steps go on without it."""
+        self._sampling.release(sequence)
+        self.window.leave(sequence)
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""

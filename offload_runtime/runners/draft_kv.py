@@ -45,9 +45,9 @@ class DraftKVState:
         self._cached: list[list[int]] = [[] for _ in range(batch)]
         self._agreed = [0] * batch  # of every sequence, how many of these have been found to be the text's
 
-    def start(self) -> None:
-        """From now on the texts are others; until the next start each of them only grows."""
-        self._agreed = [0] * len(self._cached)
+    def join(self, sequence: int) -> None:
+        """From now on a sequence's text is another one; until the next time it only grows."""
+        self._agreed[sequence] = 0
 
     def start_for(self, length: int) -> int:
         """What a streaming cache has let go of once a text has `length` tokens."""

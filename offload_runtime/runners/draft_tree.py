@@ -157,10 +157,14 @@ class DraftTree:
         """Most rows of each sequence in a step that serves so many."""
         return max(1, STEP_ROWS // num_sequences)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """From now on sequence i is scored as `slots[i]` says."""
-        self._sampling.assign(slots)
-        self.texts.start()
+    def join(self, sequence: int, params: SamplingParams) -> None:
+        """From now on a sequence is another one, and scored so."""
+        self._sampling.assign(sequence, params)
+        self.texts.join(sequence)
+
+    def leave(self, sequence: int) -> None:
+        """A sequence has ended, if there was one."""
+        self._sampling.release(sequence)
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""
@@ -176,7 +180,7 @@ class DraftTree:
     def warm_up(self) -> None:
         """Capture the steps of all shapes, which would hold up the first windows, as far as no filter is asked for.
 
-        On the CPU there is nothing to do. Leaves keys in the first spare slot alone; `start` has to follow.
+        On the CPU there is nothing to do. Leaves keys in the first spare slot alone.
         """
         if not self._fixed_shapes:
             return
@@ -190,11 +194,13 @@ class DraftTree:
         ]
         with self.graphs.eager():  # compiles
             for params in DIFFERENT_WAYS:
-                self.start([params] * count)
+                for sequence in range(count):
+                    self.join(sequence, params)
                 for make, shape in steps:
                     self._lay_out(nothing, spines, shape)
                     self._run(make, shape)  # a spine's goes by what the nodes' before it has fetched
-        self.start(DIFFERENT_WAYS[:1] * count)
+        for sequence in range(count):
+            self.leave(sequence)  # without filters
         for make, shape in steps:
             self.graphs.capture(self._key(make, shape), partial(make, shape))
         self._cache.adopt(0, self._cache.spare_slots[:1], 0)

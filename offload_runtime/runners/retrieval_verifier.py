@@ -60,16 +60,21 @@ class RetrievalVerifier:
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     @torch.inference_mode()
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """From now on sequence i chooses its tokens as `slots[i]` says; they are others than before."""
-        self._sampling.assign(slots)
-        self.window.use(len(slots))
-        self.cache.forget()
-        self._counts.zero_()
+    def join(self, sequence: int, params: SamplingParams) -> None:
+        """From now on a sequence is another one, and its tokens are chosen so."""
+        self._sampling.assign(sequence, params)
+        self.window.join(sequence)
+        self.cache.forget(sequence)
+        self._counts[sequence].zero_()
+
+    def leave(self, sequence: int) -> None:
+        """A sequence has ended, if there was one: steps go on without it."""
+        self._sampling.release(sequence)
+        self.window.leave(sequence)
 
     @property
     def counts(self) -> list[tuple[int, int]]:
-        """Of every sequence, its steps since `start` and the proposals that they accepted. Waits for the device."""
+        """Of every sequence, its steps since it joined and the proposals that they accepted. Waits for the device."""
         return [(steps, accepted) for steps, accepted in self._counts.tolist()]
 
     @torch.inference_mode()

@@ -68,7 +68,7 @@ class DeviceWindow:
 
     Attributes:
         device: Where it is.
-        num_rows: Sequences 0 to num_rows - 1 take part in steps.
+        num_rows: Sequences 0 to num_rows - 1 take part in steps: all up to the last that has joined, at least one.
         end: [num_rows] int32, strided: how many tokens of each sequence are known.
         inputs: As of the last upload.
     """
@@ -79,13 +79,23 @@ class DeviceWindow:
         self.inputs: Mapping[int, WindowInput] = {}
         self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
         self.device = self._state.device
-        self.use(1)
+        self._joined = set[int]()
+        self._fit_rows()
 
-    def use(self, num_rows: int) -> None:
-        """Let the first `num_rows` sequences take part in steps; the window must be uploaded before the next one."""
-        assert 0 < num_rows <= len(self._state)
-        self.num_rows = num_rows
-        self._rows = self._state[:num_rows]
+    def join(self, sequence: int) -> None:
+        """Let a sequence take part in steps; the window must be uploaded before the next one."""
+        assert 0 <= sequence < len(self._state)
+        self._joined.add(sequence)
+        self._fit_rows()
+
+    def leave(self, sequence: int) -> None:
+        """A sequence, if it did, takes part in no more steps; the window must be uploaded before the next one."""
+        self._joined.discard(sequence)
+        self._fit_rows()
+
+    def _fit_rows(self) -> None:
+        self.num_rows = 1 + max(self._joined, default=0)
+        self._rows = self._state[: self.num_rows]
         self.end = self._rows[:, 0]
 
     def upload(self, inputs: Mapping[int, WindowInput]) -> None:

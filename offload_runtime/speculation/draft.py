@@ -75,14 +75,14 @@ _MARGIN = math.log(2)
 class TreeDraftProposer(Proposer):
     """Grows trees for requests that ask for them, and leaves the others to a proposer of chains.
 
-    On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a generation
-    starts: draft and target share nothing that either of them writes.
+    On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a request joins:
+    draft and target share nothing that either of them writes.
 
     Args:
         chains: Of the same draft.
         model: Of the same draft.
         device: Where it computes.
-        ngrams: Whose guesses join the trees, started by whoever shares them (`WithNgrams`); None for nobody's.
+        ngrams: Whose guesses join the trees, told who joins by whoever shares them (`WithNgrams`); None for nobody's.
         worth: Says when a step is not worth the wait any more; None for one that knows of no link.
 
     Attributes:
@@ -100,7 +100,9 @@ class TreeDraftProposer(Proposer):
         self._worth = worth or StepWorth()
         self._device = device
         self._stream = _drafting_stream(device) if device.type == "cuda" else None
-        self._sampling: SamplingParams | None = None  # how tokens are chosen, but for the noise
+        self._joined: set[int] = set()
+        # How tokens of whoever joined while nobody else was there are chosen, but for the noise: how scores differ.
+        self._sampling: SamplingParams | None = None
         self.probabilities = ChildProbabilities()
         self.trees: dict[int, GrownTree] = {}
         self._lengths: dict[int, int] = {}  # by sequence, of the text behind which was last proposed
@@ -112,19 +114,32 @@ class TreeDraftProposer(Proposer):
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("chain", "tree") if self._chains.modes(texts) else ()
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self._forget()
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self._drop(slot)
+        self._worth.pause()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if slots[0].without_noise != self._sampling:
+        if not self._joined and params.without_noise != self._sampling:
             self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
             self._worth.forget()
-        self._sampling = slots[0].without_noise
-        self._expected.clear()
-        self._lengths.clear()
+            self._sampling = params.without_noise
+        self._joined.add(slot)
         with self._at_work():
-            self.model.start(slots)
-            self._chains.start(slots)
+            self.model.join(slot, params)
+            self._chains.join(slot, params)
+
+    def leave(self, slot: int) -> None:
+        self._drop(slot)
+        with self._at_work():
+            self.model.leave(slot)
+            self._chains.leave(slot)
+
+    def _drop(self, slot: int) -> None:
+        """Nothing is known of a slot's sequence."""
+        self._joined.discard(slot)
+        for of_slots in (self.trees, self._expected, self._lengths):
+            of_slots.pop(slot, None)
+        self._going_on = [other for other in self._going_on if other != slot]
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         with self._at_work():
@@ -380,8 +395,11 @@ class DraftProposer(Proposer):
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self.model.room, texts)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self.model.start(slots)
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self.model.join(slot, params)
+
+    def leave(self, slot: int) -> None:
+        self.model.leave(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self.model.prepare(slot, tokens)

@@ -199,8 +199,8 @@ class NgramProposer(Proposer):
         longest = max(self._lookups[slot].longest() for slot in texts)
         return () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self._followed.clear()
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self._followed.discard(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._lookups[slot].catch_up(tokens, anew=slot not in self._followed)
@@ -244,9 +244,13 @@ class WithNgrams(Proposer):
         # What costs nothing is tried first; a single token tells less than a draft.
         return (*(mode for mode in self.ngrams.modes(texts) if mode == self.ngrams.name), *drafts)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self.draft.start(slots)
-        self.ngrams.start(slots)
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self.draft.join(slot, params)
+        self.ngrams.join(slot, params)
+
+    def leave(self, slot: int) -> None:
+        self.draft.leave(slot)
+        self.ngrams.leave(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._drafted = True

@@ -109,9 +109,11 @@ class Proposer:
         are of some sequences, and room for it; of no texts all ways that there are."""
         return ()
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        """Called before a generation: slot i begins anew, and its tokens will be chosen as `slots[i]` says. From then
-        on its sequence only grows."""
+    def join(self, slot: int, params: SamplingParams) -> None:
+        """A request takes a slot: a sequence begins there, only grows, and its tokens will be chosen so."""
+
+    def leave(self, slot: int) -> None:
+        """A slot's request has ended, if there was one: nothing is asked about it until another one joins."""
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """A slot's sequence begins with `tokens`: do now what would hold up the first proposals."""
@@ -129,8 +131,8 @@ class Proposer:
         says yes, asked between short steps."""
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
-        """What levels of its own have decided about a slot since `start`, the first level first. May wait for the
-        device."""
+        """What levels of its own have decided about a slot since it was joined, the first level first. May wait for
+        the device."""
         return ()
 
 
@@ -183,16 +185,17 @@ class Tally:
     Attributes:
         accepted_by_depth: Proposals accepted as the first of their round (0), as the second, and so on, in this order.
         accepted_by_source: Proposals accepted by who made them first.
+        proposed_by_source: Proposals by the same.
         windows: Rounds by what was asked for.
     """
 
     def __init__(self) -> None:
         self.accepted_by_depth: Counter[int] = Counter()
         self.accepted_by_source: Counter[str] = Counter()
+        self.proposed_by_source: Counter[str] = Counter()
         self.windows: Counter[str] = Counter()
         self._verifications = 0
         self._verified: Counter[str] = Counter()  # windows by who has proposed any of it
-        self._proposed: Counter[str] = Counter()  # by who proposes
 
     def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str) -> None:
         """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
@@ -202,7 +205,7 @@ class Tally:
             return
         self._verifications += 1
         self._verified.update(set(sources))
-        self._proposed.update(sources)
+        self.proposed_by_source.update(sources)
         self.accepted_by_depth.update(range(len(accepted_sources)))
         self.accepted_by_source.update(accepted_sources)
 
@@ -214,9 +217,10 @@ class Tally:
             proposed_by: Who proposed to the target.
             inner: The levels before, as `Proposer.counts` tells them.
         """
-        counts = self._verifications, self._proposed.total(), self.accepted_by_source.total()
+        proposed, accepted = self.proposed_by_source, self.accepted_by_source
+        counts = self._verifications, proposed.total(), accepted.total()
         if proposed_by == "retrieval":
-            counts = self._verified[proposed_by], self._proposed[proposed_by], self.accepted_by_source[proposed_by]
+            counts = self._verified[proposed_by], proposed[proposed_by], accepted[proposed_by]
         return (*inner, Acceptance(proposed_by, "target", *counts))
 
 
@@ -257,7 +261,7 @@ def run_step(
         For each request at least one new token: those accepted and the target's next one.
 
     Raises:
-        NumericalError: The target's logits of a request are NaN; nothing was committed.
+        NumericalError: The target's logits of a request are NaN; nothing was committed, for none of them.
     """
     cache = target.cache
     for request in requests:
@@ -274,7 +278,7 @@ def run_step(
     for request, proposal, first in zip(requests, proposals, decision.firsts, strict=True):
         path = accepted_path(proposal, samples[first : first + 1 + len(proposal)])
         new_tokens = [samples[first], *(samples[first + 1 + node] for node in path)]
-        _require_numbers(new_tokens, len(request.tokens))
+        _require_numbers(new_tokens, len(request.tokens), request.slot)
         results.append(StepResult(new_tokens, proposal, tuple(path)))
     for slot, first, result in zip(slots, decision.firsts, results, strict=True):
         rows = [0, *(node + 1 for node in result.path)]
@@ -300,7 +304,7 @@ def first_token(target: ModelRunner, sampling: SlotSampling, slot: int, logits: 
     """
     position = target.cache.length(slot)
     tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
-    _require_numbers(tokens, position)
+    _require_numbers(tokens, position, slot)
     return tokens[0]
 
 
@@ -338,10 +342,11 @@ def _window(root: int, proposal: Proposal) -> Window:
     return Window(tokens) if proposal.is_chain else Window(tokens, (-1, *(parent + 1 for parent in proposal.parents)))
 
 
-def _require_numbers(tokens: Sequence[int], first_position: int) -> None:
+def _require_numbers(tokens: Sequence[int], first_position: int, slot: int) -> None:
     """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
     if -1 in tokens:
         raise NumericalError(
             f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
-            "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)"
+            "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)",
+            slot,
         )

@@ -42,20 +42,36 @@ class TriForceProposer(Proposer):
         self._window = window
         self.verifier = verifier
         self._draft = draft
-        self.trees, self._tree = trees, trees[0]
+        self.trees = trees
         self._refresh_steps = refresh_steps
         self._max_tokens_with_draft = max_tokens_with_draft
-        self.num_steps = 0  # of the retrieval verifier since `start`, each of all sequences
+        self.num_steps = 0  # of the retrieval verifier since nobody had joined, each of all sequences
+        # Of every slot that has joined, the steps of the verifier that were counted, and what was proposed to them.
+        self._proposed: dict[int, tuple[int, int]] = {}
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self._room, texts)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self._tree = self.trees[len(slots) - 1]
-        self.verifier.start(slots)
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self.leave(slot)
+        if not self._proposed:
+            self.num_steps = 0
+        self._proposed[slot] = 0, 0
+        self.verifier.join(slot, params)
         if self._draft is not None:
-            self._draft.start(slots)
-        self.num_steps = 0
+            self._draft.join(slot, params)
+
+    def leave(self, slot: int) -> None:
+        self._count()  # of the tree before: with other sequences it may be another one
+        self._proposed.pop(slot, None)
+        self.verifier.leave(slot)
+        if self._draft is not None:
+            self._draft.leave(slot)
+
+    @property
+    def tree(self) -> GuessTree:
+        """What the draft proposes to each step: the more sequences a step is about, the smaller it is."""
+        return self.trees[self._window.num_rows - 1]
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         if self._draft is not None:
@@ -69,7 +85,7 @@ class TriForceProposer(Proposer):
             return [Proposal() for _ in requests]
         texts = {request.slot: request.tokens for request in requests if request.slot in stops}
         lengths = {sequence: len(tokens) for sequence, tokens in texts.items()}
-        beyond = {sequence: stop + len(self._tree) for sequence, stop in stops.items()}
+        beyond = {sequence: stop + len(self.tree) for sequence, stop in stops.items()}
         refresh = self.verifier.begin(lengths, {s: beyond[s] + 1 - length for s, length in lengths.items()})
         inputs = {
             sequence: WindowInput(self._newest(sequence, tokens), len(tokens), stops[sequence], beyond[sequence])
@@ -82,10 +98,19 @@ class TriForceProposer(Proposer):
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
-        if self._draft is None:
+        if self._draft is None or slot not in self._proposed:
             return ()
-        steps, accepted = self.verifier.counts[slot]
-        return (Acceptance("draft", "retrieval", steps, steps * len(self._tree), accepted),)
+        _, accepted = self._count()[slot]
+        return (Acceptance("draft", "retrieval", *self._proposed[slot], accepted),)
+
+    def _count(self) -> Sequence[tuple[int, int]]:
+        """Count what was proposed to the verifier's steps; its own counts. Waits for the device."""
+        if self._draft is None or not self._proposed:
+            return ()
+        counts, size = self.verifier.counts, len(self.tree)
+        for slot, (steps, proposed) in self._proposed.items():
+            self._proposed[slot] = counts[slot][0], proposed + (counts[slot][0] - steps) * size
+        return counts
 
     def _stop(self, request: DraftRequest) -> int:
         """How many tokens are to be agreed on, those that are known included; 0 where there is no room for any."""
@@ -97,29 +122,29 @@ class TriForceProposer(Proposer):
         """The newest tokens of a text, which the first steps feed: those before them have keys in the draft's cache."""
         if self._draft is None:
             return tokens[-1:]
-        return self._draft.texts.catch_up_but(sequence, tokens, self._tree.num_known - 1)
+        return self._draft.texts.catch_up_but(sequence, tokens, self.tree.num_known - 1)
 
     def _room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
-        room = min(self._max_tokens_with_draft - length, self._window.capacity - self._tree.num_known)
+        room = min(self._max_tokens_with_draft - length, self._window.capacity - self.tree.num_known)
         if self._draft is not None:
             room = min(room, self._draft.room(length))
-        return room - len(self._tree) - 1  # the last step may write the keys of proposals beyond what is asked for
+        return room - len(self.tree) - 1  # the last step may write the keys of proposals beyond what is asked for
 
     def _agree(self, inputs: Mapping[int, WindowInput], *, refresh: bool) -> Mapping[int, WindowOutput]:
         """Enqueue steps until at most half of the sequences have not reached their stops; what the window holds then.
 
         So many steps at a time as that takes in any case.
         """
-        ends, most = {sequence: one.end for sequence, one in inputs.items()}, self._tree.num_levels + 1
+        ends, most = {sequence: one.end for sequence, one in inputs.items()}, self.tree.num_levels + 1
         while True:
             missing = sorted(inputs[sequence].stop - end for sequence, end in ends.items())
             for _ in range(-(-missing[len(missing) - len(inputs) // 2 - 1] // most)):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
                     longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}
-                    self._draft.grow(self._tree, longest=longest)
-                self.verifier.step(self._tree, refresh=refresh or self.num_steps % self._refresh_steps == 0)
+                    self._draft.grow(self.tree, longest=longest)
+                self.verifier.step(self.tree, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
                 ends = {sequence: end + most for sequence, end in ends.items()}
                 refresh = False
@@ -132,7 +157,7 @@ class TriForceProposer(Proposer):
         """What was agreed on for a sequence, of which the draft takes note."""
         if self._draft is not None:
             # The keys of what the last step has accepted lie where its tree was.
-            written = max(inputs.end, outputs.end - self._tree.num_levels - 1)
+            written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
             self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
         proposals = outputs.between(inputs.end, min(inputs.stop, outputs.end))
         bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))

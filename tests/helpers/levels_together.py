@@ -19,7 +19,7 @@ from offload_runtime.speculation import (
     TriForceProposer,
     drafting,
 )
-from tests.helpers.sampling import Decoder, numbered, run_step
+from tests.helpers.sampling import Decoder, join_all, numbered, run_step
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Recorder:
 
     def __init__(self, inner: Proposer, played: Mapping[int, Played]) -> None:
         self.name = inner.name
-        self.start, self.prepare, self.counts = inner.start, inner.prepare, inner.counts
+        self.join, self.prepare, self.counts = inner.join, inner.prepare, inner.counts
         self._inner, self._played = inner, played
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -70,7 +70,7 @@ def play(
     """Decode these sequences to their ends, each with the noise of its number."""
     target, proposer = runtime.parts.target.runner, runtime.parts.proposer
     played = {sequence: Played([]) for sequence in tasks}
-    proposer.start(numbered(params, num_sequences))
+    join_all(proposer, numbered(params, num_sequences))
     for sequence, task in tasks.items():
         target.cache.truncate(sequence, 0)
         decoder = Decoder(target, proposer, params, slot=sequence)

@@ -37,7 +37,7 @@ class SureModel:
     def width(self, num_sequences: int) -> int:
         return 8
 
-    def start(self, params: SamplingParams) -> None:
+    def join(self, sequence: int, params: SamplingParams) -> None:
         pass
 
     def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
@@ -71,5 +71,5 @@ def sure_proposer(model: SureModel, worth: StepWorth | None = None) -> TreeDraft
     proposer = TreeDraftProposer(
         Proposer(), model, device=torch.device("cpu"), ngrams=None, worth=worth or SteadySteps()
     )  # fmt: skip
-    proposer.start([SamplingParams()])
+    proposer.join(0, SamplingParams())
     return proposer

@@ -17,7 +17,7 @@ from offload_runtime.runners import DraftTree, ModelRunner, tree_slots
 from offload_runtime.speculation import CandidateTree, DraftProposer, NgramProposer, TreeDraftProposer
 from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner
 from tests.helpers.models import VOCAB_SIZE, all_logits, random_model
-from tests.helpers.sampling import numbered, perturbed_logits
+from tests.helpers.sampling import join_all, numbered, perturbed_logits
 
 BATCH = 3
 
@@ -48,7 +48,7 @@ class TreeDraft:
         chains, tree = self.parts()
         device = self.runner.cache.store(0).data.device
         proposer = TreeDraftProposer(chains, tree, device=device, ngrams=NgramProposer() if ngrams else None)
-        proposer.start(numbered(params, num_sequences))
+        join_all(proposer, numbered(params, num_sequences))
         return proposer
 
 

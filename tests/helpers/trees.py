@@ -22,7 +22,7 @@ from offload_runtime.speculation import (
 )
 from offload_runtime.speculation.ngram import Guesses
 from tests.helpers.models import VOCAB_SIZE
-from tests.helpers.sampling import Decoder, numbered, run_step
+from tests.helpers.sampling import Decoder, join_all, numbered, run_step
 
 
 def pruned(tree: Proposal, count: int) -> Proposal:
@@ -69,8 +69,11 @@ class Watched(Proposer):
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return self.inner.modes(texts)
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        self.inner.start(slots)
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self.inner.join(slot, params)
+
+    def leave(self, slot: int) -> None:
+        self.inner.leave(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self.inner.prepare(slot, tokens)
@@ -115,7 +118,10 @@ class TreeScript:
         self._rounds = 0
         self.agreeing: dict[int, int] = {}  # by sequence: depth to which the last tree is right
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
+    def join(self, slot: int, params: SamplingParams) -> None:
+        pass
+
+    def leave(self, slot: int) -> None:
         pass
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
@@ -162,7 +168,7 @@ def begin(
 ) -> dict[int, list[int]]:
     """Prompts, each with its first token; whatever the cache held is gone."""
     texts = {}
-    proposer.start(numbered(params, len(prompts)))
+    join_all(proposer, numbered(params, len(prompts)))
     for sequence, prompt in prompts.items():
         runner.cache.truncate(sequence, 0)
         decoder = Decoder(runner, proposer, params, slot=sequence)

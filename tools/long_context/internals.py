@@ -69,15 +69,16 @@ def proposer_of(runtime: Runtime) -> Proposer:
 
 
 def request_for(runtime: Runtime, tokens: Sequence[int], params: GenerationParams) -> Request:
-    """A request of slot 0."""
-    return Request(0, tokens, params, runtime.tokenizer, runtime.parts.eos_token_ids)
+    """A request that runs in slot 0."""
+    request = Request(tokens, params, runtime.tokenizer, runtime.parts.eos_token_ids)
+    request.slot = 0
+    return request
 
 
-def steps_for(runtime: Runtime, params: GenerationParams) -> tuple[Proposer, StepRunner]:
-    """Who proposes in a generation, and what runs its steps."""
-    parts = runtime.parts
-    steps = StepRunner(parts, parts.windows.settle(params, parts.proposer))
-    return steps.proposer, steps
+def steps_for(runtime: Runtime, request: Request) -> tuple[Proposer, StepRunner]:
+    """Who proposes to a request, and what runs its steps."""
+    steps = StepRunner(runtime.parts)
+    return steps.proposer(request), steps
 
 
 def slot_sampling(runtime: Runtime) -> SlotSampling:
@@ -85,9 +86,13 @@ def slot_sampling(runtime: Runtime) -> SlotSampling:
     return runtime.parts.sampling
 
 
-def assign_sampling(runtime: Runtime, params: Sequence[SamplingParams]) -> None:
-    """Slots 0, 1, … choose their tokens these ways from here on."""
-    slot_sampling(runtime).assign(params)
+def join_slots(runtime: Runtime, proposer: Proposer, params: Sequence[SamplingParams]) -> None:
+    """Requests take slots 0, 1, … alone, whose tokens are chosen these ways from here on."""
+    for slot in range(runtime.plan.target.batch):
+        proposer.leave(slot)
+    for slot, one in enumerate(params):
+        slot_sampling(runtime).assign(slot, one)
+        proposer.join(slot, one)
 
 
 def link_peak_gbps(runtime: Runtime) -> float | None:
@@ -136,7 +141,7 @@ def levels_of(proposer: Proposer) -> Levels:
     if isinstance(proposer, TriForceProposer):
         assert isinstance(proposer._window, DeviceWindow) and isinstance(proposer.verifier, RetrievalVerifier)
         assert proposer._draft is None or isinstance(proposer._draft, DraftModel)
-        return Levels(proposer._window, proposer.verifier, proposer._draft, proposer._tree)
+        return Levels(proposer._window, proposer.verifier, proposer._draft, proposer.tree)
     if isinstance(proposer, DraftProposer):
         return Levels(proposer.model.window, None, proposer.model, None)
     return Levels(None, None, None, None)

@@ -154,7 +154,7 @@ class NeedleTest:
         """What the retrieval verifier says at every token of the answer behind the right ones before it, chunks
         chosen anew each time. Their keys are its own, as in drafting."""
         self._session.go_to([hay.prompt])
-        proposer.start([params])
+        proposer.join(0, params)
         levels, length = levels_of(proposer), len(hay.prompt)
         verifier, window = levels.verifier, levels.window
         assert verifier is not None and window is not None, "a hierarchy"

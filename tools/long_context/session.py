@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from harness import percentiles
-from long_context.internals import Levels, assign_sampling, levels_of, runner_of, slot_sampling, verifier_passes
+from long_context.internals import Levels, join_slots, levels_of, runner_of, slot_sampling, verifier_passes
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
@@ -225,9 +225,7 @@ class Session:
 
     def _start(self, proposer: Proposer, params: SamplingParams, count: int) -> None:
         """Sequence i draws the noise of request i."""
-        slots = [replace(params, noise_id=number) for number in range(count)]
-        assign_sampling(self.runtime, slots)
-        proposer.start(slots)
+        join_slots(self.runtime, proposer, [replace(params, noise_id=number) for number in range(count)])
 
     def _round(self, texts: list[list[int]], proposer: Proposer, gamma: int) -> list[StepResult]:
         """One pass over a window of every sequence; appends what it gives."""

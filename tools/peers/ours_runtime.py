@@ -216,14 +216,15 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     """One generation, round by round as `Runtime.generate` does it, but for the text."""
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
     params = GenerationParams(asked.new_tokens, gamma=own.gamma, sampling=sampling)
-    (proposer, steps), runner, known = steps_for(runtime, params), runner_of(runtime), asked.tokens
-    request, slots = request_for(runtime, known, params), slot_sampling(runtime)
+    runner, known, slots = runner_of(runtime), asked.tokens, slot_sampling(runtime)
+    request = request_for(runtime, known, params)
+    proposer, steps = steps_for(runtime, request)
     runner.cache.truncate(0, 0)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
     started_s = time.perf_counter()
-    slots.assign([sampling])
-    proposer.start([sampling])
+    slots.assign(0, sampling)
+    proposer.join(0, sampling)
     logits = runner.prefill(0, known)
     proposer.prepare(0, known)
     proposer.ahead(still_computing(logits))
@@ -236,7 +237,6 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
         rounds.append(result)
         stamps_s.append(time.perf_counter())
         counts.append(len(result.tokens))
-        tally.add(result.proposal.sources, result.accepted_sources, window=steps.window)
     after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
     kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
     levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts(0))

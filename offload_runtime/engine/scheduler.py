@@ -1,0 +1,318 @@
+"""Continuous batching: requests from any thread join and leave the passes of one runtime.
+
+A thread of the scheduler's own runs the token loop (`Generation.step`), and between two tokens looks at what others
+have asked for. So nobody who submits or cancels ever waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from offload_runtime.config import GenerationParams, require, require_type
+from offload_runtime.engine.generate import Generation, Hooks
+from offload_runtime.engine.request import Request
+from offload_runtime.engine.runtime import Runtime
+from offload_runtime.engine.stats import GenerationResult
+from offload_runtime.errors import BudgetError, OptionError, QueueFullError
+
+# When to ask again, as long as nothing is known of how fast tokens come.
+_FIRST_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of an answer.
+
+    Attributes:
+        token: The token.
+        text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
+        source: Who proposed it: `ngram`, `draft` or `retrieval` (the verifier over retrieved chunks); `target` where it
+            is the target's own.
+    """
+
+    token: int
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class EndEvent:
+    """The answer has ended. `text` is what was held back until now of one that was cancelled, else empty."""
+
+    result: GenerationResult
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class ErrorEvent:
+    """The request has ended by an error; `result` is the answer as far as it had come, `interrupted`."""
+
+    error: BaseException
+    result: GenerationResult
+
+
+Event = TokenEvent | EndEvent | ErrorEvent
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class SchedulerCounters:
+    """What a scheduler has done so far.
+
+    Attributes:
+        running: Requests that have a slot.
+        waiting: Requests that have none yet.
+        finished: Requests that have ended, for whatever reason.
+        prompt_tokens: Tokens of the prompts that were read.
+        tokens: Tokens of answers.
+        passes: Passes of the target, those over prompts not counted.
+        proposed: Proposals that the target verified, by who made them.
+        accepted: Of these, those that it accepted.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    passes: int = 0
+    proposed: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+
+
+class Ticket:
+    """A request that was submitted: `cancel` is for whoever has done so, the rest for its scheduler.
+
+    Args:
+        on_event: Who is told about it.
+        on_cancel: Called to have it cancelled.
+    """
+
+    def __init__(self, on_event: OnEvent, on_cancel: Callable[[], None]) -> None:
+        self._on_event, self._on_cancel = on_event, on_cancel
+        self._num_shown = 0  # characters of the answer that were told
+
+    def cancel(self) -> None:
+        """End the answer as it is, before the next pass; its slot is free then, and its `EndEvent` comes. Never waits,
+        and does nothing to one that has ended."""
+        self._on_cancel()
+
+    def tell(self, event: Event) -> None:
+        """Tell whoever has submitted it, unless being told has failed before."""
+        if isinstance(event, TokenEvent):
+            self._num_shown += len(event.text)
+        try:
+            self._on_event(event)
+        except Exception:
+            logging.getLogger(__name__).exception("an on_event has failed: its request is cancelled")
+            self._on_event = _nobody
+            self.cancel()
+
+    def end(self, result: GenerationResult) -> EndEvent:
+        """That it has ended."""
+        return EndEvent(result, result.text[self._num_shown :])
+
+
+class Scheduler(AbstractContextManager["Scheduler"]):
+    """Serves requests of any threads with one runtime: as many at a time as it was loaded for (`max_batch`), each of
+    which begins as soon as a slot is free and ends on its own.
+
+    The tokens of a request are those that `Runtime.generate` says with its options and `noise_id`, whoever shares the
+    passes. A slot holds the whole context, prompt and `max_new_tokens` included, so that nobody who runs is held up
+    for want of room. Until it is closed the scheduler has the runtime for itself: other calls of it raise an
+    `OptionError`. Close it or use it in a `with` block, before the runtime.
+
+    Args:
+        runtime: Loaded. A call that is in progress is waited for.
+        max_waiting: Requests that may wait for a slot.
+
+    Raises:
+        OptionError: The runtime is closed, or served by another scheduler.
+    """
+
+    def __init__(self, runtime: Runtime, *, max_waiting: int = 64) -> None:
+        require_type("max_waiting", max_waiting, int)
+        require(max_waiting >= 0, f"max_waiting must not be negative, not {max_waiting}")
+        self._runtime = runtime
+        self._most_tickets, self._max_waiting = runtime.plan.target.batch + max_waiting, max_waiting
+        # What threads share, and under the lock of this condition.
+        self._changed = threading.Condition()
+        self._tickets: dict[Request, Ticket] = {}  # of all requests that have not ended
+        self._submitted, self._cancelled = deque[Request](), deque[Request]()
+        self._end_s: float | None = None  # when what has not finished is cancelled, once the scheduler is being closed
+        self._failure: BaseException | None = None  # that ended the thread
+        self._counters, self._retry_after_s = SchedulerCounters(), _FIRST_RETRY_S
+        # The thread's own.
+        self._ended: list[tuple[Request, GenerationResult, BaseException | None]] = []
+        self._finished = self._prompt_tokens = self._num_tokens = 0
+        self._proposed, self._accepted = Counter[str](), Counter[str]()  # of requests that have ended
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(
+        self, prompt_tokens: Sequence[int], params: GenerationParams, *, on_event: OnEvent, speculate: bool = True
+    ) -> Ticket:  # fmt: skip
+        """Ask for an answer. Any thread may; it never waits for the device.
+
+        Args:
+            prompt_tokens: Token ids of the prompt (see `Runtime.encode`).
+            params: What is asked for.
+            on_event: Called with a `TokenEvent` for each token as soon as it is decided, then with an `EndEvent` or an
+                `ErrorEvent`. It is called in the scheduler's thread, which decodes for nobody meanwhile, so it must be
+                quick; it may submit and cancel. If it raises, its request is cancelled and it is not called again.
+            speculate: False decodes plainly.
+
+        Raises:
+            OptionError: Options that make no sense, or the scheduler is closed.
+            ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
+            QueueFullError: As many requests wait as may.
+        """
+        require_type("params", params, GenerationParams)
+        request = self._runtime.request(list(prompt_tokens), params, speculate=speculate)
+        request.started_s = time.perf_counter()
+        ticket = Ticket(on_event, partial(self._cancel, request))
+        with self._changed:
+            if self._failure is not None:
+                raise OptionError(f"this scheduler has stopped ({self._failure}): make another one") from self._failure
+            require(self._end_s is None, "this scheduler is closed: make another one")
+            if len(self._tickets) >= self._most_tickets:
+                full, retry_after_s = f"{self._max_waiting} requests wait already (max_waiting)", self._retry_after_s
+                raise QueueFullError(f"{full}: try again in {retry_after_s:.1f} s", retry_after_s)
+            self._tickets[request] = ticket
+            self._submitted.append(request)
+            self._changed.notify()
+        return ticket
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """What was done so far, as of the last pass."""
+        with self._changed:
+            counters = self._counters
+            return replace(counters, waiting=max(0, len(self._tickets) - counters.running))
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take no more requests, let those that there are finish, cancel what has not after `grace_s`, and give the
+        runtime back, which stays open. Returns when all of that is done.
+
+        Raises:
+            OptionError: It was called in an `on_event`, which it would wait for.
+        """
+        own = threading.current_thread() is self._thread
+        require(not own, "an on_event cannot close its scheduler: do so in another thread")
+        with self._changed:
+            end_s = time.perf_counter() + grace_s
+            self._end_s = end_s if self._end_s is None else min(self._end_s, end_s)
+            self._changed.notify()
+        self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            self._cancelled.append(request)
+            self._changed.notify()
+
+    # --- the scheduler's thread
+
+    def _run(self) -> None:
+        generation: Generation | None = None
+        try:
+            with self._runtime.serving(Hooks(on_end=lambda *ended: self._ended.append(ended))) as generation:
+                self._begun.set()
+                while self._has_work(generation):
+                    self._step(generation)
+        except BaseException as error:  # nobody may be left waiting for an event
+            with self._changed:
+                self._failure = error
+        finally:
+            self._begun.set()
+            if generation is not None:
+                for request in list(self._tickets):  # the runtime is given back: this is not about the device
+                    generation.cancel(request, self._failure)
+                self._tell_ended(generation)
+
+    def _has_work(self, generation: Generation) -> bool:
+        """Wait until there is any, or the scheduler is being closed."""
+        with self._changed:
+            while not self._tickets and self._end_s is None:
+                self._cancelled.clear()
+                self._changed.wait()
+        self._take_orders(generation)
+        return bool(self._tickets) or self._end_s is None
+
+    def _take_orders(self, generation: Generation) -> None:
+        """Do what others have asked for since the last time, and tell of what has ended."""
+        with self._changed:
+            submitted, self._submitted = self._submitted, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+            is_over = self._end_s is not None and time.perf_counter() >= self._end_s
+        for request in submitted:
+            generation.join(request)
+        for request in cancelled:
+            generation.cancel(request)
+        if is_over:
+            generation.interrupt()
+        self._tell_ended(generation)
+
+    def _step(self, generation: Generation) -> None:
+        """A pass for all that run, before which others may join them."""
+        try:
+            for piece in generation.step():
+                self._num_tokens += 1
+                self._prompt_tokens += piece.request.prompt_tokens if piece.request.new_tokens == 1 else 0
+                self._tickets[piece.request].tell(TokenEvent(piece.token, piece.text, piece.source))
+                self._take_orders(generation)
+        except BudgetError as error:  # who waits may need less
+            for request in list(generation.running.values()):
+                generation.cancel(request, error)
+        self._tell_ended(generation)
+        self._count(generation)
+
+    def _tell_ended(self, generation: Generation) -> None:
+        """Tell of requests that have ended, of which all tokens have been told."""
+        ended, self._ended = self._ended, []
+        for request, result, error in ended:
+            self._finished += 1
+            self._proposed.update(request.tally.proposed_by_source)
+            self._accepted.update(request.tally.accepted_by_source)
+            with self._changed:
+                ticket = self._tickets.pop(request)
+            self._count(generation)
+            ticket.tell(ticket.end(result) if error is None else ErrorEvent(error, result))
+
+    def _count(self, generation: Generation) -> None:
+        """Let others see how far it has come."""
+        running, proposed, accepted = list(generation.running.values()), self._proposed.copy(), self._accepted.copy()
+        for request in running:
+            proposed.update(request.tally.proposed_by_source)
+            accepted.update(request.tally.accepted_by_source)
+        counters = SchedulerCounters(
+            running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens, tokens=self._num_tokens,
+            passes=generation.passes, proposed=dict(proposed), accepted=dict(accepted),
+        )  # fmt: skip
+        # One of these is the next to free a slot, at the latest.
+        left_s = [_most_seconds_left(request) for request in running if request.new_tokens > 1]
+        with self._changed:
+            self._counters, self._retry_after_s = counters, min(left_s, default=_FIRST_RETRY_S)
+
+
+def _most_seconds_left(request: Request) -> float:
+    """Until a request that has two tokens has all of them, at the rate at which they came."""
+    token_s = (request.last_token_s - request.first_token_s) / (request.new_tokens - 1)
+    return token_s * (request.room + 1)
+
+
+def _nobody(event: Event) -> None:
+    """Who is told of a request instead of an `on_event` that has raised."""
