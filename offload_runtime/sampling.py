@@ -3,10 +3,11 @@
     token = argmax over allowed v of  logits[v] / T + gumbel(seed, noise_id, position, v)          (T = 0: plain argmax)
 
 The noise and the argmax live in `offload_runtime_kernels.gumbel_argmax`. What they depend on besides the logits belongs
-to the request that holds a row's slot: `SlotSampling`. Here are the filters that say which tokens are
-allowed: top-k, then top-p, then min-p, after the temperature, in transformers' order. Floating sums depend on their
-order and therefore on the device, so the filters weigh tokens by integers: floor(exp(scaled - max) * 2^40), with an
-exponential of IEEE-exact operations and sums in int64. The CPU and the GPU then allow the same tokens, always.
+to the request that holds a row's slot: `SlotSampling`. Logit bias and penalties come first (`penalties.py`). Here are
+the filters that say which tokens are allowed: top-k, then top-p, then min-p, after the temperature, in transformers'
+order. Floating sums depend on their order and therefore on the device, so the filters weigh tokens by integers:
+floor(exp(scaled - max) * 2^40), with an exponential of IEEE-exact operations and sums in int64. The CPU and the GPU
+then allow the same tokens, always.
 
 Everything here is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so
 that a draft step can be captured in a CUDA graph.
@@ -15,7 +16,7 @@ that a draft step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from offload_runtime_kernels import gumbel_argmax as noise_ops
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.memory import overwrite
+from offload_runtime.penalties import LogitAdjustments
 
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
 _WEIGHT_BITS = 40
@@ -109,18 +111,27 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
 class SlotSampling:
     """How the tokens of every slot are chosen: a slot is a batch row of the caches, held by one request at a time.
 
-    Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it; only
-    `filters` decides which kernels run.
+    Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it, and so does
+    a logit bias; only `graph_key` decides which kernels run.
+
+    Penalties need the tokens of a row's own path, which the target alone is given (`sample`): drafts and the retrieval
+    verifier go without, which costs acceptance and changes no token.
 
     Args:
         num_slots: How many there are; each is greedy until it is assigned.
         device: Where the logits are.
+
+    Attributes:
+        keys: [S, 4] int32, device: see `noise_keys`.
+        filters: The different filters among the slots, each with its temperature; empty where none excludes a token.
+        adjustments: Bias and penalties.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.keys = noise_ops.noise_keys([(0.0, 0, 0)] * num_slots).to(device)  # [S, 4] int32
+        self.keys = noise_ops.noise_keys([(0.0, 0, 0)] * num_slots).to(device)
         self._kind = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S]: index into `filters`
         self.filters: tuple[SamplingParams, ...] = ()
+        self.adjustments = LogitAdjustments(num_slots, device)
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SlotSampling:
@@ -130,19 +141,26 @@ class SlotSampling:
         return slots
 
     def assign(self, params: Sequence[SamplingParams]) -> None:
-        """From here on slots 0 to len(params) - 1 choose tokens these ways. Enqueued on the current stream.
-
-        `filters` then holds the different filters among them, each with its temperature: what a captured graph depends
-        on. It is empty where no token is ever excluded.
-        """
+        """From here on slots 0 to len(params) - 1 choose tokens these ways. Enqueued on the current stream."""
         assert len(params) <= len(self.keys), f"{len(params)} requests for {len(self.keys)} slots"
-        kinds = [one.without_noise if one.filtered else SamplingParams() for one in params]
+        kinds = [one.filters_alone for one in params]
         self.filters = tuple(dict.fromkeys(kinds)) if any(one.filtered for one in kinds) else ()
         keys = noise_ops.noise_keys([(one.temperature, one.seed, one.noise_id) for one in params])
         overwrite(self.keys[: len(params)], keys)
         if len(self.filters) > 1:
             numbers = torch.tensor([self.filters.index(kind) for kind in kinds], dtype=torch.int32)
             overwrite(self._kind[: len(params)], numbers)
+        self.adjustments.assign(params)
+
+    @property
+    def graph_key(self) -> Hashable:
+        """What a captured graph of a step that samples depends on."""
+        return self.filters, self.adjustments.biased
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but temperature and noise stands between logits and tokens, of all slots."""
+        return not (self.filters or self.adjustments.biased or self.adjustments.penalised)
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
@@ -157,23 +175,35 @@ class SlotSampling:
         return allowed
 
 
-def sample(logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor, paths: Tensor | None = None
+) -> Tensor:
     """Choose one token a row.
 
     logits: [R, V] bf16, fp16 or fp32, contiguous rows. positions: [R] int32/int64, the absolute position of the token
-    being chosen (not of the token that was fed). slots: [R] int32/int64, whose request the row is of. One device.
+    being chosen (not of the token that was fed). slots: [R] int32/int64, whose request the row is of. paths: [R, A]
+    int32, tokens between those of the sequence that `sampling.adjustments` has seen and the one being chosen, -1 where
+    there are fewer; None leaves penalties out. One device.
     Returns [R] int64: the tokens, lowest index first among equals; -1 for a row with NaN or without any token above
     -inf, from which the caller raises `NumericalError` when it reads the tokens anyway.
     """
-    if sampling.filters and len(logits) > MOST_FILTERED_ROWS:
-        parts = zip(*(tensor.split(MOST_FILTERED_ROWS) for tensor in (logits, positions, slots)), strict=True)
-        return torch.cat([sample(rows, sampling, *whose) for rows, *whose in parts])
-    return noise_ops.gumbel_argmax(sampling.allowed(logits, slots), positions, slots, sampling.keys)
+    count = len(logits)
+    if count > MOST_FILTERED_ROWS and not sampling.is_plain:
+        parts = [slice(at, at + MOST_FILTERED_ROWS) for at in range(0, count, MOST_FILTERED_ROWS)]
+        return torch.cat([
+            sample(logits[part], sampling, positions[part], slots[part], None if paths is None else paths[part])
+            for part in parts
+        ])  # fmt: skip
+    if not sampling.is_plain:
+        logits = sampling.allowed(sampling.adjustments.apply(logits, slots, paths), slots)
+    return noise_ops.gumbel_argmax(logits, positions, slots, sampling.keys)
 
 
 def perturbed_logits(logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor) -> Tensor:
-    """Allowed logits / T + gumbel, of which `sample` takes the argmax and a tree its top-k children.
+    """Allowed logits / T + gumbel, of which `sample` without paths takes the argmax and a tree its top-k children.
 
     Arguments as `sample`. Returns [R, V] fp32, -inf where not allowed; the logits themselves at temperature 0.
     """
-    return noise_ops.gumbel_perturb(sampling.allowed(logits, slots), positions, slots, sampling.keys)
+    if not sampling.is_plain:
+        logits = sampling.allowed(sampling.adjustments.apply(logits, slots), slots)
+    return noise_ops.gumbel_perturb(logits, positions, slots, sampling.keys)

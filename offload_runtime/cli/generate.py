@@ -44,6 +44,7 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
+        room.check(params)
         return room.fit_all(prompts, params.max_new_tokens)
 
     results: Sequence[GenerationResult]

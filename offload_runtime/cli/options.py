@@ -66,6 +66,17 @@ def _unicode(param: typer.CallbackParam, given: Any) -> Any:
     return given
 
 
+def _biases(param: typer.CallbackParam, given: list[str] | None) -> list[tuple[int, float]] | None:
+    """Token ids with their biases."""
+    pairs = []
+    for text in given or ():
+        match = re.fullmatch(r"([0-9]{1,10})=([+-]?[0-9]{1,9}(?:\.[0-9]*)?)", text.strip())
+        require(match is not None, f"{param.opts[0]} {text!r} is not a bias: write it like 1234=-100")
+        assert match is not None
+        pairs.append((int(match[1]), float(match[2])))
+    return pairs or None
+
+
 def _devices(param: typer.CallbackParam, text: str) -> str:
     """Leave names of devices alone that can be some, wherever they are."""
     for name in text.split(","):
@@ -98,6 +109,12 @@ _NO_PROGRESS = _print("--no-progress", help="No progress bars on stderr.")
 _GAMMA = _count(_proposing, "Tokens to propose per pass, in a row; auto chooses who proposes and how much.", least=1)
 _max_new_tokens = partial(_sampling, min=1, metavar="N", help="Longest answer, in tokens.")
 _temperature = partial(_sampling, min=0.0, metavar="T", help="How freely tokens are drawn; 0 is greedy decoding.")
+_top_k = partial(_sampling, min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
+_top_p = partial(_sampling, metavar="P", help="Keep the likeliest tokens that hold P; 1 is off.")
+_min_p = partial(_sampling, metavar="P", help="Drop tokens below P times the likeliest; 0 is off.")
+_repetition_penalty = partial(
+    _sampling, metavar="R", help="Divide positive logits of tokens that prompt or answer have, 0.1 to 10; 1 is off."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +230,15 @@ class AnswerOptions(LoadOptions):
     gamma: int | None = _GAMMA
     max_new_tokens: int = _max_new_tokens(256)
     temperature: float = _temperature(0.0)
-    top_k: int = _sampling(0, min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
-    top_p: float = _sampling(1.0, metavar="P", help="Keep the likeliest tokens that hold P; 1 is off.")
-    min_p: float = _sampling(0.0, metavar="P", help="Drop tokens below P times the likeliest; 0 is off.")
+    top_k: int = _top_k(0)
+    top_p: float = _top_p(1.0)
+    min_p: float = _min_p(0.0)
+    presence_penalty: float = _sampling(0.0, metavar="X", help="Take X from tokens that the answer has, -2 to 2.")
+    frequency_penalty: float = _sampling(0.0, metavar="X", help="Take X for each time that the answer has a token.")
+    repetition_penalty: float = _repetition_penalty(1.0)
+    logit_bias: list[str] | None = _sampling(
+        None, metavar="ID=BIAS", callback=_biases, help="Add -100 to 100 to a token's logit; may be repeated."
+    )
     seed: int = _SEED
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
@@ -235,8 +258,10 @@ class AnswerOptions(LoadOptions):
     @cached_property
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
-        sampling = SamplingParams(**_by_name(self, SamplingParams))
-        return GenerationParams(self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, sampling)
+        sampling = {name: value for name, value in _by_name(self, SamplingParams).items() if value is not None}
+        return GenerationParams(
+            self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, SamplingParams(**sampling)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

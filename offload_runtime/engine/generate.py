@@ -137,7 +137,7 @@ class Generation:
             with recorder.span("prepare", host=True, tokens=[len(request.sequence)]) if recorder else nullcontext():
                 proposer.prepare(slot, request.sequence)
             draft_ahead(proposer, still_computing(logits), recorder)
-        token = first_token(target, self._parts.sampling, slot, logits)
+        token = first_token(target, self._parts.sampling, slot, logits, request.sequence)
         if hooks.on_logits is not None:
             hooks.on_logits(slot, logits)
         request.first_token_s = time.perf_counter()

@@ -166,13 +166,19 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True)
 class PromptRoom:
-    """What prompts have to go with: the model's `tokenizer` and `config`, `context_tokens` that are reserved, and
-    whether messages may spell control tokens."""
+    """What prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that are
+    reserved, and whether messages may spell control tokens."""
 
     tokenizer: Any
     config: ModelConfig
     context_tokens: int
     allow_special_tokens: bool = False
+
+    def check(self, params: GenerationParams) -> None:
+        """Raise `OptionError` for a logit bias of a token that the model does not have."""
+        for token, _ in params.sampling.biases:
+            fine = token < self.config.vocab_size
+            require(fine, f"logit_bias of token {token} is outside the vocabulary of {self.config.vocab_size}")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: of text, token ids or chat messages.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +169,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
+        tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
+        params: GenerationParams | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -193,6 +195,12 @@ class Runtime(AbstractContextManager["Runtime"]):
             tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
                 `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
             noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).
+            presence_penalty: Subtracted from the logit of every token that the answer has already, -2 to 2; 0 is off.
+            frequency_penalty: The same as often as the answer has it.
+            repetition_penalty: Divides positive logits of tokens that prompt or answer have already, and multiplies
+                negative ones, 0.1 to 10; 1 is off.
+            logit_bias: By token id what is added to its logit, -100 (ban it) to 100; comes before the penalties, and
+                all of them before the temperature (see `SamplingParams`).
             params: The options in place of those by name.
 
         Returns:
@@ -202,8 +210,12 @@ class Runtime(AbstractContextManager["Runtime"]):
             ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
             OptionError: A value makes no sense.
         """
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        asked = params_once(by_name, params)
         tokens = self._room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
@@ -211,15 +223,21 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
+        tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
+        params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
         Raises:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
         """
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        asked = params_once(by_name, params)
         return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
     def conversation(self, system: str | None = None) -> Conversation:
@@ -231,7 +249,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
-        tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None,
+        tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None, presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0, repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
         params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
@@ -258,7 +277,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         require_type("prompts", prompts, Sequence[Any])
         fine = 1 <= len(prompts) <= most
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
         asked = params_of_each(params_once(by_name, params, kind=Any), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
@@ -345,6 +367,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(self._give_back.alive, "this runtime is closed: load it again")
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         windows = parts.windows.settle(prompts[0][1], parts.proposer)
+        for _, params in prompts:
+            self._room.check(params)
         self._let_go_of_current()
         for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
             parts.target.runner.cache.truncate(slot, 0 if slot else num_kept)

@@ -246,7 +246,7 @@ def run_step(
 
     Args:
         target: Verifies windows.
-        sampling: How it chooses the tokens of every slot.
+        sampling: How it chooses the tokens of every slot; of slots with penalties it knows the prompt (`first_token`).
         proposer: Guesses.
         requests: One for each slot that takes part.
         watch: From the logits of a pass to the question whether it is still running.
@@ -263,6 +263,8 @@ def run_step(
     for request in requests:
         committed = cache.length(request.slot)
         assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
+        if sampling.adjustments.penalised:
+            sampling.adjustments.see(request.slot, request.tokens)
     proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder)
     windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
     slots = [request.slot for request in requests]
@@ -292,13 +294,19 @@ def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: Trace
         recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
 
 
-def first_token(target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor) -> int:
-    """The token that follows a prefill, from the last row's logits [1, V].
+def first_token(
+    target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor, prompt: Sequence[int] | None = None
+) -> int:
+    """The token that follows a prefill, from the last row's logits [1, V]; `prompt` are all tokens before it, for
+    penalties.
 
     Raises:
         NumericalError: They are NaN.
     """
     position = target.cache.length(slot)
+    if sampling.adjustments.penalised:
+        assert prompt is not None, "penalties count from the prompt on"
+        sampling.adjustments.begin(slot, prompt)
     tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
     _require_numbers(tokens, position)
     return tokens[0]
