@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 from offload_runtime.config import GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Reply, Runtime, TokenStream
+    from offload_runtime.engine import (
+        Conversation,
+        GenerationResult,
+        GenerationStats,
+        Reply,
+        Runtime,
+        TokenLogprobs,
+        TokenStream,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "Conversation", "GenerationParams", "GenerationResult", "GenerationStats", "Reply", "Runtime", "SamplingParams",
-    "TokenStream", "__version__",
+    "TokenLogprobs", "TokenStream", "__version__",
 ]  # fmt: skip
 
 

@@ -313,6 +313,8 @@ class ModelConfig:
 
 # Tokens of a request whose logits may be moved by a bias.
 MOST_BIASED = 1024
+# Alternatives to a token whose probabilities are told, as of OpenAI's interface.
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -414,7 +416,9 @@ class GenerationParams:
     """What one answer is asked for, in the words of `Runtime.stream`.
 
     `stop` may be given as a string or any sequence of them, and is a tuple then. `gamma` tokens are proposed in a row
-    and `tree_nodes` in all, which 0 limits to chains; what is None is chosen.
+    and `tree_nodes` in all, which 0 limits to chains; what is None is chosen. With `logprobs`, the log-probability of
+    every token is told, and so many of the likeliest ones (0 to 20) beside it: of the model's own distribution, before
+    bias, penalties, temperature and filters.
     """
 
     max_new_tokens: int = 256
@@ -423,6 +427,7 @@ class GenerationParams:
     ignore_eos: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tree_nodes: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -432,6 +437,8 @@ class GenerationParams:
         require_positive("gamma", self.gamma)
         require_positive("tree_nodes", self.tree_nodes, least=0)
         require(all(self.stop), "an empty stop string would end every answer at once")
+        fine = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
+        require(fine, f"logprobs must be in [0, {MOST_LOGPROBS}], not {self.logprobs}")
 
 
 OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationParams])

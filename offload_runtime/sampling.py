@@ -9,21 +9,22 @@ order. Floating sums depend on their order and therefore on the device, so the f
 floor(exp(scaled - max) * 2^40), with an exponential of IEEE-exact operations and sums in int64. The CPU and the GPU
 then allow the same tokens, always.
 
-Everything here is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so
-that a draft step can be captured in a CUDA graph.
+All of this is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so that
+a draft step can be captured in a CUDA graph. Only log-probabilities, where they are asked for, are waited for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from offload_runtime_kernels import gumbel_argmax as noise_ops
 from torch import Tensor
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.memory import overwrite
+from offload_runtime.memory import overwrite, upload
 from offload_runtime.penalties import LogitAdjustments
 
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
@@ -106,6 +107,48 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     for part, filtered in zip(logits.split(rows), allowed.split(rows), strict=True):
         filtered.copy_(filter_logits(part.float(), params))
     return allowed
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model took a token to be: of its own distribution, the logits as they are, in fp32. Bias,
+    penalties, temperature and filters, which decide the token, do not count.
+
+    Attributes:
+        token: Its id.
+        logprob: Natural logarithm of its probability.
+        top: Ids of the likeliest tokens with the same of each, the likeliest first and of equal logits the lowest id.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    def first(self, count: int) -> TokenLogprobs:
+        """The same with only the first of the likeliest."""
+        return replace(self, top=self.top[:count])
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Of each row of logits [R, V] the log-probabilities of its token and of the `count` likeliest. Waits for the
+    device."""
+    last, found = logits.shape[1] - 1, list[TokenLogprobs]()
+    count = min(count, last + 1)
+    for at in range(0, len(tokens), MOST_FILTERED_ROWS):
+        rows = slice(at, at + MOST_FILTERED_ROWS)
+        part = logits[rows].float() + 0.0  # of two zeros one
+        # One integer says logit and id, so that no device has a choice among equals: floats in order as integers are.
+        order = part.view(torch.int32)
+        order = torch.where(order < 0, order ^ 0x7FFFFFFF, order).long().bitwise_left_shift_(32)
+        order += torch.arange(last, -1, -1, device=part.device)
+        ids = last - (order.topk(count, dim=1).values & 0xFFFFFFFF)  # [R, count]
+        del order
+        chosen = upload(torch.tensor(tokens[rows], dtype=torch.int32), part.device)
+        ids = torch.cat((chosen[:, None].long(), ids), dim=1)
+        logprobs = part.log_softmax(dim=1).gather(1, ids)
+        for (token, *others), (logprob, *its) in zip(ids.tolist(), logprobs.tolist(), strict=True):
+            found.append(TokenLogprobs(token, logprob, tuple(zip(others, its, strict=True))))
+    return found
 
 
 class SlotSampling:

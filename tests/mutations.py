@@ -209,6 +209,14 @@ MUTATIONS = (
         ("tests/test_penalties.py::test_tokens_are_those_of_transformers_processors",),
     ),
     Mutation(
+        "log-probabilities: those of the row before an accepted proposal's",
+        _STEP,
+        "rows += [first, *(first + 1 + node for node in result.path)]",
+        "rows += [first, *(first + node for node in result.path)]",
+        ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[ngram]",),
+        ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[none]",),
+    ),
+    Mutation(
         "speculation: a proposal is held against the sample of the next place",
         _STEP,
         "if parent == last and token == samples[last + 1]:",

@@ -71,13 +71,13 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     arguments += ["--stop", "a b", "--stop", "c", "--logit-bias", "7=-100", "--logit-bias", "5=+2.5"]
-    result = generate(runtime, *arguments, "--ignore-eos", "--prompt", "Hi")
+    result = generate(runtime, *arguments, "--ignore-eos", "--prompt", "Hi", "--json", "--logprobs", "3")
     assert result.exit_code == 0, result.stderr
     sampling = SamplingParams(
         0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, presence_penalty=0.5, frequency_penalty=-1.0,
         repetition_penalty=1.2, logit_bias={5: 2.5, 7: -100.0},
     )  # fmt: skip
-    params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling)
+    params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling, logprobs=3)
     assert (runtime.requests, runtime.speculated) == ([("Hi", params)], [True])
     assert runtime.loads == [
         RuntimeConfig(
@@ -193,9 +193,13 @@ def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
         (["--logit-bias", "hello=3"], "--logit-bias 'hello=3' is not a bias: write it like 1234=-100"),
         (["--logit-bias", "5=101"], "logit_bias of token 5 must be in [-100, 100], not 101.0"),
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], "logit_bias names a token twice"),
+        (["--logprobs", "21", "--json"], "logprobs must be in [0, 20], not 21"),
+        (["--logprobs", "3"], "--logprobs 3 does nothing without --json, which prints them: add it, or drop it"),
     ],
 )
-def test_penalties_that_make_no_sense(runtime: FakeRuntime, options: list[str], words: str) -> None:
+def test_penalties_and_log_probabilities_that_make_no_sense(
+    runtime: FakeRuntime, options: list[str], words: str
+) -> None:
     result = generate(runtime, "--prompt", "Hi", *options)
     (line,) = error_lines(result)
     assert words in line and result.exit_code == 2 and not runtime.loads

@@ -83,6 +83,12 @@ def test_a_logit_bias_is_kept_in_order() -> None:
     assert hash(params) == hash(replace(params)) and not SamplingParams().biases
 
 
+@pytest.mark.parametrize("logprobs", [-1, 21])
+def test_log_probabilities_of_0_to_20(logprobs: int) -> None:
+    with pytest.raises(OptionError, match=rf"logprobs must be in \[0, 20\], not {logprobs}"):
+        GenerationParams(logprobs=logprobs)
+
+
 def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
     with pytest.raises(OptionError, match="kv must be auto, gpu or host, not 'disk'"):
         RuntimeConfig("a model", kv="disk")

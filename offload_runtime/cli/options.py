@@ -239,6 +239,9 @@ class AnswerOptions(LoadOptions):
     logit_bias: list[str] | None = _sampling(
         None, metavar="ID=BIAS", callback=_biases, help="Add -100 to 100 to a token's logit; may be repeated."
     )
+    logprobs: int | None = _sampling(
+        None, metavar="N", help="With --json tell every token's log-probability, and the N likeliest, up to 20."
+    )
     seed: int = _SEED
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
@@ -259,9 +262,12 @@ class AnswerOptions(LoadOptions):
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
         sampling = {name: value for name, value in _by_name(self, SamplingParams).items() if value is not None}
+        fine = self.logprobs is None or self.as_json
+        require(fine, f"--logprobs {self.logprobs} does nothing without --json, which prints them: add it, or drop it")
         return GenerationParams(
-            self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, SamplingParams(**sampling)
-        )
+            self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, SamplingParams(**sampling),
+            logprobs=self.logprobs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import RuntimeParts, StepRunner, WindowLimits, WindowSize
 from offload_runtime.errors import BudgetError, CopyError, DeviceError, OptionError
 from offload_runtime.memory import current_device
+from offload_runtime.sampling import TokenLogprobs, token_logprobs
 from offload_runtime.speculation import Acceptance, OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
@@ -75,9 +76,9 @@ class Generation:
             steps.proposer.start(sampling)
         for request in self.requests:
             with self.working():
-                token = self._prefill(request)
+                first, logprobs = self._prefill(request)
             self._meter = meter = PassMeter(parts, request.first_token_s)
-            yield from self._push(request, [token], request.first_token_s)
+            yield from self._push(request, [first], request.first_token_s, logprobs)
         while active := self._active():
             with self.working():
                 results = steps.run(active)
@@ -85,7 +86,7 @@ class Generation:
             for request, result in zip(active, results, strict=True):
                 request.passes += 1
                 request.tally.add(result.proposal.sources, result.accepted_sources, window=steps.window)
-                yield from self._push(request, result.tokens, ended_s)
+                yield from self._push(request, result.tokens, ended_s, result.logprobs)
 
     def finish(self) -> list[GenerationResult]:
         """All answers; where memory runs out once each has a token, the error has what there is of them."""
@@ -123,8 +124,8 @@ class Generation:
             return []
         return active
 
-    def _prefill(self, request: Request) -> int:
-        """Read a prompt; the first token behind it."""
+    def _prefill(self, request: Request) -> tuple[int, Sequence[TokenLogprobs]]:
+        """Read a prompt; the first token behind it, with its log-probabilities if they are wanted."""
         target, slot, count, hooks = self._parts.target.runner, request.slot, len(self.requests), self._hooks
 
         def on_layer(done: int, layers: int) -> None:
@@ -138,15 +139,20 @@ class Generation:
                 proposer.prepare(slot, request.sequence)
             draft_ahead(proposer, still_computing(logits), recorder)
         token = first_token(target, self._parts.sampling, slot, logits, request.sequence)
+        wanted = request.params.logprobs
+        logprobs = () if wanted is None else token_logprobs(logits, [token], wanted)
         if hooks.on_logits is not None:
             hooks.on_logits(slot, logits)
         request.first_token_s = time.perf_counter()
-        return token
+        return token, logprobs
 
-    def _push(self, request: Request, tokens: Sequence[int], now_s: float) -> Iterator[str]:
-        """Append tokens until one finishes the request."""
+    def _push(
+        self, request: Request, tokens: Sequence[int], now_s: float, logprobs: Sequence[TokenLogprobs]
+    ) -> Iterator[str]:
+        """Append tokens, and their log-probabilities if there are any, until one finishes the request."""
         request.last_token_s = now_s
-        for token in tokens:
+        for number, token in enumerate(tokens):
+            request.logprobs += logprobs[number : number + 1]
             piece = request.push(token)
             if request.finish_reason is not None:
                 self._let_go(request)
@@ -211,6 +217,11 @@ class TokenStream(Iterator[str]):
         if self._result is None:
             raise OptionError("this answer has not ended: iterate to its end or call close() first")
         return self._result
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of the tokens so far, where they were asked for; some text of them may still be held back."""
+        return self._request.logprobs
 
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""

@@ -13,6 +13,7 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Tally
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
@@ -289,6 +290,7 @@ class Request:
         self.started_s = self.first_token_s = self.last_token_s = 0.0
         self.passes = 0
         self.tally = Tally()
+        self.logprobs: list[TokenLogprobs] = []  # of the answer's tokens, where they are wanted
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
         self._eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self._pieces: list[str] = []

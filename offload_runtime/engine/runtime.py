@@ -170,7 +170,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
         params: GenerationParams | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
@@ -201,6 +201,8 @@ class Runtime(AbstractContextManager["Runtime"]):
                 negative ones, 0.1 to 10; 1 is off.
             logit_bias: By token id what is added to its logit, -100 (ban it) to 100; comes before the penalties, and
                 all of them before the temperature (see `SamplingParams`).
+            logprobs: 0 to 20: the result has every token's log-probability by the model's own distribution, before all
+                of these options, and so many of the likeliest tokens beside it (`TokenLogprobs`).
             params: The options in place of those by name.
 
         Returns:
@@ -214,7 +216,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
             logit_bias or (),
         )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params)
         tokens = self._room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
@@ -224,7 +226,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
         params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
@@ -236,7 +238,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
             logit_bias or (),
         )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params)
         return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
@@ -251,6 +253,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
         tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None, presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0, repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
         params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
@@ -281,7 +284,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
             logit_bias or (),
         )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_of_each(params_once(by_name, params, kind=Any), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)

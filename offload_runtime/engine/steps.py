@@ -270,6 +270,7 @@ class StepRunner:
         results = run_step(
             parts.target.runner, parts.sampling, self.proposer, asked, on_logits=self._on_logits,
             recorder=parts.recorder,
+            logprobs={one.slot: one.params.logprobs for one in requests if one.params.logprobs is not None},
         )  # fmt: skip
         self.window = str(choice if any(request.gamma for request in asked) else PLAIN)
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.

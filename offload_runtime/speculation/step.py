@@ -23,9 +23,10 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
+from offload_runtime.memory import upload
 from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner, decided
-from offload_runtime.sampling import SlotSampling
+from offload_runtime.runners import Decision, ModelRunner, decided
+from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
 
@@ -148,11 +149,12 @@ def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]])
 @dataclass(frozen=True)
 class StepResult:
     """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed, one
-    for each of the tokens but the last."""
+    for each of the tokens but the last; `logprobs` are the tokens', where they were asked for."""
 
     tokens: list[int]
     proposal: Proposal
     path: tuple[int, ...]
+    logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def accepted_sources(self) -> list[str]:
@@ -239,6 +241,7 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
 def run_step(
     target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
     watch: Watch = still_computing, on_logits: OnLogits | None = None, recorder: TraceRecorder | None = None,
+    logprobs: Mapping[int, int] | None = None,
 ) -> list[StepResult]:  # fmt: skip
     """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
@@ -252,6 +255,7 @@ def run_step(
         watch: From the logits of a pass to the question whether it is still running.
         on_logits: Called with each slot and the logits [n, V] that its new tokens were chosen from.
         recorder: Of a trace, if there is one.
+        logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to tell beside each.
 
     Returns:
         For each request at least one new token: those accepted and the target's next one.
@@ -278,6 +282,8 @@ def run_step(
         new_tokens = [samples[first], *(samples[first + 1 + node] for node in path)]
         _require_numbers(new_tokens, len(request.tokens))
         results.append(StepResult(new_tokens, proposal, tuple(path)))
+    if logprobs:
+        results = _with_logprobs(decision, slots, results, logprobs)
     for slot, first, result in zip(slots, decision.firsts, results, strict=True):
         rows = [0, *(node + 1 for node in result.path)]
         if on_logits is not None:
@@ -310,6 +316,25 @@ def first_token(
     tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
     _require_numbers(tokens, position)
     return tokens[0]
+
+
+def _with_logprobs(
+    decision: Decision, slots: Sequence[int], results: Sequence[StepResult], wanted: Mapping[int, int]
+) -> list[StepResult]:
+    """The same with the log-probabilities of the tokens of those that want them, by the rows that decided them."""
+    rows, tokens = list[int](), list[int]()
+    for slot, first, result in zip(slots, decision.firsts, results, strict=True):
+        if slot in wanted:
+            rows += [first, *(first + 1 + node for node in result.path)]
+            tokens += result.tokens
+    if not rows:
+        return list(results)
+    logits = decision.logits[upload(torch.tensor(rows, dtype=torch.int32), decision.logits.device)]
+    found = iter(token_logprobs(logits, tokens, max(wanted.values())))
+    return [
+        replace(result, logprobs=[next(found).first(wanted[slot]) for _ in result.tokens]) if slot in wanted else result
+        for slot, result in zip(slots, results, strict=True)
+    ]
 
 
 def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
