@@ -37,6 +37,9 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
         terminal.only_json(options.as_json) as output,
         load_runtime(config, engine, explain=options.explain, show_progress=show_progress, check=check) as runtime,
     ):
+        options, line = options.with_defaults(runtime.sampling_defaults)
+        if line is not None:
+            terminal.status_line(line)
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
         converse = _converse_at_terminal if interactive else _converse_through_pipe
         converse(session)

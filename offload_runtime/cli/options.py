@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -115,6 +115,8 @@ _min_p = partial(_sampling, metavar="P", help="Drop tokens below P times the lik
 _repetition_penalty = partial(
     _sampling, metavar="R", help="Divide positive logits of tokens that prompt or answer have, 0.1 to 10; 1 is off."
 )
+# Of a chat with a model whose makers name none.
+CHAT_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,11 +293,33 @@ class GenerateOptions(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(AnswerOptions):
-    """What `chat` takes: longer answers, less alike."""
+    """What `chat` takes: longer answers, sampled as the model's makers want it where the user names nothing else."""
 
     max_new_tokens: int = _max_new_tokens(1024)
-    temperature: float = _temperature(0.7)
+    temperature: float = _temperature(
+        None,
+        help="How freely tokens are drawn; 0 is greedy decoding. By itself this, K, both P and the repetition penalty "
+        f"are those of the model's generation_config.json, else {CHAT_TEMPERATURE} and none.",
+    )
+    top_k: int = _top_k(None)
+    top_p: float = _top_p(None)
+    min_p: float = _min_p(None)
+    repetition_penalty: float = _repetition_penalty(None)
     system: str | None = _text(help="What the model is told before the first turn.")
+
+    def with_defaults(self, named: Mapping[str, float]) -> tuple[ChatOptions, str | None]:
+        """The same with what the user left open, as the model's makers `named` it or else the command's own; and a line
+        that says so."""
+        taken: dict[str, Any] = {name: value for name, value in named.items() if getattr(self, name) is None}
+        line: str | None = None
+        own: dict[str, Any] = {"temperature": CHAT_TEMPERATURE} if self.temperature is None else {}
+        if taken:
+            words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in taken.items())
+            line = f"sampling as the model's generation_config.json has it: {words}"
+            line += "" if "temperature" in taken or not own else f"; it leaves temperature open: {CHAT_TEMPERATURE}"
+        elif own:
+            line = f"sampling at temperature {CHAT_TEMPERATURE}: the model's files name no defaults"
+        return replace(self, **{**own, **taken}), line
 
 
 @dataclass(frozen=True, kw_only=True)

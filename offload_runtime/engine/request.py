@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, re
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Tally
+from offload_runtime.weights import Fields, sampling_defaults
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -168,12 +169,18 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 @dataclass(frozen=True)
 class PromptRoom:
     """What prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that are
-    reserved, and whether messages may spell control tokens."""
+    reserved, whether messages may spell control tokens, and what the model's `generation_config.json` says."""
 
     tokenizer: Any
     config: ModelConfig
     context_tokens: int
     allow_special_tokens: bool = False
+    generation: Fields = field(default_factory=lambda: Fields("", {}))
+
+    @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """As of `Runtime`."""
+        return sampling_defaults(self.generation)
 
     def check(self, params: GenerationParams) -> None:
         """Raise `OptionError` for a logit bias of a token that the model does not have."""

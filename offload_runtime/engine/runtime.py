@@ -67,7 +67,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens
-        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed)
+        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed, parts.generation)
         self.parts = parts  # what generations work with; gone once the runtime is closed
         # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
         # allocator capped. Alive until it is closed.
@@ -290,6 +290,16 @@ class Runtime(AbstractContextManager["Runtime"]):
         hooks = Hooks(on_prefill, on_progress, should_stop)
         with self._locked():
             return self._begin(list(zip(tokens, asked, strict=True)), speculate=speculate, hooks=hooks).finish()
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How the model's makers want tokens to be sampled: the fields of `SamplingParams` that its
+        `generation_config.json` names, `temperature` 0 where it switches sampling off; none for GGUF files.
+
+        `generate` and its like are greedy unless told otherwise, whatever this says; `chat` goes by it. A value that
+        makes no sense is left out, with a warning.
+        """
+        return self._room.sampling_defaults
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.

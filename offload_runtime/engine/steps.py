@@ -32,6 +32,7 @@ from offload_runtime.speculation import (
     size_within,
 )
 from offload_runtime.trace import TraceRecorder
+from offload_runtime.weights import Fields
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
@@ -122,6 +123,7 @@ class RuntimeParts:
         draft: The same of a draft model; None without one.
         tokenizer: The target's.
         eos_token_ids: Tokens that end an answer.
+        generation: What the model's `generation_config.json` says.
         proposer: Guesses, for as many sequences as were planned for.
         sampling: How each slot's tokens are chosen.
         budgets: Ledgers of the cards.
@@ -141,6 +143,7 @@ class RuntimeParts:
     draft: LoadedModel | None
     tokenizer: Any
     eos_token_ids: frozenset[int]
+    generation: Fields
     proposer: Proposer
     sampling: SlotSampling
     budgets: tuple[DeviceBudget, ...]
