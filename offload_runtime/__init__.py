@@ -19,13 +19,15 @@ if TYPE_CHECKING:
         SchedulerCounters,
         Ticket,
         TokenEvent,
+        TokenLogprobs,
         TokenStream,
     )
 
 __version__ = "0.1.0"
 __all__ = [
     "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult", "GenerationStats", "Reply",
-    "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent", "TokenStream", "__version__",
+    "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent", "TokenLogprobs",
+    "TokenStream", "__version__",
 ]  # fmt: skip
 
 

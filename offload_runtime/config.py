@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from offload_runtime.errors import OptionError, StorageError
 
@@ -187,6 +187,10 @@ def is_of_type(value: Any, hint: Any) -> bool:
     parts = get_args(hint)
     if isinstance(hint, UnionType):
         return any(is_of_type(value, one) for one in parts)
+    if get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping):
+            return False
+        return all(is_of_type(key, parts[0]) and is_of_type(item, parts[1]) for key, item in value.items())
     if parts:
         listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return listed and all(is_of_type(item, parts[0]) for item in value)
@@ -307,13 +311,28 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), layer_windows=windows, layer_rope=rope)
 
 
+# Tokens of a request whose logits may be moved by a bias.
+MOST_BIASED = 1024
+# Alternatives to a token whose probabilities are told, as of OpenAI's interface.
+MOST_LOGPROBS = 20
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen from logits: a pure function of (logits, seed, noise_id, position).
+    """How a token is chosen from logits: a pure function of (logits, the sequence's own tokens, seed, noise_id,
+    position).
+
+    What is done to logits, in vLLM's order: `logit_bias` is added to the tokens that it names (-100 bans one, 100 wants
+    no other). `repetition_penalty` divides positive logits of tokens that occur in prompt or answer, and multiplies
+    negative ones (CTRL, arXiv 1909.05858, section 4.1; 1 is off). `frequency_penalty` is subtracted from a token's
+    logit as often as it occurs in the answer so far, `presence_penalty` once if it occurs there at all (0 is off). Then
+    comes the temperature, then the filters.
 
     `temperature` 0 is greedy, whatever the filters: they never exclude the most likely token. `top_k` 0, `top_p` 1 and
     `min_p` 0 switch the filters off; they apply in this order after the temperature, as in transformers. Requests with
     the same seed and different `noise_id`s draw independent noise.
+
+    `logit_bias` may be given as a mapping, and is a tuple of (token id, bias) in ascending order then.
     """
 
     temperature: float = 0.0
@@ -322,9 +341,14 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     noise_id: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         require_types(self)
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         temperature = self.temperature
         require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
         require(not 0 < temperature < 1e-3, f"temperature {temperature} is too small to divide by: use 0 for greedy")
@@ -333,6 +357,11 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
         require(0 <= self.seed < 1 << 64, f"seed must be in [0, 2**64), not {self.seed}")
         require(0 <= self.noise_id < 1 << 32, f"noise_id must be in [0, 2**32), not {self.noise_id}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            require(-2 <= penalty <= 2, f"{name} must be in [-2, 2], not {penalty}")
+        penalty = self.repetition_penalty
+        require(0.1 <= penalty <= 10, f"repetition_penalty must be in [0.1, 10] (1 is off), not {penalty}")
 
     @property
     def greedy(self) -> bool:
@@ -344,10 +373,42 @@ class SamplingParams:
         """Whether any of top-k, top-p, min-p restricts the allowed tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens before them."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
     @cached_property
     def without_noise(self) -> SamplingParams:
         """What two requests share that choose alike: everything but the noise."""
         return replace(self, seed=0, noise_id=0)
+
+    @cached_property
+    def filters_alone(self) -> SamplingParams:
+        """What two requests share whose filters exclude the same tokens of the same logits."""
+        if not self.filtered:
+            return SamplingParams()
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def _bias_pairs(given: Mapping[int, float] | Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    """A logit bias as it is kept. Raises `OptionError`."""
+    pairs = list(given.items() if isinstance(given, Mapping) else given)
+    for pair in pairs:
+        fine = len(pair) == 2 and isinstance(pair[0], Integral)
+        require(fine, f"logit_bias is of token ids, each with its bias, not {reprlib.repr(pair)}")
+        token, bias = pair
+        require(0 <= token < 1 << 31, f"logit_bias of token {token}: a token id is at least 0")
+        require(-100 <= bias <= 100, f"logit_bias of token {token} must be in [-100, 100], not {bias}")
+    biases = {int(token): float(bias) for token, bias in pairs}
+    require(len(biases) == len(pairs), "logit_bias names a token twice: give each its one bias")
+    require(len(biases) <= MOST_BIASED, f"logit_bias names {len(biases)} tokens: {MOST_BIASED} at most")
+    return tuple(sorted(biases.items()))
 
 
 @dataclass(frozen=True)
@@ -355,7 +416,9 @@ class GenerationParams:
     """What one answer is asked for, in the words of `Runtime.stream`.
 
     `stop` may be given as a string or any sequence of them, and is a tuple then. `gamma` tokens are proposed in a row
-    and `tree_nodes` in all, which 0 limits to chains; what is None is chosen.
+    and `tree_nodes` in all, which 0 limits to chains; what is None is chosen. With `logprobs`, the log-probability of
+    every token is told, and so many of the likeliest ones (0 to 20) beside it: of the model's own distribution, before
+    bias, penalties, temperature and filters.
     """
 
     max_new_tokens: int = 256
@@ -364,6 +427,7 @@ class GenerationParams:
     ignore_eos: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tree_nodes: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -373,6 +437,8 @@ class GenerationParams:
         require_positive("gamma", self.gamma)
         require_positive("tree_nodes", self.tree_nodes, least=0)
         require(all(self.stop), "an empty stop string would end every answer at once")
+        fine = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
+        require(fine, f"logprobs must be in [0, {MOST_LOGPROBS}], not {self.logprobs}")
 
 
 OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationParams])

@@ -3,26 +3,29 @@
     token = argmax over allowed v of  logits[v] / T + gumbel(seed, noise_id, position, v)          (T = 0: plain argmax)
 
 The noise and the argmax live in `offload_runtime_kernels.gumbel_argmax`. What they depend on besides the logits belongs
-to the request that holds a row's slot: `SlotSampling`. Here are the filters that say which tokens are
-allowed: top-k, then top-p, then min-p, after the temperature, in transformers' order. Floating sums depend on their
-order and therefore on the device, so the filters weigh tokens by integers: floor(exp(scaled - max) * 2^40), with an
-exponential of IEEE-exact operations and sums in int64. The CPU and the GPU then allow the same tokens, always.
+to the request that holds a row's slot: `SlotSampling`. Logit bias and penalties come first (`penalties.py`). Here are
+the filters that say which tokens are allowed: top-k, then top-p, then min-p, after the temperature, in transformers'
+order. Floating sums depend on their order and therefore on the device, so the filters weigh tokens by integers:
+floor(exp(scaled - max) * 2^40), with an exponential of IEEE-exact operations and sums in int64. The CPU and the GPU
+then allow the same tokens, always.
 
-Everything here is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so
-that a draft step can be captured in a CUDA graph.
+All of this is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so that
+a draft step can be captured in a CUDA graph. Only log-probabilities, where they are asked for, are waited for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from offload_runtime_kernels import gumbel_argmax as noise_ops
 from torch import Tensor
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.memory import overwrite
+from offload_runtime.memory import overwrite, upload
+from offload_runtime.penalties import LogitAdjustments
 
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.
 _WEIGHT_BITS = 40
@@ -106,22 +109,73 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     return allowed
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model took a token to be: of its own distribution, the logits as they are, in fp32. Bias,
+    penalties, temperature and filters, which decide the token, do not count.
+
+    Attributes:
+        token: Its id.
+        logprob: Natural logarithm of its probability.
+        top: Ids of the likeliest tokens with the same of each, the likeliest first and of equal logits the lowest id.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    def first(self, count: int) -> TokenLogprobs:
+        """The same with only the first of the likeliest."""
+        return replace(self, top=self.top[:count])
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Of each row of logits [R, V] the log-probabilities of its token and of the `count` likeliest. Waits for the
+    device."""
+    last, found = logits.shape[1] - 1, list[TokenLogprobs]()
+    count = min(count, last + 1)
+    for at in range(0, len(tokens), MOST_FILTERED_ROWS):
+        rows = slice(at, at + MOST_FILTERED_ROWS)
+        part = logits[rows].float() + 0.0  # of two zeros one
+        # One integer says logit and id, so that no device has a choice among equals: floats in order as integers are.
+        order = part.view(torch.int32)
+        order = torch.where(order < 0, order ^ 0x7FFFFFFF, order).long().bitwise_left_shift_(32)
+        order += torch.arange(last, -1, -1, device=part.device)
+        ids = last - (order.topk(count, dim=1).values & 0xFFFFFFFF)  # [R, count]
+        del order
+        chosen = upload(torch.tensor(tokens[rows], dtype=torch.int32), part.device)
+        ids = torch.cat((chosen[:, None].long(), ids), dim=1)
+        logprobs = part.log_softmax(dim=1).gather(1, ids)
+        for (token, *others), (logprob, *its) in zip(ids.tolist(), logprobs.tolist(), strict=True):
+            found.append(TokenLogprobs(token, logprob, tuple(zip(others, its, strict=True))))
+    return found
+
+
 class SlotSampling:
     """How the tokens of every slot are chosen: a slot is a batch row of the caches, held by one request at a time.
 
-    Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it; only
-    `filters` decides which kernels run.
+    Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it, and so does
+    a logit bias; only `graph_key` decides which kernels run.
+
+    Penalties need the tokens of a row's own path, which the target alone is given (`sample`): drafts and the retrieval
+    verifier go without, which costs acceptance and changes no token.
 
     Args:
         num_slots: How many there are; each is greedy until it is assigned.
         device: Where the logits are.
+
+    Attributes:
+        keys: [S, 4] int32, device: see `noise_keys`.
+        filters: The different filters among the slots, each with its temperature; empty where none excludes a token.
+        adjustments: Bias and penalties.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.keys = noise_ops.noise_keys([(0.0, 0, 0)] * num_slots).to(device)  # [S, 4] int32
+        self.keys = noise_ops.noise_keys([(0.0, 0, 0)] * num_slots).to(device)
         self._kind = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S]: index into `filters`
         self._kinds: dict[int, SamplingParams] = {}  # of the slots that are held, how they filter
         self.filters: tuple[SamplingParams, ...] = ()
+        self.adjustments = LogitAdjustments(num_slots, device)
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SlotSampling:
@@ -134,19 +188,21 @@ class SlotSampling:
     def assign(self, slot: int, params: SamplingParams) -> None:
         """From here on a slot chooses its tokens this way; the others go on as before. Enqueued on the current stream.
 
-        `filters` then holds the different filters of the slots that are held, each with its temperature: what a
-        captured graph depends on. It is empty where no token is ever excluded.
+        `filters` then holds the different filters of the slots that are held, each with its temperature. It is empty
+        where no token is ever excluded.
         """
         assert slot < len(self.keys), f"slot {slot} of {len(self.keys)}"
         keys = noise_ops.noise_keys([(params.temperature, params.seed, params.noise_id)])
         overwrite(self.keys[slot : slot + 1], keys)
-        self._kinds[slot] = params.without_noise if params.filtered else SamplingParams()
+        self._kinds[slot] = params.filters_alone
         self._number_filters()
+        self.adjustments.assign(slot, params)
 
     def release(self, slot: int) -> None:
         """Nobody holds a slot any more, if anybody did: its filters are not run for the others."""
         if self._kinds.pop(slot, None) is not None:
             self._number_filters()
+            self.adjustments.release(slot)
 
     def _number_filters(self) -> None:
         """Tell the device which of the filters is whose, where there are several."""
@@ -155,6 +211,16 @@ class SlotSampling:
         if len(self.filters) > 1:
             numbers = [self.filters.index(kinds[slot]) if slot in kinds else 0 for slot in range(len(self._kind))]
             overwrite(self._kind, torch.tensor(numbers, dtype=torch.int32))
+
+    @property
+    def graph_key(self) -> Hashable:
+        """What a captured graph of a step that samples depends on."""
+        return self.filters, self.adjustments.biased
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but temperature and noise stands between logits and tokens, of all slots."""
+        return not (self.filters or self.adjustments.biased or self.adjustments.penalised)
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
@@ -169,23 +235,35 @@ class SlotSampling:
         return allowed
 
 
-def sample(logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor, paths: Tensor | None = None
+) -> Tensor:
     """Choose one token a row.
 
     logits: [R, V] bf16, fp16 or fp32, contiguous rows. positions: [R] int32/int64, the absolute position of the token
-    being chosen (not of the token that was fed). slots: [R] int32/int64, whose request the row is of. One device.
+    being chosen (not of the token that was fed). slots: [R] int32/int64, whose request the row is of. paths: [R, A]
+    int32, tokens between those of the sequence that `sampling.adjustments` has seen and the one being chosen, -1 where
+    there are fewer; None leaves penalties out. One device.
     Returns [R] int64: the tokens, lowest index first among equals; -1 for a row with NaN or without any token above
     -inf, from which the caller raises `NumericalError` when it reads the tokens anyway.
     """
-    if sampling.filters and len(logits) > MOST_FILTERED_ROWS:
-        parts = zip(*(tensor.split(MOST_FILTERED_ROWS) for tensor in (logits, positions, slots)), strict=True)
-        return torch.cat([sample(rows, sampling, *whose) for rows, *whose in parts])
-    return noise_ops.gumbel_argmax(sampling.allowed(logits, slots), positions, slots, sampling.keys)
+    count = len(logits)
+    if count > MOST_FILTERED_ROWS and not sampling.is_plain:
+        parts = [slice(at, at + MOST_FILTERED_ROWS) for at in range(0, count, MOST_FILTERED_ROWS)]
+        return torch.cat([
+            sample(logits[part], sampling, positions[part], slots[part], None if paths is None else paths[part])
+            for part in parts
+        ])  # fmt: skip
+    if not sampling.is_plain:
+        logits = sampling.allowed(sampling.adjustments.apply(logits, slots, paths), slots)
+    return noise_ops.gumbel_argmax(logits, positions, slots, sampling.keys)
 
 
 def perturbed_logits(logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor) -> Tensor:
-    """Allowed logits / T + gumbel, of which `sample` takes the argmax and a tree its top-k children.
+    """Allowed logits / T + gumbel, of which `sample` without paths takes the argmax and a tree its top-k children.
 
     Arguments as `sample`. Returns [R, V] fp32, -inf where not allowed; the logits themselves at temperature 0.
     """
-    return noise_ops.gumbel_perturb(sampling.allowed(logits, slots), positions, slots, sampling.keys)
+    if not sampling.is_plain:
+        logits = sampling.allowed(sampling.adjustments.apply(logits, slots), slots)
+    return noise_ops.gumbel_perturb(logits, positions, slots, sampling.keys)

@@ -205,6 +205,32 @@ MUTATIONS = (
         ("tests/test_sampling.py::test_top_p_stops_exactly_where_its_share_is_reached",),
     ),
     Mutation(
+        "penalties: a row does not count the tokens of its own path",
+        "offload_runtime/model/rows.py",
+        "found[at + above - 1] = window.tokens[t]",
+        "found[at + above - 1] = -1",
+        (
+            "tests/test_penalties.py::test_each_row_has_the_penalties_of_its_own_path",
+            "tests/test_penalties.py::test_deep_windows_and_trees_count_the_tokens_of_their_own_paths[some]",
+        ),
+        ("tests/test_penalties.py::test_tokens_are_those_of_transformers_processors",),
+    ),
+    Mutation(
+        "penalties: what a pass brought is not counted by the next",
+        "offload_runtime/penalties.py",
+        "self._new_tokens[slot] += tokens[self._num_seen[slot] :]",
+        "self._new_tokens[slot] += tokens[self._num_seen[slot] + 1 :]",
+        ("tests/test_penalties.py::test_tokens_are_those_of_transformers_processors",),
+    ),
+    Mutation(
+        "log-probabilities: those of the row before an accepted proposal's",
+        _STEP,
+        "rows += [first, *(first + 1 + node for node in result.path)]",
+        "rows += [first, *(first + node for node in result.path)]",
+        ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[ngram]",),
+        ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[none]",),
+    ),
+    Mutation(
         "speculation: a proposal is held against the sample of the next place",
         _STEP,
         "if parent == last and token == samples[last + 1]:",

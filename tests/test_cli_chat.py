@@ -46,6 +46,36 @@ def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
     assert "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · context 8 of 100\n" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("named", "given", "sampling", "line"),
+    [
+        ({}, [], SamplingParams(0.7), "sampling at temperature 0.7: the model's files name no defaults"),
+        ({}, ["--temperature", "0"], SamplingParams(), None),
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, ["--top-k", "5"],
+            SamplingParams(0.6, top_k=5, top_p=0.95),
+            "sampling as the model's generation_config.json has it: temperature 0.6, top-p 0.95",
+        ),
+        (
+            {"temperature": 0.0}, [], SamplingParams(),
+            "sampling as the model's generation_config.json has it: temperature 0",
+        ),
+        (
+            {"repetition_penalty": 1.1}, [], SamplingParams(0.7, repetition_penalty=1.1),
+            "sampling as the model's generation_config.json has it: repetition-penalty 1.1; it leaves temperature "
+            "open: 0.7",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_left_open_is_as_the_models_makers_have_it(
+    runtime: FakeRuntime, named: dict[str, float], given: list[str], sampling: SamplingParams, line: str | None
+) -> None:
+    runtime.sampling_defaults = named
+    result = chat(runtime, *given, turns="one\n")
+    assert runtime.requests[0][1].sampling == sampling
+    assert [said for said in result.stderr.splitlines() if said.startswith("sampling")] == ([line] if line else [])
+
+
 def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> None:
     runtime.context_tokens = 3
     result = chat(runtime, "--json", turns="one\n/stats\nfar too many words\n/nonsense\ntwo\n")

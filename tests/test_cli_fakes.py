@@ -129,6 +129,7 @@ class FakeRuntime:
         self.emulated: str | None = None
         self.stats = make_stats()
         self.context_tokens = 100
+        self.sampling_defaults: dict[str, float] = {}  # of the model's makers
         self.pieces: Sequence[str] = ("Hel", "lo")
         self.plain_tokens = [1, 2, 3]
         self.speculative_tokens = [1, 2, 3]

@@ -62,6 +62,7 @@ def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
 def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     options = {
         "temperature": "0.5", "top-k": "7", "top-p": "0.9", "min-p": "0.1", "seed": "3", "gamma": "90",
+        "presence-penalty": "0.5", "frequency-penalty": "-1", "repetition-penalty": "1.2",
         "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
@@ -69,10 +70,14 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0", "weights": "stored", "encode": "auto",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
-    result = generate(runtime, *arguments, "--stop", "a b", "--stop", "c", "--ignore-eos", "--prompt", "Hi")
+    arguments += ["--stop", "a b", "--stop", "c", "--logit-bias", "7=-100", "--logit-bias", "5=+2.5"]
+    result = generate(runtime, *arguments, "--ignore-eos", "--prompt", "Hi", "--json", "--logprobs", "3")
     assert result.exit_code == 0, result.stderr
-    sampling = SamplingParams(0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3)
-    params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling)
+    sampling = SamplingParams(
+        0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, presence_penalty=0.5, frequency_penalty=-1.0,
+        repetition_penalty=1.2, logit_bias={5: 2.5, 7: -100.0},
+    )  # fmt: skip
+    params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling, logprobs=3)
     assert (runtime.requests, runtime.speculated) == ([("Hi", params)], [True])
     assert runtime.loads == [
         RuntimeConfig(
@@ -179,8 +184,32 @@ def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
     assert runtime.requests[0][0] == [{"role": "user", "content": "Hi"}]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--presence-penalty", "2.5"], "presence_penalty must be in [-2, 2], not 2.5"),
+        (["--frequency-penalty", "-3"], "frequency_penalty must be in [-2, 2], not -3.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be in [0.1, 10] (1 is off), not 0.0"),
+        (["--logit-bias", "hello=3"], "--logit-bias 'hello=3' is not a bias: write it like 1234=-100"),
+        (["--logit-bias", "5=101"], "logit_bias of token 5 must be in [-100, 100], not 101.0"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "logit_bias names a token twice"),
+        (["--logprobs", "21", "--json"], "logprobs must be in [0, 20], not 21"),
+        (["--logprobs", "3"], "--logprobs 3 does nothing without --json, which prints them: add it, or drop it"),
+    ],
+)
+def test_penalties_and_log_probabilities_that_make_no_sense(
+    runtime: FakeRuntime, options: list[str], words: str
+) -> None:
+    result = generate(runtime, "--prompt", "Hi", *options)
+    (line,) = error_lines(result)
+    assert words in line and result.exit_code == 2 and not runtime.loads
+
+
 def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path) -> None:
     class Room:
+        def check(self, params: GenerationParams) -> None:
+            assert params.max_new_tokens in (7, 9)
+
         def fit_all(self, prompts: object, max_new_tokens: int) -> None:
             seen.append((prompts, max_new_tokens))
 

@@ -112,14 +112,15 @@ def test_files_in_one_batch(target: Path, tmp_path: Path) -> None:
         files += ["--prompt-file", str(path)]
     shared = ["--target", str(target), "--device", "cpu", "--max-new-tokens", "12", "--ignore-eos"]
     # Without a process of its own: one prompt has shown what that takes.
-    done = CliRunner().invoke(app, ["generate", *shared, *files, "--json"])
+    done = CliRunner().invoke(app, ["generate", *shared, *files, "--json", "--logprobs", "2"])
     assert done.exit_code == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     assert [result["name"] for result in results] == files[1::2]
     with Runtime.load(target, device="cpu") as runtime:
         for path, result in zip(files[1::2], results, strict=True):
             alone = runtime.generate(Path(path).read_text(), max_new_tokens=12, ignore_eos=True, temperature=0.0)
-            assert alone.tokens == result["tokens"]
+            assert alone.tokens == result["tokens"] == [one["token"] for one in result["logprobs"]]
+            assert all(one["top"][0] == [one["token"], one["logprob"]] for one in result["logprobs"])
     text = CliRunner().invoke(app, ["generate", *shared, *files]).stdout
     assert text == "".join(f"== {result['name']} ==\n{result['text']}\n" for result in results)
 

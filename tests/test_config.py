@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,31 @@ def test_a_formatted_size_reads_back_within_its_last_digit(size_bytes: int) -> N
     "values",
     [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 1e-5},
      {"temperature": 1.0, "top_k": -1}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 1.1},
-     {"temperature": 1.0, "min_p": -0.1}, {"temperature": 1.0, "min_p": 1.5}, {"seed": -1}, {"seed": 1 << 64}],
-    ids=str,
+     {"temperature": 1.0, "min_p": -0.1}, {"temperature": 1.0, "min_p": 1.5}, {"seed": -1}, {"seed": 1 << 64},
+     {"presence_penalty": 2.1}, {"presence_penalty": float("nan")}, {"frequency_penalty": -2.1},
+     {"repetition_penalty": 0.0}, {"repetition_penalty": 11}, {"repetition_penalty": float("nan")},
+     {"logit_bias": {5: 100.5}}, {"logit_bias": {5: float("nan")}}, {"logit_bias": {-1: 1.0}},
+     {"logit_bias": {1.5: 1.0}}, {"logit_bias": [(1, 2.0), (1, 3.0)]}, {"logit_bias": [(1,)]},
+     {"logit_bias": {"5": 1.0}}, {"logit_bias": 5}, {"logit_bias": dict.fromkeys(range(1025), 1.0)}],
+    ids=lambda values: str(values)[:60],
 )  # fmt: skip
 def test_sampling_that_makes_no_sense(values: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
+    with pytest.raises(OptionError, match="|".join(values)):
         SamplingParams(**values)
+
+
+def test_a_logit_bias_is_kept_in_order() -> None:
+    """So that equal ones are equal, and may be keys."""
+    params = SamplingParams(logit_bias={7: 2, numpy.int64(3): numpy.float32(-100)})
+    assert params.biases == ((3, -100.0), (7, 2.0))
+    assert params == SamplingParams(logit_bias=[(3, -100), (7, 2.0)]) == replace(params)
+    assert hash(params) == hash(replace(params)) and not SamplingParams().biases
+
+
+@pytest.mark.parametrize("logprobs", [-1, 21])
+def test_log_probabilities_of_0_to_20(logprobs: int) -> None:
+    with pytest.raises(OptionError, match=rf"logprobs must be in \[0, 20\], not {logprobs}"):
+        GenerationParams(logprobs=logprobs)
 
 
 def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
@@ -126,6 +146,9 @@ def test_sampling_knows_what_it_is() -> None:
     for filters in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}):
         assert SamplingParams(temperature=1.0, **filters).filtered
         assert SamplingParams(temperature=0.0, **filters).greedy
+    for penalty in ({"presence_penalty": 1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}):
+        assert SamplingParams(**penalty).penalised
+    assert not SamplingParams(0.8, top_k=3, logit_bias={5: 1.0}).penalised
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": set(),
     "hardware": {PROFILES, "memory", KERNELS},  # for whose products the library has the bits
     "copy": {"memory", "trace", KERNELS},
-    "sampling": {"memory", KERNELS},
+    "penalties": {"memory"},
+    "sampling": {"memory", "penalties", KERNELS},
     "weights": {"memory", KERNELS},
     "model": {"kv", "memory", "weights", KERNELS},  # of the caches only what a layer needs of one
     "kv": {"copy", "memory", KERNELS},

@@ -126,11 +126,14 @@ def make_tasks(
             SamplingParams(temperature=0.8, seed=number, noise_id=number),
             SamplingParams(temperature=1.0, seed=2, top_k=40, noise_id=number),
             SamplingParams(temperature=0.7, seed=number, top_p=0.9, min_p=0.02),
-        ][chance.randrange(4)]
+            SamplingParams(presence_penalty=1.5, repetition_penalty=1.2, logit_bias={words[0]: 2.0}),
+            SamplingParams(temperature=0.6, seed=number, frequency_penalty=0.8, top_k=40),
+        ][chance.randrange(6)]
         stop = ("a",) if number % 5 == 4 else ()
         params = GenerationParams(
-            chance.randint(1, longest), stop, sampling=sampling, ignore_eos=number % 3 > 0, **chance.choice(windows)
-        )
+            chance.randint(1, longest), stop, sampling=sampling, ignore_eos=number % 3 > 0,
+            logprobs=chance.choice([None, None, 2]), **chance.choice(windows),
+        )  # fmt: skip
         speculate = number % 7 != 5
         alone = runtime.generate(prompt, params=params, speculate=speculate)
         cut = chance.randint(0, len(alone.tokens) - 1) if chance.random() < 0.2 else None
@@ -145,6 +148,8 @@ def assert_as_alone(task: Task, result: GenerationResult) -> None:
         return
     said = result.tokens, result.text, result.finish_reason
     assert said == (task.alone.tokens, task.alone.text, task.alone.finish_reason)
+    wanted, found = task.params.logprobs, result.logprobs
+    assert found is None if wanted is None else [one.token for one in found or ()] == result.tokens
     assert result.stats.new_tokens == len(result.tokens) and result.stats.prompt_tokens == len(task.prompt)
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
+from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint, sampling_defaults
 from tests.helpers.models import load_plain, rows_of
 
 
@@ -177,6 +177,43 @@ def test_generation_settings_win_over_the_model_config(single):
     assert open_checkpoint(single).generation_eos() == (5,)
     (single / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert open_checkpoint(single).generation_eos() == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, {}),
+        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05},
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05},
+        ),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
+        ({"top_p": 0.9, "max_new_tokens": 5, "penalty_alpha": 0.6}, {"top_p": 0.9}),
+    ],
+)  # fmt: skip
+def test_what_the_models_makers_say_about_sampling(single, settings, named):
+    (single / "generation_config.json").write_text(json.dumps(settings))
+    assert sampling_defaults(open_checkpoint(single).generation_fields) == named
+    (single / "generation_config.json").unlink()
+    assert sampling_defaults(open_checkpoint(single).generation_fields) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "hot"), ("temperature", -1), ("temperature", 1e-9), ("top_p", 1.5), ("top_k", -1), ("top_k", 2.5),
+     ("min_p", [0.1]), ("repetition_penalty", 0), ("do_sample", "yes")],
+)  # fmt: skip
+def test_sampling_of_the_models_makers_that_makes_no_sense_is_left_out(single, caplog, name, value):
+    good = {"top_p": 0.9, "repetition_penalty": 1.1}
+    good.pop(name, None)
+    (single / "generation_config.json").write_text(json.dumps({**good, name: value}))
+    assert sampling_defaults(open_checkpoint(single).generation_fields) == good
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith(f"generation_config.json of {single}") and name.split("_")[0] in message
+    assert message.endswith("; it is ignored")
 
 
 def test_text_is_not_cleaned_up_whatever_the_files_ask_for(copy):

@@ -19,18 +19,27 @@ from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
+    from offload_runtime.engine.request import PromptRoom
 
 
 def chat(options: ChatOptions, *, engine: Any = None) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
-    config, _ = options.config, options.params  # judged before anything is loaded
+    config, params = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
+
+    def check(room: PromptRoom) -> None:
+        room.check(params)
+
+    show_progress = not options.no_progress
     with (
         terminal.only_json(options.as_json) as output,
-        load_runtime(config, engine, explain=options.explain, show_progress=not options.no_progress) as runtime,
+        load_runtime(config, engine, explain=options.explain, show_progress=show_progress, check=check) as runtime,
     ):
+        options, line = options.with_defaults(runtime.sampling_defaults)
+        if line is not None:
+            terminal.status_line(line)
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
         converse = _converse_at_terminal if interactive else _converse_through_pipe
         converse(session)

@@ -44,6 +44,7 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
+        room.check(params)
         return room.fit_all(prompts, params.max_new_tokens)
 
     results: Sequence[GenerationResult]
@@ -270,8 +271,10 @@ def link_figure(stats: GenerationStats) -> str:
 
 
 def answer_record(result: GenerationResult) -> dict[str, Any]:
-    """Return what `--json` prints of one answer."""
-    return {**vars(result), "stats": result.stats.to_dict()}
+    """Return what `--json` prints of one answer: log-probabilities only where they were asked for."""
+    record = {**vars(result), "stats": result.stats.to_dict()}
+    del record["logprobs"]
+    return record if result.logprobs is None else {**record, "logprobs": [vars(one) for one in result.logprobs]}
 
 
 def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -66,6 +66,17 @@ def _unicode(param: typer.CallbackParam, given: Any) -> Any:
     return given
 
 
+def _biases(param: typer.CallbackParam, given: list[str] | None) -> list[tuple[int, float]] | None:
+    """Token ids with their biases."""
+    pairs = []
+    for text in given or ():
+        match = re.fullmatch(r"([0-9]{1,10})=([+-]?[0-9]{1,9}(?:\.[0-9]*)?)", text.strip())
+        require(match is not None, f"{param.opts[0]} {text!r} is not a bias: write it like 1234=-100")
+        assert match is not None
+        pairs.append((int(match[1]), float(match[2])))
+    return pairs or None
+
+
 def _devices(param: typer.CallbackParam, text: str) -> str:
     """Leave names of devices alone that can be some, wherever they are."""
     for name in text.split(","):
@@ -98,6 +109,14 @@ _NO_PROGRESS = _print("--no-progress", help="No progress bars on stderr.")
 _GAMMA = _count(_proposing, "Tokens to propose per pass, in a row; auto chooses who proposes and how much.", least=1)
 _max_new_tokens = partial(_sampling, min=1, metavar="N", help="Longest answer, in tokens.")
 _temperature = partial(_sampling, min=0.0, metavar="T", help="How freely tokens are drawn; 0 is greedy decoding.")
+_top_k = partial(_sampling, min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
+_top_p = partial(_sampling, metavar="P", help="Keep the likeliest tokens that hold P; 1 is off.")
+_min_p = partial(_sampling, metavar="P", help="Drop tokens below P times the likeliest; 0 is off.")
+_repetition_penalty = partial(
+    _sampling, metavar="R", help="Divide positive logits of tokens that prompt or answer have, 0.1 to 10; 1 is off."
+)
+# Of a chat with a model whose makers name none.
+CHAT_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +232,18 @@ class AnswerOptions(LoadOptions):
     gamma: int | None = _GAMMA
     max_new_tokens: int = _max_new_tokens(256)
     temperature: float = _temperature(0.0)
-    top_k: int = _sampling(0, min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.")
-    top_p: float = _sampling(1.0, metavar="P", help="Keep the likeliest tokens that hold P; 1 is off.")
-    min_p: float = _sampling(0.0, metavar="P", help="Drop tokens below P times the likeliest; 0 is off.")
+    top_k: int = _top_k(0)
+    top_p: float = _top_p(1.0)
+    min_p: float = _min_p(0.0)
+    presence_penalty: float = _sampling(0.0, metavar="X", help="Take X from tokens that the answer has, -2 to 2.")
+    frequency_penalty: float = _sampling(0.0, metavar="X", help="Take X for each time that the answer has a token.")
+    repetition_penalty: float = _repetition_penalty(1.0)
+    logit_bias: list[str] | None = _sampling(
+        None, metavar="ID=BIAS", callback=_biases, help="Add -100 to 100 to a token's logit; may be repeated."
+    )
+    logprobs: int | None = _sampling(
+        None, metavar="N", help="With --json tell every token's log-probability, and the N likeliest, up to 20."
+    )
     seed: int = _SEED
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
@@ -235,8 +263,13 @@ class AnswerOptions(LoadOptions):
     @cached_property
     def params(self) -> GenerationParams:
         """What one answer is asked for; raises `OptionError` for values that make no sense."""
-        sampling = SamplingParams(**_by_name(self, SamplingParams))
-        return GenerationParams(self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, sampling)
+        sampling = {name: value for name, value in _by_name(self, SamplingParams).items() if value is not None}
+        fine = self.logprobs is None or self.as_json
+        require(fine, f"--logprobs {self.logprobs} does nothing without --json, which prints them: add it, or drop it")
+        return GenerationParams(
+            self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, SamplingParams(**sampling),
+            logprobs=self.logprobs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +293,33 @@ class GenerateOptions(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(AnswerOptions):
-    """What `chat` takes: longer answers, less alike."""
+    """What `chat` takes: longer answers, sampled as the model's makers want it where the user names nothing else."""
 
     max_new_tokens: int = _max_new_tokens(1024)
-    temperature: float = _temperature(0.7)
+    temperature: float = _temperature(
+        None,
+        help="How freely tokens are drawn; 0 is greedy decoding. By itself this, K, both P and the repetition penalty "
+        f"are those of the model's generation_config.json, else {CHAT_TEMPERATURE} and none.",
+    )
+    top_k: int = _top_k(None)
+    top_p: float = _top_p(None)
+    min_p: float = _min_p(None)
+    repetition_penalty: float = _repetition_penalty(None)
     system: str | None = _text(help="What the model is told before the first turn.")
+
+    def with_defaults(self, named: Mapping[str, float]) -> tuple[ChatOptions, str | None]:
+        """The same with what the user left open, as the model's makers `named` it or else the command's own; and a line
+        that says so."""
+        taken: dict[str, Any] = {name: value for name, value in named.items() if getattr(self, name) is None}
+        line: str | None = None
+        own: dict[str, Any] = {"temperature": CHAT_TEMPERATURE} if self.temperature is None else {}
+        if taken:
+            words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in taken.items())
+            line = f"sampling as the model's generation_config.json has it: {words}"
+            line += "" if "temperature" in taken or not own else f"; it leaves temperature open: {CHAT_TEMPERATURE}"
+        elif own:
+            line = f"sampling at temperature {CHAT_TEMPERATURE}: the model's files name no defaults"
+        return replace(self, **{**own, **taken}), line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,4 +5,5 @@ from offload_runtime.engine.generate import TokenStream
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.scheduler import EndEvent, ErrorEvent, Scheduler, SchedulerCounters, Ticket, TokenEvent
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.weights import fetch_demo_model

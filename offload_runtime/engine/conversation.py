@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,12 @@ class Conversation:
         self, text: str, *, max_new_tokens: int = 1024, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, params: GenerationParams | None = None,
+        tree_nodes: int | None = None, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
+        params: GenerationParams | None = None,
     ) -> Reply:  # fmt: skip
-        """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does.
+        """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does, and earlier
+        turns count as prompt for penalties.
 
         The message joins the conversation when its first piece is asked for; an interrupted answer stays as far as
         it got.
@@ -49,8 +52,11 @@ class Conversation:
         if room < 1:
             full = f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}"
             raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params, max_new_tokens=1024)
         asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
 

@@ -29,6 +29,7 @@ from offload_runtime.errors import (
     OptionError,
 )
 from offload_runtime.memory import current_device
+from offload_runtime.sampling import TokenLogprobs, token_logprobs
 from offload_runtime.speculation import OnLogits, draft_ahead, first_token, still_computing
 
 OnProgress = Callable[[int, int], None]
@@ -69,12 +70,14 @@ class Piece:
         token: The token.
         text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
         source: Who proposed it: `ngram`, `draft` or `retrieval`; `target` where it is the target's own.
+        logprobs: Its log-probability and the likeliest tokens', where they are wanted.
     """
 
     request: Request
     token: int
     text: str
     source: str
+    logprobs: TokenLogprobs | None = None
 
 
 class Generation:
@@ -142,7 +145,7 @@ class Generation:
             return True
         ended_s = self._meter.lap()
         for request, result in zip(running, results, strict=True):
-            yield from self._push(request, result.tokens, [*result.accepted_sources, TARGET], ended_s)
+            yield from self._push(request, result.tokens, [*result.accepted_sources, TARGET], ended_s, result.logprobs)
         return True
 
     @property
@@ -196,15 +199,15 @@ class Generation:
         request.slot, self.running[slot] = slot, request
         try:
             with self.working():
-                token = self._prefill(request)
+                token, logprobs = self._prefill(request)
         except (ContextLengthError, NumericalError, BudgetError) as error:
             self._fail(request, error)
             return
         self._meter.begin(request)
-        yield from self._push(request, [token], [TARGET], request.first_token_s)
+        yield from self._push(request, [token], [TARGET], request.first_token_s, logprobs)
 
-    def _prefill(self, request: Request) -> int:
-        """Read a prompt; the first token behind it."""
+    def _prefill(self, request: Request) -> tuple[int, Sequence[TokenLogprobs]]:
+        """Read a prompt; the first token behind it, with its log-probabilities if they are wanted."""
         target, slot, recorder = self._parts.target.runner, request.slot, self._parts.recorder
         proposer, sampling = self._steps.proposer(request), self._parts.sampling
         sampling.assign(slot, request.params.sampling)
@@ -214,11 +217,13 @@ class Generation:
             with recorder.span("prepare", host=True, tokens=[len(request.sequence)]) if recorder else nullcontext():
                 proposer.prepare(slot, request.sequence)
             draft_ahead(proposer, still_computing(logits), recorder)
-        token = first_token(target, sampling, slot, logits)
+        token = first_token(target, sampling, slot, logits, request.sequence)
+        wanted = request.params.logprobs
+        logprobs = () if wanted is None else token_logprobs(logits, [token], wanted)
         if self._hooks.on_logits is not None:
             self._hooks.on_logits(slot, logits)
         request.first_token_s = time.perf_counter()
-        return token
+        return token, logprobs
 
     def _on_layer(self, request: Request) -> OnProgress | None:
         """Tells how far the prompts that the generation began with have been worked on."""
@@ -229,17 +234,20 @@ class Generation:
         return lambda done, layers: on_prefill(number * layers + done, count * layers)
 
     def _push(
-        self, request: Request, tokens: Sequence[int], sources: Sequence[str], now_s: float
+        self, request: Request, tokens: Sequence[int], sources: Sequence[str], now_s: float,
+        logprobs: Sequence[TokenLogprobs],
     ) -> Iterator[Piece]:  # fmt: skip
-        """Append tokens until the request has finished, by one of them or by who gets the pieces."""
+        """Append tokens, with their log-probabilities if there are any, until one of them or who gets the pieces
+        finishes the request."""
         request.last_token_s = now_s
-        for token, source in zip(tokens, sources, strict=True):
+        for number, (token, source) in enumerate(zip(tokens, sources, strict=True)):
             if request.finish_reason is not None:
                 return
+            request.logprobs += logprobs[number : number + 1]
             text = request.push(token)
             if request.finish_reason is not None:
                 self._end(request)
-            yield Piece(request, token, text, source)
+            yield Piece(request, token, text, source, logprobs[number] if logprobs else None)
 
     def _fail(self, request: Request, error: OffloadError) -> None:
         """End a request by an error that is its own."""
@@ -313,6 +321,11 @@ class TokenStream(Iterator[str]):
         if self._result is None:
             raise OptionError("this answer has not ended: iterate to its end or call close() first")
         return self._result
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of the tokens so far, where they were asked for; some text of them may still be held back."""
+        return self._request.logprobs
 
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""

@@ -260,7 +260,8 @@ def _load(
             on_plan(plan)
         if check is not None:
             model = plan.target
-            check(PromptRoom(tokenizer, model.config, model.context_tokens, config.allow_special_tokens))
+            special, generation = config.allow_special_tokens, target_source.generation_fields
+            check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation))
         planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.on_card(number)
@@ -315,7 +316,8 @@ def _load(
         for share, its_recorder in zip(target.shares, recorders, strict=True):
             share.streamer.recorder = its_recorder
         return RuntimeParts(
-            target, drafter, tokenizer, eos_token_ids, proposer, SlotSampling(batch, device), tuple(budgets), windows,
+            target, drafter, tokenizer, eos_token_ids, target_source.generation_fields, proposer,
+            SlotSampling(batch, device), tuple(budgets), windows,
             controller=Controller(windows.by_mode, known_cost, streamed=target.link_peak_gbps is not None),
             plan=placed, cost=known_cost, placement=describe_placement(target, plan, budgets, emulation),
             emulated=None if emulation is None else emulation.name,

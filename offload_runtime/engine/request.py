@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Choice, Tally
+from offload_runtime.weights import Fields, sampling_defaults
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -166,13 +168,25 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True)
 class PromptRoom:
-    """What prompts have to go with: the model's `tokenizer` and `config`, `context_tokens` that are reserved, and
-    whether messages may spell control tokens."""
+    """What prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that are
+    reserved, whether messages may spell control tokens, and what the model's `generation_config.json` says."""
 
     tokenizer: Any
     config: ModelConfig
     context_tokens: int
     allow_special_tokens: bool = False
+    generation: Fields = field(default_factory=lambda: Fields("", {}))
+
+    @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """As of `Runtime`."""
+        return sampling_defaults(self.generation)
+
+    def check(self, params: GenerationParams) -> None:
+        """Raise `OptionError` for a logit bias of a token that the model does not have."""
+        for token, _ in params.sampling.biases:
+            fine = token < self.config.vocab_size
+            require(fine, f"logit_bias of token {token} is outside the vocabulary of {self.config.vocab_size}")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: of text, token ids or chat messages.
@@ -285,6 +299,7 @@ class Request:
         self.started_s = self.first_token_s = self.last_token_s = 0.0
         self.steps: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
         self.tally = Tally()
+        self.logprobs: list[TokenLogprobs] = []  # of the answer's tokens, where they are wanted
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
         self._eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self._pieces: list[str] = []

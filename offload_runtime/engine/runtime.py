@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens
-        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed)
+        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed, parts.generation)
         self.parts = parts  # what generations work with; gone once the runtime is closed
         # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
         # allocator capped. Alive until it is closed.
@@ -170,7 +170,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
+        tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
+        params: GenerationParams | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -194,6 +196,14 @@ class Runtime(AbstractContextManager["Runtime"]):
             tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
                 `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
             noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).
+            presence_penalty: Subtracted from the logit of every token that the answer has already, -2 to 2; 0 is off.
+            frequency_penalty: The same as often as the answer has it.
+            repetition_penalty: Divides positive logits of tokens that prompt or answer have already, and multiplies
+                negative ones, 0.1 to 10; 1 is off.
+            logit_bias: By token id what is added to its logit, -100 (ban it) to 100; comes before the penalties, and
+                all of them before the temperature (see `SamplingParams`).
+            logprobs: 0 to 20: the result has every token's log-probability by the model's own distribution, before all
+                of these options, and so many of the likeliest tokens beside it (`TokenLogprobs`).
             params: The options in place of those by name.
 
         Returns:
@@ -203,8 +213,12 @@ class Runtime(AbstractContextManager["Runtime"]):
             ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
             OptionError: A value makes no sense.
         """
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
+        asked = params_once(by_name, params)
         tokens = self._room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
@@ -212,15 +226,21 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0, params: GenerationParams | None = None,
+        tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
+        params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
         Raises:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
         """
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed, noise_id)
-        asked = params_once(GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes), params)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
+        asked = params_once(by_name, params)
         return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
     def conversation(self, system: str | None = None) -> Conversation:
@@ -232,7 +252,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
-        tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None,
+        tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None, presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0, repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
         params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
@@ -258,13 +280,26 @@ class Runtime(AbstractContextManager["Runtime"]):
         require_type("prompts", prompts, Sequence[Any])
         fine = 1 <= len(prompts) <= most
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
-        sampling = SamplingParams(temperature, top_k, top_p, min_p, seed)
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes)
+        sampling = SamplingParams(
+            temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
+            logit_bias or (),
+        )  # fmt: skip
+        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_of_each(params_once(by_name, params, kind=Any), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
         with self._locked():
             return self._begin(self._requests(tokens, asked, speculate=speculate), hooks).finish()
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How the model's makers want tokens to be sampled: the fields of `SamplingParams` that its
+        `generation_config.json` names, `temperature` 0 where it switches sampling off; none for GGUF files.
+
+        `generate` and its like are greedy unless told otherwise, whatever this says; `chat` goes by it. A value that
+        makes no sense is left out, with a warning.
+        """
+        return self._room.sampling_defaults
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -344,6 +379,8 @@ class Runtime(AbstractContextManager["Runtime"]):
     ) -> list[Request]:  # fmt: skip
         """Requests for prompts and their options. What the cache holds is kept of a single one."""
         self._require_open()
+        for asked in params:
+            self._room.check(asked)
         alone = len(prompts) == 1
         return [
             Request(
@@ -391,6 +428,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             OptionError, ContextLengthError: As of `stream`.
         """
         self._require_open()
+        self._room.check(params)
         tokens = self._room.fit(prompt, params.max_new_tokens)
         self.parts.windows.settle(params, self.parts.proposer)
         return Request(tokens, params, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)

@@ -21,6 +21,7 @@ from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import BudgetError, OptionError, QueueFullError
+from offload_runtime.sampling import TokenLogprobs
 
 # When to ask again, as long as nothing is known of how fast tokens come.
 _FIRST_RETRY_S = 1.0
@@ -35,11 +36,13 @@ class TokenEvent:
         text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
         source: Who proposed it: `ngram`, `draft` or `retrieval` (the verifier over retrieved chunks); `target` where it
             is the target's own.
+        logprobs: Its log-probability and the likeliest tokens', where they are wanted.
     """
 
     token: int
     text: str
     source: str
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -272,7 +275,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             for piece in generation.step():
                 self._num_tokens += 1
                 self._prompt_tokens += piece.request.prompt_tokens if piece.request.new_tokens == 1 else 0
-                self._tickets[piece.request].tell(TokenEvent(piece.token, piece.text, piece.source))
+                self._tickets[piece.request].tell(TokenEvent(piece.token, piece.text, piece.source, piece.logprobs))
                 self._take_orders(generation)
         except BudgetError as error:  # who waits may need less
             for request in list(generation.running.values()):

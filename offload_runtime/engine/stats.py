@@ -8,6 +8,7 @@ from typing import Any
 
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.steps import RuntimeParts
+from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance
 from offload_runtime.trace import DRAFT, LINK, PASSES, covered_seconds, union_seconds
 
@@ -87,13 +88,15 @@ class GenerationStats:
 class GenerationResult:
     """A finished generation.
 
-    `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`.
+    `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`. `logprobs` are those of
+    the tokens, one after the other; None where they were not asked for.
     """
 
     tokens: list[int]
     text: str
     finish_reason: str
     stats: GenerationStats
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,4 +200,5 @@ class PassMeter:
             accepted_by_source=dict(request.tally.accepted_by_source),
             windows=dict(request.tally.windows.most_common()),
         )
-        return GenerationResult(request.tokens, request.text, request.finish_reason, stats)
+        logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
+        return GenerationResult(request.tokens, request.text, request.finish_reason, stats, logprobs)

@@ -33,6 +33,7 @@ from offload_runtime.speculation import (
     size_within,
 )
 from offload_runtime.trace import TraceRecorder
+from offload_runtime.weights import Fields
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
@@ -123,6 +124,7 @@ class RuntimeParts:
         draft: The same of a draft model; None without one.
         tokenizer: The target's.
         eos_token_ids: Tokens that end an answer.
+        generation: What the model's `generation_config.json` says.
         proposer: Guesses, for as many sequences as were planned for.
         sampling: How each slot's tokens are chosen.
         budgets: Ledgers of the cards.
@@ -142,6 +144,7 @@ class RuntimeParts:
     draft: LoadedModel | None
     tokenizer: Any
     eos_token_ids: frozenset[int]
+    generation: Fields
     proposer: Proposer
     sampling: SlotSampling
     budgets: tuple[DeviceBudget, ...]
@@ -301,6 +304,7 @@ class StepRunner:
         results = run_step(
             parts.target.runner, parts.sampling, parts.proposer, asked, on_logits=self._on_logits,
             recorder=parts.recorder,
+            logprobs={one.slot: one.params.logprobs for one in requests if one.params.logprobs is not None},
         )  # fmt: skip
         # At the end of all answers there is room for the target's own tokens alone.
         proposed = {one for one, request in zip(choices, asked, strict=True) if request.gamma}

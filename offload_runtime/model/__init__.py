@@ -2,4 +2,4 @@
 
 from offload_runtime.model.decoder import Decoder, Weights
 from offload_runtime.model.rope import RopeTable, RowFrequencies
-from offload_runtime.model.rows import PassRows, PassShape, RowBuilder, Window, depths_of
+from offload_runtime.model.rows import PassRows, PassShape, RowBuilder, Window, depths_of, paths_below_roots

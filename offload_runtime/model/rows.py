@@ -51,6 +51,22 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+def paths_below_roots(windows: Sequence[Window]) -> array[int]:
+    """[R, A] int32, flat, A at least 1: of each row of windows the tokens of its path behind the window's first one, as
+    far as itself; -1 behind them."""
+    depth = max(1, *(max(window.depths) for window in windows))
+    found, first = array("i", [-1]) * (depth * sum(len(window.tokens) for window in windows)), 0
+    for window in windows:
+        parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
+        for t, (parent, above) in enumerate(zip(parents, window.depths, strict=True)):
+            if above:
+                at, origin = (first + t) * depth, (first + parent) * depth
+                found[at : at + above - 1] = found[origin : origin + above - 1]
+                found[at + above - 1] = window.tokens[t]
+        first += len(window.tokens)
+    return found
+
+
 class PassShape(NamedTuple):
     """All that the launches of a pass over windows depend on besides device memory.
 

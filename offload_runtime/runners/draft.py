@@ -211,7 +211,7 @@ class DraftModel:
             for number, step in enumerate(steps):
                 choice = None if self.choosing is None else self.choosing.begin_step(first=number == 0)
                 key = step.func.__name__, *step.keywords.values(), self.window.num_rows, reach, choice
-                self.graphs.run((*key, self._sampling.filters), partial(step, reach=reach))
+                self.graphs.run((*key, self._sampling.graph_key), partial(step, reach=reach))
 
     def _step(self, *, first: bool, reach: int) -> None:
         """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.

@@ -315,7 +315,7 @@ class DraftTree:
         return unpack(self._inputs, tree_input_sizes(shape))
 
     def _key(self, make: Callable[[PassShape], None], shape: PassShape) -> Hashable:
-        return make.__name__, shape, self._sampling.filters
+        return make.__name__, shape, self._sampling.graph_key
 
     def _run(self, make: Callable[[PassShape], None], shape: PassShape) -> None:
         self.graphs.run(self._key(make, shape), partial(make, shape))

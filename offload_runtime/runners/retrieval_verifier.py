@@ -95,7 +95,7 @@ class RetrievalVerifier:
         """
         recorder = self.recorder
         with recorder.span("verifier step", proposals=len(tree), refresh=refresh) if recorder else nullcontext():
-            key = tree, self.cache.begin_step(first=refresh), self._sampling.filters
+            key = tree, self.cache.begin_step(first=refresh), self._sampling.graph_key
             self.graphs.run(key, partial(self._step, tree))
 
     def _step(self, tree: GuessTree) -> None:

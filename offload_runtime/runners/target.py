@@ -34,7 +34,16 @@ from offload_runtime.memory import (
     unpack,
     upload,
 )
-from offload_runtime.model import Decoder, PassRows, PassShape, RowBuilder, RowFrequencies, Weights, Window
+from offload_runtime.model import (
+    Decoder,
+    PassRows,
+    PassShape,
+    RowBuilder,
+    RowFrequencies,
+    Weights,
+    Window,
+    paths_below_roots,
+)
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import COMPUTE, TraceRecorder
@@ -182,10 +191,11 @@ class ModelRunner:
         Arguments and errors as of `verify`, and:
 
         Args:
-            sampling: How the tokens of every sequence are chosen. Where no token is ever excluded they are part of a
-                captured pass; filters are few kernels of many kinds, each of which would need graphs of its own.
+            sampling: How the tokens of every sequence are chosen; where there are penalties it has seen all tokens up
+                to the first of each window. Where only temperature and noise count they are part of a captured pass;
+                filters and penalties are kernels of many kinds, each of which would need graphs of its own.
         """
-        if self.captured is not None and not sampling.filters:
+        if self.captured is not None and sampling.is_plain:
             lengths, committed = self._begin(windows, sequences)
             decision = self.captured.run(windows, committed, sequences, sampling, self.recorder)
             if decision is not None:
@@ -234,13 +244,17 @@ def decided(
 ) -> Decision:  # fmt: skip
     """The token behind each row of logits [N, V] of windows behind so many committed tokens.
 
-    A row's noise is that of the position behind it, so siblings share it.
+    A row's noise is that of the position behind it, so siblings share it, and its penalties count the tokens of its own
+    path. Of these `sampling` has seen all up to the first of each window, behind which the others are.
     """
     positions = [start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]
     owners = [sequence for window, sequence in zip(windows, sequences, strict=True) for _ in window.tokens]
-    rows = unpack(upload(pack([positions, owners]), logits.device), [len(positions), len(owners)])
+    below = paths_below_roots(windows) if sampling.adjustments.penalised else None
+    parts = [positions, owners, *([] if below is None else [below])]
+    rows = unpack(upload(pack(parts), logits.device), [len(part) for part in parts])
+    paths = None if below is None else rows[2].view(len(positions), -1)
     firsts = [0, *accumulate(len(window.tokens) for window in windows[:-1])]
-    return Decision(logits, firsts, sample(logits, sampling, *rows).tolist)
+    return Decision(logits, firsts, sample(logits, sampling, rows[0], rows[1], paths).tolist)
 
 
 def _present(logits: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:
@@ -287,7 +301,7 @@ class CapturedPasses:
         Args:
             windows: As of `ModelRunner.verify`, and `sequences`.
             committed: Of each of the sequences.
-            sampling: As of `ModelRunner.decide`; without filters. None: no tokens are asked for.
+            sampling: As of `ModelRunner.decide`; a plain one. None: no tokens are asked for.
             recorder: Of a trace, if there is one.
 
         Returns:
@@ -297,7 +311,7 @@ class CapturedPasses:
         shape = captured_pass_shape(PassShape.of(windows, committed), self._cache.max_tokens_with_draft)
         if shape.num_rows > CAPTURED_ROWS:
             return None
-        assert sampling is None or not sampling.filters
+        assert sampling is None or sampling.is_plain
         parts = shape.lay_out(windows, committed, sequences)
         words = pack_words(parts)
         if self._is_running:  # nobody has asked for its tokens

@@ -23,9 +23,10 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
+from offload_runtime.memory import upload
 from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner, decided
-from offload_runtime.sampling import SlotSampling
+from offload_runtime.runners import Decision, ModelRunner, decided
+from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
 
@@ -150,11 +151,12 @@ def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]])
 @dataclass(frozen=True)
 class StepResult:
     """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed, one
-    for each of the tokens but the last."""
+    for each of the tokens but the last; `logprobs` are the tokens', where they were asked for."""
 
     tokens: list[int]
     proposal: Proposal
     path: tuple[int, ...]
+    logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def accepted_sources(self) -> list[str]:
@@ -243,6 +245,7 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
 def run_step(
     target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
     watch: Watch = still_computing, on_logits: OnLogits | None = None, recorder: TraceRecorder | None = None,
+    logprobs: Mapping[int, int] | None = None,
 ) -> list[StepResult]:  # fmt: skip
     """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
@@ -250,12 +253,13 @@ def run_step(
 
     Args:
         target: Verifies windows.
-        sampling: How it chooses the tokens of every slot.
+        sampling: How it chooses the tokens of every slot; of slots with penalties it knows the prompt (`first_token`).
         proposer: Guesses.
         requests: One for each slot that takes part.
         watch: From the logits of a pass to the question whether it is still running.
         on_logits: Called with each slot and the logits [n, V] that its new tokens were chosen from.
         recorder: Of a trace, if there is one.
+        logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to tell beside each.
 
     Returns:
         For each request at least one new token: those accepted and the target's next one.
@@ -267,6 +271,8 @@ def run_step(
     for request in requests:
         committed = cache.length(request.slot)
         assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
+        if sampling.adjustments.penalised:
+            sampling.adjustments.see(request.slot, request.tokens)
     proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder)
     windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
     slots = [request.slot for request in requests]
@@ -280,6 +286,8 @@ def run_step(
         new_tokens = [samples[first], *(samples[first + 1 + node] for node in path)]
         _require_numbers(new_tokens, len(request.tokens), request.slot)
         results.append(StepResult(new_tokens, proposal, tuple(path)))
+    if logprobs:
+        results = _with_logprobs(decision, slots, results, logprobs)
     for slot, first, result in zip(slots, decision.firsts, results, strict=True):
         rows = [0, *(node + 1 for node in result.path)]
         if on_logits is not None:
@@ -296,16 +304,41 @@ def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: Trace
         recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
 
 
-def first_token(target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor) -> int:
-    """The token that follows a prefill, from the last row's logits [1, V].
+def first_token(
+    target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor, prompt: Sequence[int] | None = None
+) -> int:
+    """The token that follows a prefill, from the last row's logits [1, V]; `prompt` are all tokens before it, for
+    penalties.
 
     Raises:
         NumericalError: They are NaN.
     """
     position = target.cache.length(slot)
+    if sampling.adjustments.penalised:
+        assert prompt is not None, "penalties count from the prompt on"
+        sampling.adjustments.begin(slot, prompt)
     tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
     _require_numbers(tokens, position, slot)
     return tokens[0]
+
+
+def _with_logprobs(
+    decision: Decision, slots: Sequence[int], results: Sequence[StepResult], wanted: Mapping[int, int]
+) -> list[StepResult]:
+    """The same with the log-probabilities of the tokens of those that want them, by the rows that decided them."""
+    rows, tokens = list[int](), list[int]()
+    for slot, first, result in zip(slots, decision.firsts, results, strict=True):
+        if slot in wanted:
+            rows += [first, *(first + 1 + node for node in result.path)]
+            tokens += result.tokens
+    if not rows:
+        return list(results)
+    logits = decision.logits[upload(torch.tensor(rows, dtype=torch.int32), decision.logits.device)]
+    found = iter(token_logprobs(logits, tokens, max(wanted.values())))
+    return [
+        replace(result, logprobs=[next(found).first(wanted[slot]) for _ in result.tokens]) if slot in wanted else result
+        for slot, result in zip(slots, results, strict=True)
+    ]
 
 
 def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:

@@ -4,8 +4,9 @@ How a matrix is stored is known here alone: others see a `Weight`, which multipl
 knows nothing of devices, copies and plans.
 """
 
-from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
+from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, sampling_defaults
 from offload_runtime.weights.encoding import Weight
+from offload_runtime.weights.fields import Fields
 from offload_runtime.weights.hub import fetch_demo_model
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
 from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights

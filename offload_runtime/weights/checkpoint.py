@@ -12,15 +12,15 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import ModelConfig, format_bytes
-from offload_runtime.errors import CheckpointError
+from offload_runtime.config import ModelConfig, SamplingParams, format_bytes
+from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
@@ -75,10 +75,14 @@ class CheckpointSource(DescribedModel):
     tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
 
+    @property
+    def generation_fields(self) -> Fields:
+        """The generation settings; without any where there is no such file."""
+        return Fields(f"generation_config.json of {self.reference}", self.generation or {})
+
     def generation_eos(self) -> tuple[int, ...]:
         """Token ids that end an answer: the generation settings' or else the model configuration's."""
-        generation = Fields(f"generation_config.json of {self.reference}", self.generation or {})
-        return end_ids(generation) or self.model_config.eos_token_ids
+        return end_ids(self.generation_fields) or self.model_config.eos_token_ids
 
     @cached_property
     def hf_config(self) -> Any:
@@ -86,6 +90,28 @@ class CheckpointSource(DescribedModel):
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**self.settings)
+
+
+def sampling_defaults(generation: Fields) -> dict[str, float]:
+    """How a model's makers want tokens to be sampled: the fields of `SamplingParams` that a `generation_config.json`
+    names, greedy where it switches sampling off. What it does not name it leaves open: transformers' own defaults are
+    nobody's wish. A value that makes no sense is left out, with a warning."""
+    named: dict[str, float] = {}
+    readers: dict[str, Callable[[], float]] = {
+        **{name: partial(generation.number, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
+        "top_k": partial(generation.integer, "top_k", at_least=0),
+        "do_sample": lambda: named.get("temperature", 1.0) if generation.flag("do_sample") else 0.0,
+    }
+    for name, read in readers.items():
+        field_name = "temperature" if name == "do_sample" else name
+        try:
+            if name in generation:
+                SamplingParams(**{field_name: (value := read())})  # type: ignore[arg-type]
+                named[field_name] = value
+        except (CheckpointError, OptionError) as error:
+            where = "" if isinstance(error, CheckpointError) else f"{generation.where}: "
+            logging.getLogger(__name__).warning("%s%s; it is ignored", where, error)
+    return named
 
 
 # --- what the readers of both formats share

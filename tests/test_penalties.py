@@ -1,0 +1,347 @@
+"""Bias and penalties: as transformers' processors make them, and plain decoding's tokens whatever proposes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import OptionError
+from offload_runtime.model import Window, paths_below_roots
+from offload_runtime.runners import CapturedPasses, decided
+from offload_runtime.sampling import MOST_FILTERED_ROWS, SlotSampling, perturbed_logits, sample
+from offload_runtime.speculation import first_token
+from offload_runtime.verify.equality import ScriptedProposer, transcribe
+from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401
+from tests.helpers.kv_runners import assemble
+from tests.helpers.models import random_tokens
+from tests.helpers.sampling import noise
+
+COUNT = 20
+# The second repeats itself wherever it can, so that n-grams are often right; the third has filters as well.
+PENALTIES: list[dict[str, Any]] = [
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.4, "logit_bias": {7: -100, 11: 2.5}},
+    {"presence_penalty": -1.5, "frequency_penalty": -1.0},
+    {"frequency_penalty": 1.0, "repetition_penalty": 0.8, "top_p": 0.9},
+]
+TEMPERATURES: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}]
+WAYS = [{**penalties, **temperature} for penalties in PENALTIES for temperature in TEMPERATURES]
+some_ways = pytest.mark.parametrize(
+    "chosen", [pytest.param([0, 3], id="some"), pytest.param(range(len(WAYS)), id="all", marks=pytest.mark.slow)]
+)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[Runtime]:
+    with load(target, draft="none") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Runtime) -> list[list[int]]:
+    """Plain decoding's tokens for each of `WAYS`, which all differ."""
+    tokens = [plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **way).tokens for way in WAYS]
+    assert len({tuple(one) for one in tokens}) == len(WAYS)
+    return tokens
+
+
+def of_transformers(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """Plain decoding with the processors of transformers, in the order of vLLM, and our noise."""
+    tokens = list(prompt)
+    for _ in range(COUNT):
+        ids = torch.tensor([tokens])
+        logits = model(ids).logits[:, -1].float()
+        if params.biases:
+            bias = {(token,): value for token, value in params.biases}
+            logits = SequenceBiasLogitsProcessor(bias)(ids, logits)
+        if params.repetition_penalty != 1:
+            logits = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, logits)
+        for token, times in Counter(tokens[len(prompt) :]).items():
+            logits[0, token] -= params.frequency_penalty * times
+            logits[0, token] -= params.presence_penalty
+        if params.temperature:
+            logits = TemperatureLogitsWarper(params.temperature)(ids, logits)
+            if params.top_p < 1:
+                logits = TopPLogitsWarper(params.top_p)(ids, logits)
+            logits = logits + noise(params.seed, torch.tensor([len(tokens)]), torch.tensor([0]), logits.shape[1])
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def test_tokens_are_those_of_transformers_processors(plain: Runtime, target: Path, expected: list[list[int]]) -> None:
+    model = LlamaForCausalLM.from_pretrained(target)
+    for way, tokens in zip(WAYS, expected, strict=True):
+        assert of_transformers(model, plain.encode(PROMPT), SamplingParams(**way)) == tokens
+
+
+def assert_same(
+    runtime: Runtime, expected: Sequence[Sequence[int]], chosen: Sequence[int], *, count: int = COUNT, **asked: Any
+) -> float:
+    """Compare some of the `WAYS`; returns the most tokens a pass."""
+    per_pass = list[float]()
+    for way in chosen:
+        result = runtime.generate(PROMPT, max_new_tokens=count, ignore_eos=True, **WAYS[way], **asked)
+        assert result.tokens == expected[way][:count]
+        per_pass.append(result.stats.tokens_per_pass)
+    return max(per_pass)
+
+
+@some_ways
+def test_a_draft_changes_no_token(target: Path, draft: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
+    with load(target, resident_layers=1, draft=draft, tree_nodes=24) as runtime:
+        assert assert_same(runtime, expected, chosen, count=13, gamma=5, tree_nodes=0) > 1.2
+        assert assert_same(runtime, expected, chosen, count=13, gamma=5, tree_nodes=24) > 1.2
+
+
+@some_ways
+def test_n_grams_change_no_token(target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
+    with load(target) as runtime:
+        assert assert_same(runtime, expected, [*chosen, 2], gamma=7) > 1.2
+        assert_same(runtime, expected, chosen)
+
+
+@some_ways
+def test_triforce_changes_no_token(target: Path, draft: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
+    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=3)
+    with load(target, draft=draft, speculation=options) as runtime:
+        assert_same(runtime, expected, chosen, count=10 if len(chosen) < len(WAYS) else COUNT, gamma=5)
+
+
+@some_ways
+def test_deep_windows_and_trees_count_the_tokens_of_their_own_paths(
+    plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
+) -> None:
+    """A proposer that is mostly right, with wrong branches in any order: a row that counted another's tokens, or missed
+    its own, would say something else."""
+    prompt = plain.encode(PROMPT)
+    with load(target, tree_nodes=60) as runtime:
+        for way in chosen:
+            params = GenerationParams(
+                COUNT, ignore_eos=True, sampling=SamplingParams(**WAYS[way]), gamma=12, tree_nodes=40
+            )
+            script = ScriptedProposer([*prompt, *expected[way]], 320, accuracy=0.95, seed=3)
+            found = transcribe(runtime, prompt, params, script)
+            assert found.tokens == expected[way] and found.passes < 12
+
+
+def test_answers_of_a_batch_have_their_own(target: Path) -> None:
+    """Unlike options share passes, those without any among them; then the slots are others'."""
+    prompts = [PROMPT, "the lazy dog", [9] * 40, PROMPT]
+    ways = [WAYS[0], {"temperature": 0.9, "top_k": 20}, WAYS[3], {"logit_bias": {0: 5.0, 300: -3.0}}]
+    params = [GenerationParams(15, ignore_eos=True, gamma=4, sampling=SamplingParams(**way)) for way in ways]
+    with load(target, max_batch=4) as runtime:
+        alone = [runtime.generate(prompt, params=one).tokens for prompt, one in zip(prompts, params, strict=True)]
+        for order in ([0, 1, 2, 3], [2, 3, 0, 1]):
+            together = runtime.generate_batch([prompts[i] for i in order], params=[params[i] for i in order])
+            assert [result.tokens for result in together] == [alone[i] for i in order]
+
+
+def test_a_turn_counts_earlier_ones_as_prompt(plain: Runtime) -> None:
+    """Those whose keys and values were kept, as if all of it was read anew."""
+    sampling = SamplingParams(repetition_penalty=1.5, presence_penalty=1.0)
+    params, owner = GenerationParams(8, ignore_eos=True, sampling=sampling), object()
+    turns = [plain.encode(PROMPT)]
+    for _ in range(2):
+        stream = plain.start(turns[-1], params, owner=owner)
+        assert list(stream)
+        turns.append([*turns[-1], *stream.result.tokens, 5, 6, 7])
+    for turn, after in pairwise(turns):
+        assert plain.generate(turn, params=params).tokens == after[len(turn) : -3]
+
+
+def test_a_bias_bans_and_forces(plain: Runtime) -> None:
+    usual = plain.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+    banned = plain.generate(PROMPT, max_new_tokens=8, ignore_eos=True, logit_bias={usual[3]: -100})
+    assert banned.tokens[:3] == usual[:3] and usual[3] not in banned.tokens
+    assert plain.generate(PROMPT, max_new_tokens=4, ignore_eos=True, logit_bias={33: 100}).tokens == [33] * 4
+
+
+def test_a_bias_of_a_token_that_is_none(target: Path, plain: Runtime) -> None:
+    with pytest.raises(OptionError, match="logit_bias of token 320 is outside the vocabulary of 320"):
+        plain.generate(PROMPT, logit_bias={320: 1.0})
+    params = GenerationParams(sampling=SamplingParams(logit_bias={320: 1.0}))
+    with pytest.raises(OptionError, match="outside the vocabulary"):
+        Runtime.load(target, device="cpu", on_progress=refuse_weights, check=lambda room: room.check(params))
+
+
+def test_captured_passes_have_penalties_too() -> None:
+    """Of a slot with penalties, windows that are captured otherwise."""
+    made = assemble("llama-gqa", batch=2)
+    runner, prompts = made.runner, [random_tokens(30, seed=seed) for seed in range(2)]
+    layers = runner.streamer.resident_layers()
+    assert layers is not None
+    params = [SamplingParams(0.8, frequency_penalty=1.5, logit_bias={3: 4.0}), SamplingParams(1.0, seed=3)]
+    windows = [Window((5, 6, 7, 7), (-1, 0, 0, 2)), Window((5, 6, 6))]
+    found = []
+    for captured in (None, CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)):
+        runner.captured, sampling = captured, SlotSampling.of(params, torch.device("cpu"))
+        for slot, prompt in enumerate(prompts):
+            runner.cache.truncate(slot, 0)
+            first_token(runner, sampling, slot, runner.prefill(slot, prompt), prompt)
+            sampling.adjustments.see(slot, [*prompt, 5])
+        found.append([runner.decide(windows, [0, 1], sampling).tokens() for _ in range(2)])
+    assert found[0] == found[1] and found[0][0] == found[0][1]
+    made.close()
+
+
+VOCAB_SIZE = 12
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+PARAMS = st.builds(
+    SamplingParams,
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -1.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=3),
+)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[tuple[SamplingParams, list[int], list[int], Window]]:
+    """Of some slots options, prompt, answer so far, and a window whose first token is the answer's last."""
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        answer = draw(st.lists(TOKENS, min_size=1, max_size=6))
+        tokens = (answer[-1], *draw(st.lists(TOKENS, max_size=6)))
+        chain = draw(st.booleans())
+        parents = None if chain else (-1, *(draw(st.integers(0, node - 1)) for node in range(1, len(tokens))))
+        prompt = draw(st.lists(TOKENS, min_size=1, max_size=8))
+        found.append((draw(PARAMS), prompt, answer, Window(tokens, parents)))
+    return found
+
+
+def by_the_book(
+    row: torch.Tensor, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]
+) -> torch.Tensor:
+    """One row of logits, token by token."""
+    row = row.float().clone()
+    for token, bias in params.biases:
+        row[token] += bias
+    for token in {*prompt, *answer}:
+        divided = row[token] / torch.tensor(params.repetition_penalty)
+        row[token] = divided if row[token] > 0 else row[token] * params.repetition_penalty
+    for token, times in Counter(answer).items():
+        row[token] -= torch.tensor(params.frequency_penalty) * times
+        row[token] -= params.presence_penalty
+    return row
+
+
+@given(sequences(), st.integers(0, 99), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 6))
+def test_each_row_has_the_penalties_of_its_own_path(
+    slots: list[tuple[SamplingParams, list[int], list[int], Window]], seed: int, dtype: torch.dtype, later: int
+) -> None:
+    """Those of a window's rows, of slots with unlike options; to the last bit."""
+    sampling = SlotSampling.of([params for params, *_ in slots], torch.device("cpu"))
+    expected, owners, windows = [], list[int](), [window for *_, window in slots]
+    count = sum(len(window.tokens) for window in windows)
+    logits = (3 * torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    before = logits.clone()
+    for slot, (params, prompt, answer, window) in enumerate(slots):
+        sampling.adjustments.begin(slot, prompt)
+        sampling.adjustments.see(slot, [*prompt, *answer[:later]])  # at once or bit by bit
+        sampling.assign(slot, params)  # as it was, which forgets nothing
+        sampling.adjustments.see(slot, [*prompt, *answer])
+        own = list[list[int]]()
+        for node, token in enumerate(window.tokens):
+            parent = node - 1 if window.parents is None else window.parents[node]
+            own.append([*own[parent], token] if node else [])
+            expected.append(by_the_book(logits[len(expected)], params, prompt, [*answer, *own[-1]]))
+        owners += [slot] * len(window.tokens)
+    scores = torch.stack(expected)
+    tokens = decided(logits, sampling, windows, range(len(slots)), [9] * len(slots)).tokens()
+    assert tokens == scores.argmax(1).tolist()
+    paths = torch.tensor(paths_below_roots(windows)).view(count, -1)
+    adjusted = sampling.adjustments.apply(logits, torch.tensor(owners), paths)
+    assert torch.equal(adjusted.float(), scores) and torch.equal(logits, before)
+
+
+GPU_PARAMS = [
+    SamplingParams(0.8, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3, seed=4),
+    SamplingParams(frequency_penalty=-1.1, logit_bias={5: 3.3, 31_999: -100}),
+    SamplingParams(0.7, top_p=0.9, repetition_penalty=0.7, logit_bias={0: 1.7}),
+    SamplingParams(1.0, seed=2),
+]
+
+
+def played(device: str) -> tuple[torch.Tensor, list[int]]:
+    """Logits as they are sampled from, and the tokens, of four slots in windows that are filtered in two parts."""
+    generator = torch.Generator().manual_seed(8)
+    sampling = SlotSampling.of(GPU_PARAMS, torch.device(device))
+    prompts = torch.randint(500, (4, 200), generator=generator).tolist()
+    windows = [Window(tuple(random_tokens(12, seed=slot)), (-1, *range(5), 0, 6, 7, 8, 2, 10)) for slot in range(4)]
+    logits = (3 * torch.randn(48, 32_000, generator=generator)).bfloat16().to(device)
+    for slot, prompt in enumerate(prompts):
+        sampling.adjustments.begin(slot, prompt)
+        sampling.adjustments.see(slot, [*prompt, *random_tokens(40, seed=slot), windows[slot].tokens[0]])
+    tokens = decided(logits, sampling, windows, range(4), [241] * 4).tokens()
+    owners = torch.arange(4, device=device).repeat_interleave(12)
+    paths = torch.tensor(paths_below_roots(windows), device=device).view(48, -1)
+    return sampling.adjustments.apply(logits, owners, paths).cpu(), tokens
+
+
+@pytest.mark.gpu
+def test_penalties_are_the_same_on_the_cpu_and_the_gpu() -> None:
+    (expected, said), (found, tokens) = played("cpu"), played("cuda")
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) and tokens == said
+
+
+@pytest.mark.gpu
+def test_a_bias_is_part_of_a_cuda_graph() -> None:
+    """As drafts sample; the next request's own is in the tensors that the graph reads."""
+    logits, rows = torch.randn(3, 32_000, device="cuda"), torch.arange(3, device="cuda")
+    slots, sampling = torch.zeros_like(rows), SlotSampling.of(GPU_PARAMS[1:2], torch.device("cuda"))
+    sample(logits, sampling, rows, slots)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample(logits, sampling, rows, slots)
+    for token in (7, 31_000):
+        sampling.assign(0, SamplingParams(logit_bias={token: 100}))
+        graph.replay()
+        assert tokens.tolist() == [token] * 3
+
+
+def test_a_draft_of_fewer_tokens_has_the_bias_of_those_it_has() -> None:
+    sampling = SlotSampling.of(
+        [SamplingParams(logit_bias={2: 1.0, 9: 5.0}, repetition_penalty=2.0)], torch.device("cpu")
+    )
+    scores = perturbed_logits(torch.zeros(1, 4), sampling, torch.tensor([3]), torch.tensor([0]))
+    assert scores.tolist() == [[0.0, 0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("num_rows", [1, MOST_FILTERED_ROWS])
+def test_penalties_take_no_more_memory_than_is_planned_for_a_row(num_rows: int) -> None:
+    """24 bytes a logit, of the rows that are sampled together, and 5 a slot and entry of the vocabulary."""
+    from torch.profiler import ProfilerActivity, profile
+
+    vocab_size, window = 4000, Window(tuple(range(num_rows)))
+    params = SamplingParams(1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3)
+    sampling = SlotSampling.of([params], torch.device("cpu"))
+    sampling.adjustments.begin(0, [1, 2, 3])
+    sampling.adjustments.see(0, [1, 2, 3, 0])
+    logits = torch.randn(num_rows, vocab_size).bfloat16()
+    paths = torch.tensor(paths_below_roots([window])).view(num_rows, -1)
+    owners = torch.zeros(num_rows, dtype=torch.int32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        sampling.adjustments.apply(logits, owners, paths)
+    held = most = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert 0 < most <= (24 * num_rows + 5) * vocab_size
