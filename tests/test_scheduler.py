@@ -200,7 +200,8 @@ def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, 
     prompts = [text[:760], text[100:850]]  # of which much is far away
     asked = GenerationParams(10, gamma=4, ignore_eos=True)
     with loaded(target, **{"draft": draft, **options}, kv="gpu", max_batch=2) as runtime:
-        alone = [runtime.generate(prompt, params=asked) for prompt in prompts]
+        # In the other order, so that what the one leaves behind for the other cannot make them alike.
+        alone = [runtime.generate(prompt, params=asked) for prompt in reversed(prompts)][::-1]
         with runtime.serving(Hooks(on_end=lambda _, result, error: results.append(result))) as generation:
             generation.join(runtime.request([5], replace(asked, max_new_tokens=60), speculate=False))
             for prompt in prompts:
