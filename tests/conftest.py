@@ -202,9 +202,10 @@ def pytest_collection_finish() -> None:
     if not torch.cuda.is_available():
         gc.unfreeze = lambda: None
     if "triton.runtime.interpreter" in sys.modules and not torch.cuda.is_available():
-        from tests.helpers.interpreter import replace_language_once_a_launch
+        from tests.helpers.interpreter import remember_types, replace_language_once_a_launch
 
         replace_language_once_a_launch()
+        remember_types()
 
 
 def pytest_sessionfinish() -> None:
