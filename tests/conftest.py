@@ -144,11 +144,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out `slow` tests unless they are named or `-m` says what to run; those marked `early` come first.
 
     Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
-    as every one of them waits for what others are at.
+    as every one of them waits for what others are at. Tests of kernels are not traced: coverage is of the package,
+    and the interpreter takes 2.6 times as long when it is.
     """
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         assert item.get_closest_marker("gpu") or not item.get_closest_marker("alone"), f"{item.name} needs no GPU"
+        if item.path.parent.name == "kernels":
+            item.add_marker(pytest.mark.no_cover)
         if item.get_closest_marker("few") is not None:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
@@ -199,9 +202,10 @@ def pytest_collection_finish() -> None:
     if not torch.cuda.is_available():
         gc.unfreeze = lambda: None
     if "triton.runtime.interpreter" in sys.modules and not torch.cuda.is_available():
-        from tests.helpers.interpreter import replace_language_once_a_launch
+        from tests.helpers.interpreter import remember_types, replace_language_once_a_launch
 
         replace_language_once_a_launch()
+        remember_types()
 
 
 def pytest_sessionfinish() -> None:

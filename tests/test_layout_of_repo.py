@@ -20,6 +20,8 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
+pytestmark = pytest.mark.no_cover  # sources are read, not run
+
 ROOT = Path(__file__).resolve().parents[1]
 RUNTIME = ROOT / "offload_runtime"
 KERNELS = "offload_runtime_kernels"
