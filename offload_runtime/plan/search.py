@@ -668,8 +668,8 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
     dealt = interleaved(counts)
-    if not _streams(best) and not _streams(beside := partitioner.place(in_blocks(counts))):
-        dealt, best = in_blocks(counts), beside
+    if not _streams(best) and not _streams(blocks := partitioner.place(in_blocks(counts))):
+        dealt, best = in_blocks(counts), blocks
     placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
     return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
 

@@ -10,7 +10,6 @@ lost, one to proposals that are not worth it, one to finding out about others th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -257,6 +256,10 @@ class _Account:
         self.probing = _MOST_CREDIT  # against the best
 
 
+# Ways to choose tokens that are told apart: those who ask a server may send any.
+_MOST_ACCOUNTS = 64
+
+
 class Controller:
     """Chooses for all texts of a runtime, and learns from what is played.
 
@@ -269,8 +272,8 @@ class Controller:
     def __init__(self, modes: Collection[str], cost: Cost | None = None, *, streamed: bool = False) -> None:
         self._cost = cost or (lambda choice, *_: guessed_cost(choice, streamed=streamed))
         self._sure = cost is not None
-        # By how tokens are chosen, but for the noise.
-        self._accounts: defaultdict[SamplingParams, _Account] = defaultdict(lambda: _Account(modes))
+        self._modes = modes
+        self._accounts: dict[SamplingParams, _Account] = {}  # by how tokens are chosen, but for the noise
         self._latencies: dict[tuple[int, int], LatencyModel] = {}
 
     def choose(
@@ -284,7 +287,7 @@ class Controller:
             num_sequences: That take part.
             context_tokens: Of the longest.
         """
-        account = self._accounts[sampling.without_noise]
+        account = self._account(sampling)
         latency = self._latency(num_sequences, context_tokens)
         if not latency.knows_plain:
             return PLAIN
@@ -336,7 +339,7 @@ class Controller:
             tokens: New ones of a sequence, on average.
             seconds: The step's; None where its windows could not be as large as that.
         """
-        account, latency = self._accounts[sampling.without_noise], self._latency(num_sequences, context_tokens)
+        account, latency = self._account(sampling), self._latency(num_sequences, context_tokens)
         usual_s = latency.seconds(choice)
         if seconds is not None:
             latency.observe(choice, seconds)
@@ -353,7 +356,16 @@ class Controller:
 
     def first_rate(self, sampling: SamplingParams, mode: str) -> float:
         """How often the first proposal of a mode is accepted."""
-        return self._accounts[sampling.without_noise].models[mode].first_rate
+        return self._account(sampling).models[mode].first_rate
+
+    def _account(self, sampling: SamplingParams) -> _Account:
+        """Of requests that choose their tokens so."""
+        key = sampling.without_noise
+        account = self._accounts.pop(key) if key in self._accounts else _Account(self._modes)
+        self._accounts[key] = account
+        if len(self._accounts) > _MOST_ACCOUNTS:
+            del self._accounts[next(iter(self._accounts))]  # that was not used for longest
+        return account
 
     def _latency(self, num_sequences: int, context_tokens: int) -> LatencyModel:
         """Of steps about so many sequences, the longest of which has so many tokens; it begins with what was measured
