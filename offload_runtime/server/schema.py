@@ -150,6 +150,11 @@ class AnswerBody(_Body):
             raise RequestError(f"{name} is not supported yet: leave it out", name)
 
     @property
+    def prompts(self) -> list[Any]:
+        """What is answered: texts, token ids or messages, one of each prompt. Raises `RequestError`."""
+        raise NotImplementedError
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream tells how many tokens there were."""
         return self.stream_options is not None and self.stream_options.include_usage

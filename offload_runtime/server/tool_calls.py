@@ -178,8 +178,7 @@ class ToolCallParser:
         text, self._held = held[: len(held) - keep], held[len(held) - keep :]
         self._has_begun |= bool(text.strip())
         self._is_inside = at >= 0
-        if at >= 0:
-            text = "" if text.isspace() else text  # what stands between two calls
+        text = text.rstrip() if at >= 0 else text  # what stands before a call, or between two
         return (text, []) if text or self._is_inside else None
 
     def _read(self, whole: str, written: _Format) -> tuple[str, list[ToolCall]]:

@@ -48,7 +48,9 @@ def serving(target: Path, *, load_options: dict[str, Any] | None = None, **confi
         server.serving(runtime, MODEL) as scheduler,
         httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client,
         httpx.Client(trust_env=False) as own,
-        OpenAI(base_url=f"{server.url}/v1", api_key=key or "none", max_retries=0, timeout=60, http_client=own) as openai,
+        OpenAI(
+            base_url=f"{server.url}/v1", api_key=key or "none", max_retries=0, timeout=60, http_client=own
+        ) as openai,
     ):
         yield Served(server.url, runtime, scheduler, client, openai)
 
