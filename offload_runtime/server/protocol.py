@@ -82,8 +82,8 @@ class Envelope:
         """A response that does not stream."""
         return {**self._around([self._choice(*one) for one in enumerate(choices)], is_chunk=False), "usage": usage}
 
-    def _choice(self, index: int, said: tuple[Delta, Ending]) -> dict[str, Any]:
-        delta, ending = said
+    def _choice(self, index: int, answer: tuple[Delta, Ending]) -> dict[str, Any]:
+        delta, ending = answer
         choice = {"index": index, "logprobs": None, "finish_reason": ending.finish_reason, "x_stats": ending.stats}
         if not self._is_chat:
             return {**choice, "text": delta.text}

@@ -117,10 +117,10 @@ class AnswerBody(_Body):
         for name, neutral in _NOT_YET.items():
             self._require_off(name, neutral)
         sampling = {**defaults, "seed": self._seed()}
-        known = {field.name for field in fields(SamplingParams)}
+        supported = {field.name for field in fields(SamplingParams)}
         for name, neutral in _SAMPLING_FIELDS.items():
             value = getattr(self, name)
-            if name not in known:
+            if name not in supported:
                 self._require_off(name, neutral)
             elif value is not None:
                 sampling[name] = _token_ids(value) if name == "logit_bias" else value
