@@ -64,6 +64,7 @@ class Answers:
         self._choices, self._metrics = choices, metrics
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, _Event]]()
         self._began_s, self._tickets = time.perf_counter(), list[Ticket]()
+        self._timer = self._loop.call_later(max_seconds, self.cancel)
         try:
             for index, choice in enumerate(choices):
                 on_event = partial(self._cross, index)
@@ -71,10 +72,10 @@ class Answers:
         except BaseException:
             self.cancel()
             raise
-        self._timer = self._loop.call_later(max_seconds, self.cancel)
 
     def cancel(self) -> None:
         """End all of them as they are. Does nothing to those that have ended."""
+        self._timer.cancel()
         for ticket in self._tickets:
             ticket.cancel()
 

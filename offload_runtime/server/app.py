@@ -108,6 +108,10 @@ class Service:
         self._begun_s, self._defaults = int(time.time()), sampling_defaults(runtime)
         self.state = "ready"
 
+    def close(self) -> None:
+        """Let go of the reader's thread, once no request is answered any more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
     def _ready(self) -> tuple[Runtime, Scheduler]:
         """What answers. Raises `UnavailableError` while there is none."""
         if self.state != "ready" or self._runtime is None or self._scheduler is None:

@@ -68,6 +68,7 @@ class Server(AbstractContextManager["Server"]):
         self._uvicorn.should_exit = True
         self._thread.join()
         self._socket.close()
+        self._service.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
