@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,20 @@ def test_n_answers_draw_the_noise_ids_in_order(served: Served, alone: Runtime) -
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected[0].stats.prompt_tokens
     assert answer.usage.completion_tokens == sum(len(one.tokens) for one in expected)
+
+
+def test_penalties_and_biases_are_those_of_generate(served: Served, alone: Runtime) -> None:
+    asked: dict[str, Any] = {
+        "temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 1.5, "seed": 5,
+    }  # fmt: skip
+    plain = alone.generate(MESSAGES, max_new_tokens=16, temperature=1.0, seed=5)
+    bias = {plain.tokens[0]: -100}
+    expected = alone.generate(MESSAGES, max_new_tokens=16, logit_bias=bias, repetition_penalty=1.3, **asked)
+    answer = served.openai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=16, logit_bias={str(token): value for token, value in bias.items()},
+        extra_body={"repetition_penalty": 1.3}, **asked,
+    )  # fmt: skip
+    assert answer.choices[0].message.content == expected.text != plain.text
 
 
 def test_a_random_seed_is_told_and_gives_the_answer_again(served: Served) -> None:
@@ -182,6 +197,9 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
         ({"n": 0}, "n"),
         ({"n": 100}, "n"),
         ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5000": 1}}, None),
+        ({"presence_penalty": 3}, None),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0"),
@@ -198,7 +216,7 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
 def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
     response = served.chat(**fields)
     error = response.json()["error"]
-    assert response.status_code == 100 and error["param"] == param and error["type"] == "invalid_request_error"
+    assert response.status_code == 400 and error["param"] == param and error["type"] == "invalid_request_error"
 
 
 def test_errors_are_those_of_the_client_library(served: Served) -> None:
@@ -215,3 +233,21 @@ def test_what_switches_a_field_off_is_allowed(served: Served) -> None:
         "response_format": {"type": "text"}, "store": False, "parallel_tool_calls": True, "top_k": -1,
     }  # fmt: skip
     assert served.chat(**off).status_code == 200
+
+
+def test_what_is_left_out_is_as_the_models_makers_have_it(short_target: Path, tmp_path: Path) -> None:
+    for path in short_target.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with load(tmp_path, draft="none") as runtime:
+        expected = runtime.generate(MESSAGES, max_new_tokens=12, temperature=0.6, top_k=20, top_p=0.9, seed=4)
+        other = runtime.generate(MESSAGES, max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.9, seed=4)
+    with serving(tmp_path, load_options={"draft": "none"}) as served:
+        body = {"messages": MESSAGES, "max_tokens": 12, "seed": 4}
+        answers = [
+            served.http.post("/v1/chat/completions", json={**body, **more}).json()
+            for more in ({}, {"temperature": 0.9})
+        ]
+    texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert texts == [expected.text, other.text] and expected.text != other.text

@@ -59,8 +59,9 @@ T = TypeVar("T")
 
 
 def sampling_defaults(runtime: Runtime) -> dict[str, Any]:
-    """How tokens are chosen where a request does not say: fields of `SamplingParams`. OpenAI's temperature is 1."""
-    return {"temperature": 1.0}
+    """How tokens are chosen where a request does not say: fields of `SamplingParams`, as the model's makers want them.
+    OpenAI's temperature is 1."""
+    return {"temperature": 1.0, **runtime.sampling_defaults}
 
 
 class ModelNotFoundError(OptionError):

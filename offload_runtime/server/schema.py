@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,13 +19,10 @@ from offload_runtime.errors import OptionError
 # What OpenAI's clients send and nothing here depends on.
 _HARMLESS = frozenset({"user", "store", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier",
                        "prompt_cache_key"})  # fmt: skip
-# Fields by the name that `SamplingParams` has for them: one that it lacks is refused unless it is switched off, and
-# allowed as soon as it has it. With each what switches it off.
-_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "temperature": (), "top_p": (), "top_k": (), "min_p": (), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "repetition_penalty": (1,), "logit_bias": ({},),
-}  # fmt: skip
-# The same of what nobody reads yet. Remove a line to allow its field.
+# Fields by the name that `SamplingParams` has for them.
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                    "repetition_penalty", "logit_bias")  # fmt: skip
+# What nobody reads yet, with what switches it off. Remove a line to allow its field.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},), "reasoning_effort": (),
 }  # fmt: skip
@@ -117,12 +113,8 @@ class AnswerBody(_Body):
         for name, neutral in _NOT_YET.items():
             self._require_off(name, neutral)
         sampling = {**defaults, "seed": self._seed()}
-        supported = {field.name for field in fields(SamplingParams)}
-        for name, neutral in _SAMPLING_FIELDS.items():
-            value = getattr(self, name)
-            if name not in supported:
-                self._require_off(name, neutral)
-            elif value is not None:
+        for name in _SAMPLING_FIELDS:
+            if (value := getattr(self, name)) is not None:
                 sampling[name] = _token_ids(value) if name == "logit_bias" else value
         sampling["top_k"] = max(0, sampling.get("top_k", 0))  # -1 is off with some clients
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
