@@ -585,8 +585,9 @@ class RuntimeConfig:
     `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
     `device` names the cards that the target's layers are dealt out to, with commas between them; one that is named
     twice is two logical cards. Limits are in bytes, and None allows what there is; `vram_bytes` are of each card, or
-    one figure for each. `resident_layers` None keeps as many as fit, and `context` None
-    is what suits the model and the place of its KV cache. `gamma` is what a pass proposes where nothing else is asked
+    one figure for each. `resident_layers` None keeps as many as fit, `context` None
+    is what suits the model and the place of its KV cache, and `max_batch` None as many sequences as fit without
+    streaming more than one does. `gamma` is what a pass proposes where nothing else is asked
     for (None chooses) and `max_gamma` the longest chain to make room for. `tree_nodes` None leaves trees to the
     runtime, 0 makes no room for any. `encode` says whether matrices of the target that would be in bf16 are kept in 12
     bits, without loss: `none`, all of them (`always`), or where that is predicted to be faster or to fit (`auto`).
@@ -605,7 +606,7 @@ class RuntimeConfig:
     kv: str = "auto"
     weights: str = "auto"
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    max_batch: int = 1
+    max_batch: int | None = 1
     max_gamma: int = 63
     gamma: int | None = None
     tree_nodes: int | None = None

@@ -78,6 +78,10 @@ class NumericalError(OffloadError):
         self.slot = slot
 
 
+class UnavailableError(OptionError):
+    """A scheduler was closed or has stopped: nothing can be asked of it any more."""
+
+
 class QueueFullError(OffloadError):
     """As many requests wait for a `Scheduler` as may; `retry_after_s` is about when one of them will not any more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.model import Window
+from offload_runtime.plan import RunPlan
 from offload_runtime.runners import ModelRunner
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 
@@ -191,3 +193,20 @@ def test_what_a_batch_leaves_behind_is_not_streamed(target: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             runtime.generate_batch(long, max_new_tokens=8, ignore_eos=True, on_progress=interrupt)
         assert runtime.generate(long[0], max_new_tokens=8, ignore_eos=True).stats.bytes_per_pass == alone
+
+
+def test_as_many_sequences_as_stream_no_more_are_chosen(short_target: Path) -> None:
+    """Where device memory is short of a layer with one sequence more; where it is not, 16."""
+
+    def plan_of(count: int | str, vram: int | None) -> RunPlan:
+        with load(short_target, draft="none", context=512, max_batch=count, vram=vram) as runtime:
+            return runtime.plan
+
+    assert plan_of("auto", None).target.batch == 16
+    whole = plan_of(4, None)
+    vram = whole.on_card(0).device_bytes
+    chosen = plan_of("auto", vram)
+    assert not chosen.streamed_bytes and 4 <= chosen.target.batch < 16
+    assert chosen.target.context_tokens == 512
+    with suppress(BudgetError):
+        assert plan_of(chosen.target.batch + 1, vram).streamed_bytes > 0

@@ -112,7 +112,7 @@ def test_a_context_may_be_typed() -> None:
      (RuntimeConfig, {"gamma": 2.5}, r"gamma must be of type int \| None, not 2.5"),
      (RuntimeConfig, {"context": "4096"}, r"context must be of type int \| None, not '4096'"),
      (RuntimeConfig, {"context": -3}, "context must be at least 0, not -3"),
-     (RuntimeConfig, {"max_batch": True}, "max_batch must be of type int, not True"),
+     (RuntimeConfig, {"max_batch": True}, "max_batch must be of type int | None, not True"),
      (RuntimeConfig, {"kv": ["gpu"]}, r"kv must be of type str, not \['gpu'\]"),
      (RuntimeConfig, {"allow_special_tokens": 1}, "allow_special_tokens must be of type bool"),
      (RuntimeConfig, {"speculation": "chain"}, "speculation must be of type SpeculationOptions, not 'chain'"),

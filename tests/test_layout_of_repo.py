@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights", KERNELS,
     },
     "verify": {"engine", "kv", "model", "runners", "sampling", "speculation"},
-    "cli": {"engine", "hardware", "plan", "verify", "__init__"},  # of the package itself the version
+    "server": {"engine"},
+    "cli": {"engine", "hardware", "plan", "server", "verify", "__init__"},  # of the package itself the version
     "__init__": {"engine"},
     "__main__": {"cli"},
     KERNELS: set(),
@@ -296,13 +297,20 @@ def _private_words(source: str) -> set[str]:
 
 # Imported where they happen to be there.
 NOT_REQUIRED = {"triton", "matplotlib"}
-DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "tomli_w": "tomli-w"}  # whose names are not those of what is imported
+DISTRIBUTIONS = {
+    "pynvml": "nvidia-ml-py", "tomli_w": "tomli-w", "prometheus_client": "prometheus-client",
+    "sse_starlette": "sse-starlette",
+}  # fmt: skip  # whose names are not those of what is imported
 
 
-def test_what_is_imported_is_required() -> None:
-    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+@pytest.mark.parametrize("extra", ["", "server"])
+def test_what_is_imported_is_required(extra: str) -> None:
+    """Of all rooms, but that the server has an extra of its own, which nobody else needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
     names = {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in required}
-    nodes = [node for path in RUNTIME.rglob("*.py") for node in _nodes(path.read_text())]
+    paths = [path for path in RUNTIME.rglob("*.py") if (path.parent.name == "server") == bool(extra)]
+    nodes = [node for path in paths for node in _nodes(path.read_text())]
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     tops = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - NOT_REQUIRED

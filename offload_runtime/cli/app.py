@@ -16,6 +16,7 @@ from offload_runtime.cli.generate import generate
 from offload_runtime.cli.options import with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.profile import profile
+from offload_runtime.cli.serve import serve
 from offload_runtime.cli.verify import verify
 from offload_runtime.config import require
 from offload_runtime.errors import OffloadError, OptionError, StorageError
@@ -80,7 +81,7 @@ app = typer.Typer(
     # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
     pretty_exceptions_enable=False,
 )
-for _command in (generate, chat, verify, plan, profile, demo):
+for _command in (generate, chat, serve, verify, plan, profile, demo):
     app.command()(with_options(_command))
 
 

@@ -35,8 +35,10 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 # How options are grouped in the help, in this order; those of one command alone come first, and have no group.
-_GROUPS = (None, "Model", "Sampling", "Speculation (none of it changes the output)", "Machine", "Output")
-_model, _sampling, _proposing, _machine = (partial(typer.Option, rich_help_panel=group) for group in _GROUPS[1:5])
+_GROUPS = (None, "Model", "Sampling", "Speculation (none of it changes the output)", "Machine", "Limits", "Output")
+_model, _sampling, _proposing, _machine, _limits = (
+    partial(typer.Option, rich_help_panel=group) for group in _GROUPS[1:6]
+)
 # Of an option that takes no value typer would say that it is a <bool>.
 _switch = partial(typer.Option, False, metavar="")
 
@@ -45,13 +47,16 @@ _switch = partial(typer.Option, False, metavar="")
 # error, while what a `parser` raises would be told in typer's words.
 
 
-def _count(option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto") -> Any:
-    """An option for a count of at least `least`; None for `auto`, which leaves it to the runtime."""
+def _count(
+    option: Callable[..., Any], help: str, *, least: int = 0, metavar: str = "N|auto", names: tuple[str, ...] = ()
+) -> Any:
+    """An option for a count of at least `least`, by the field's name or `names`; None for `auto`, which leaves it to
+    the runtime."""
 
     def read(param: typer.CallbackParam, text: str) -> int | None:
         return count_or_auto(param.opts[0], text, least=least)
 
-    return option("auto", metavar=metavar, parser=str, callback=read, help=help)
+    return option("auto", *names, metavar=metavar, parser=str, callback=read, help=help)
 
 
 def _given(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
@@ -104,6 +109,11 @@ _DEVICES = partial(_machine, "auto", "--device", "--devices", metavar="DEVICE[,D
 _DTYPE = _machine("auto", help="What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.")
 _SEED = _sampling(0, min=0, metavar="N", help="The same seed gives the same tokens.")
 _print = partial(_switch, rich_help_panel="Output")
+_PROFILE = _machine_profile(
+    help="Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one."
+)
+_SPECIAL_TOKENS = _switch("--allow-special-tokens", rich_help_panel="Model", help="Messages may spell control tokens.")
+_TRACE = _file(rich_help_panel="Output", help="Write when what ran, for ui.perfetto.dev and tools/timeline.py.")
 _JSON = _print("--json", help="One JSON object on stdout and nothing else.")
 _NO_PROGRESS = _print("--no-progress", help="No progress bars on stderr.")
 _GAMMA = _count(_proposing, "Tokens to propose per pass, in a row; auto chooses who proposes and how much.", least=1)
@@ -247,16 +257,10 @@ class AnswerOptions(LoadOptions):
     seed: int = _SEED
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
-    profile: str | None = _machine_profile(
-        help="Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one."
-    )
-    allow_special_tokens: bool = _switch(
-        "--allow-special-tokens", rich_help_panel="Model", help="Messages may spell control tokens."
-    )
+    profile: str | None = _PROFILE
+    allow_special_tokens: bool = _SPECIAL_TOKENS
     explain: bool = _print("--explain", help="Say what lives where before loading, and all figures after the answer.")
-    trace: Path | None = _file(
-        rich_help_panel="Output", help="Write when what ran, for ui.perfetto.dev and tools/timeline.py."
-    )
+    trace: Path | None = _TRACE
     as_json: bool = _JSON
     no_progress: bool = _NO_PROGRESS
 
@@ -320,6 +324,47 @@ class ChatOptions(AnswerOptions):
         elif own:
             line = f"sampling at temperature {CHAT_TEMPERATURE}: the model's files name no defaults"
         return replace(self, **{**own, **taken}), line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(LoadOptions):
+    """What `serve` takes."""
+
+    host: str = typer.Option("127.0.0.1", metavar="HOST", help="Where to listen; elsewhere than here it needs a key.")
+    port: int = typer.Option(8000, metavar="PORT", help="0 picks a free one and says which.")
+    api_key: str | None = typer.Option(
+        None, metavar="KEY", callback=_unicode, help="What requests have to bring; or set OFFLOAD_RUNTIME_API_KEY."
+    )
+    allowed_host: list[str] | None = typer.Option(
+        None, metavar="NAME", help="Another name of this machine; repeatable."
+    )
+    cors_origin: list[str] | None = typer.Option(
+        None, metavar="ORIGIN", help="Let pages of https://chat.example ask; may be repeated."
+    )
+    grace_s: float = typer.Option(
+        30.0, "--grace", min=0.0, metavar="SECONDS", help="How long answers may go on after Ctrl-C or SIGTERM."
+    )
+    max_batch: int | None = _count(
+        _limits,
+        "Requests that are answered at once; auto: as many, up to 16, as fit without streaming more than one does.",
+        names=("--max-requests",), least=1,
+    )  # fmt: skip
+    max_waiting: int = _limits(64, min=0, metavar="N", help="Requests that may wait; further ones get a 429.")
+    max_tokens: int | None = _limits(
+        None, min=1, metavar="N", help="Longest answer; by itself, what the context holds."
+    )
+    max_body_bytes: int = _limits(
+        "8MB", "--max-body", metavar="SIZE", parser=str, callback=parse_bytes, help="Largest body of a request."
+    )
+    max_seconds: float = _limits(
+        3600.0, min=0.001, metavar="SECONDS", help="After this long, waiting included, an answer ends as it is."
+    )
+    gamma: int | None = _GAMMA
+    profile: str | None = _PROFILE
+    allow_special_tokens: bool = _SPECIAL_TOKENS
+    explain: bool = _print("--explain", help="Say what lives where before loading.")
+    trace: Path | None = _TRACE
+    no_progress: bool = _NO_PROGRESS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ def _load(
             target_source, draft_source, plan, open_cards, registrar=registrar, on_progress=on_progress, trees=branches,
             undo=undo,
         )  # fmt: skip
-        free_s, free_rows, batch = 0.0, 0, config.max_batch
+        free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:
             shares = zip(plan.cards, target.shares, strict=True)
             links = sum(card.limits.link_ratio for card, share in shares if share.link_peak_gbps is not None)

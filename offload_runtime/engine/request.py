@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -158,9 +159,9 @@ class SpelledTokens:
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with every text in it changed, but for the keys."""
+    """The same with every text in it changed, keys as well: those of a tool's parameters are a user's."""
     if isinstance(value, dict):
-        return {key: _each_text(item, change) for key, item in value.items()}
+        return {_each_text(key, change): _each_text(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_each_text(item, change) for item in value)
     return change(value) if isinstance(value, str) else value
@@ -188,17 +189,20 @@ class PromptRoom:
             fine = token < self.config.vocab_size
             require(fine, f"logit_bias of token {token} is outside the vocabulary of {self.config.vocab_size}")
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: of text, token ids or chat messages.
+    def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a prompt: of text, token ids or chat messages, the last with options of the chat template.
 
         Raises:
             OptionError: It is empty, not a prompt, not Unicode text, or has ids outside the vocabulary.
         """
+        is_chat = is_of_type(prompt, Sequence[Mapping]) and bool(prompt)
+        require(is_chat or not template_options, "options of a chat template are for chat messages alone")
         if isinstance(prompt, str):
             require_unicode("the prompt", prompt)
             tokens = list(self.tokenizer.encode(prompt))
-        elif is_of_type(prompt, Sequence[Mapping]) and prompt:
-            _, tokens = self.encode_chat([dict(item) for item in prompt if isinstance(item, Mapping)])
+        elif is_chat:
+            messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+            _, tokens = self.encode_chat(messages, template_options=template_options)
         else:
             fine = is_of_type(prompt, Sequence[int])
             require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
@@ -219,20 +223,32 @@ class PromptRoom:
         return SpelledTokens(self.tokenizer)
 
     def encode_chat(
-        self, messages: list[dict[str, str]], seen: tuple[str, Sequence[int]] = ("", ())
-    ) -> tuple[str, list[int]]:
+        self, messages: list[dict[str, Any]], seen: tuple[str, Sequence[int]] = ("", ()), *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[int]]:  # fmt: skip
         """Chat messages as the text the model was trained on, with the beginning of an answer, and its token ids.
 
-        Where the text begins with that of `seen`, this part has the tokens there. Raises `OptionError`.
+        Args:
+            messages: A role, a content and whatever else the template reads, such as `tool_calls`.
+            seen: Where the text begins with that of `seen`, this part has the tokens there.
+            template_options: What else the template is given: `tools`, `enable_thinking` and so on. Text in it that
+                spells a control token is text, too.
+
+        Raises:
+            OptionError: There is no template, or it refuses the messages.
         """
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
-        hidden = messages if self.allow_special_tokens else self._spelled.hide(messages)
+        given = messages, dict(template_options or {})
+        render = self.tokenizer.apply_chat_template
+        reserved = (given[1].keys() & inspect.signature(render).parameters.keys()) - {"tools", "documents"}
+        require(not reserved, f"{', '.join(sorted(reserved))} cannot be an option of the chat template")
+        hidden = given if self.allow_special_tokens else self._spelled.hide(given)
         try:
-            text = str(self.tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True))
+            text = str(render(hidden[0], tokenize=False, add_generation_prompt=True, **hidden[1]))
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
-        shown = text if hidden == messages else self._spelled.show(text)
+        shown = text if hidden == given else self._spelled.show(text)
         before, tokens = seen if shown.startswith(seen[0]) else ("", ())
         rest = text[len(before) :]
         require_unicode("the prompt", rest)

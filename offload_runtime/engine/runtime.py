@@ -85,7 +85,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         vram: str | int | Sequence[str | int] | None = None, ram: str | int | None = None,
         pinned: str | int | None = None,
         resident_layers: int | str = "auto", context: int | str = "auto",
-        kv: str = "auto", weights: str = "auto", speculation: SpeculationOptions | None = None, max_batch: int = 1,
+        kv: str = "auto", weights: str = "auto", speculation: SpeculationOptions | None = None,
+        max_batch: int | str = 1,
         max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
         emulate: str | Path | MachineProfile | None = None,
         profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
@@ -114,7 +115,8 @@ class Runtime(AbstractContextManager["Runtime"]):
                 or `decoded` as they are loaded, which takes more memory and bytes over the link; `auto` takes what is
                 predicted to be faster, for target and draft, and decodes on a CPU. Changes no token.
             speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
-            max_batch: Most prompts that `generate_batch` may be given at once; each gets its own KV cache.
+            max_batch: Most prompts that `generate_batch` may be given at once, and requests that a `Scheduler` runs;
+                each gets its own KV cache. `auto`: as many, up to 16, as fit without streaming more than one does.
             max_gamma: Largest `gamma` that `generate` may be asked for, and longest chain; sets the workspace.
             gamma: Most tokens to propose per pass in a row, where `generate` is not asked for another number; None for
                 what suits device and draft.
@@ -146,12 +148,13 @@ class Runtime(AbstractContextManager["Runtime"]):
             StorageError: before anything large is read, each saying what would help.
         """
         layers, tokens = count_or_auto("resident_layers", resident_layers), count_or_auto("context", context)
+        sequences = count_or_auto("max_batch", max_batch)
         vram_bytes = None if vram is None else parse_sizes(vram)
         ram_bytes, pinned_bytes = (None if size is None else parse_bytes(size) for size in (ram, pinned))
         config = RuntimeConfig(
             target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
             pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv, weights=weights,
-            speculation=speculation or SpeculationOptions(), max_batch=max_batch, max_gamma=max_gamma, gamma=gamma,
+            speculation=speculation or SpeculationOptions(), max_batch=sequences, max_gamma=max_gamma, gamma=gamma,
             tree_nodes=tree_nodes, emulate=emulate, profile=profile,
             trace=Path(trace) if isinstance(trace, str) else trace,
             allow_special_tokens=allow_special_tokens, encode=encode,
@@ -301,13 +304,18 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         return self._room.sampling_defaults
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, template_options: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt.
+
+        Args:
+            prompt: As of `stream`.
+            template_options: Of chat messages what the template is given beside them, such as `tools` and
+                `enable_thinking`.
 
         Raises:
             OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
         """
-        return self._room.encode(prompt)
+        return self._room.encode(prompt, template_options)
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,

@@ -20,7 +20,7 @@ from offload_runtime.engine.generate import Generation, Hooks
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.errors import BudgetError, OptionError, QueueFullError
+from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError
 from offload_runtime.sampling import TokenLogprobs
 
 # When to ask again, as long as nothing is known of how fast tokens come.
@@ -177,7 +177,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             speculate: False decodes plainly.
 
         Raises:
-            OptionError: Options that make no sense, or the scheduler is closed.
+            OptionError: Options that make no sense.
+            UnavailableError: The scheduler is closed, or has stopped by a defect.
             ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
             QueueFullError: As many requests wait as may.
         """
@@ -187,8 +188,10 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         ticket = Ticket(on_event, partial(self._cancel, request))
         with self._changed:
             if self._failure is not None:
-                raise OptionError(f"this scheduler has stopped ({self._failure}): make another one") from self._failure
-            require(self._end_s is None, "this scheduler is closed: make another one")
+                stopped = f"this scheduler has stopped ({self._failure}): make another one"
+                raise UnavailableError(stopped) from self._failure
+            if self._end_s is not None:
+                raise UnavailableError("this scheduler is closed: make another one")
             if len(self._tickets) >= self._most_tickets:
                 full, retry_after_s = f"{self._max_waiting} requests wait already (max_waiting)", self._retry_after_s
                 raise QueueFullError(f"{full}: try again in {retry_after_s:.1f} s", retry_after_s)

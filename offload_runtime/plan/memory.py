@@ -703,6 +703,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
             f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
         )
     chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
+    assert request.max_batch is not None, "it is chosen by then"
     target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
     has_draft = request.proposed_by == "the draft"
     draft = _plan_draft(request, target, tree_nodes) if has_draft else None

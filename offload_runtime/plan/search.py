@@ -52,6 +52,8 @@ from offload_runtime.weights import DescribedModel
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
 _COPIED = 256
+# Sequences at once where nobody said how many: more of them make the passes of each longer.
+_MOST_SEQUENCES = 16
 # Less is no context that anybody left it to the runtime to choose.
 _LEAST_CONTEXT_TOKENS = 2048
 # Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
@@ -106,6 +108,8 @@ def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, mac
 def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
+    if request.max_batch is None:
+        return _find_widest_plan(request, machine, limits)
     plans, refused = list[RunPlan](), list[OffloadError]()
     for way in _storing(request):
         try:
@@ -118,6 +122,25 @@ def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLim
         plans, key=lambda plan: (-plan.short_of_host_bytes, plan.target.context_tokens, tok_per_s(plan, machine))
     )
     return replace(best, request=request)
+
+
+def _find_widest_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+    """The plan of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
+    every pass brings is then shared by all of them. Each has the context that one alone has. Errors as of one."""
+    widest = find_plan(replace(request, max_batch=1), machine, limits)
+    context, streamed_bytes = widest.target.context_tokens, widest.streamed_bytes
+    fewest, most = 2, _MOST_SEQUENCES
+    while fewest <= most:
+        count = (fewest + most) // 2
+        try:
+            plan = find_plan(replace(request, max_batch=count, context=context), machine, limits)
+        except OffloadError:
+            plan = None
+        if plan is None or plan.short_of_host_bytes or plan.streamed_bytes > streamed_bytes:
+            most = count - 1
+        else:
+            widest, fewest = plan, count + 1
+    return widest
 
 
 def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
@@ -272,6 +295,7 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
 def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
     """Of the sequences asked for those that could fit the device if it held nothing else: wherever the KV cache lives,
     at least one block of each sequence is there in every layer."""
+    assert request.max_batch is not None, "it is chosen by then"
     if limits.all_device_bytes is None:
         return request.max_batch
     dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))

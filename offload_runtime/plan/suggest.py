@@ -179,7 +179,7 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
     if request.encode == "none":
         yield "--encode auto", replace(request, encode="auto")
     yield from _shorter(request, machine)
-    fewer = range(1, min(request.max_batch, most_sequences(request, limits_of(machine, request)) + 1))
+    fewer = range(1, min(request.max_batch or 1, most_sequences(request, limits_of(machine, request)) + 1))
     yield from _largest("--batch", fewer, lambda sequences: replace(request, max_batch=sequences), machine)
     if request.kv != "auto":
         for place in ("auto", "gpu" if request.kv == "host" else "host"):
@@ -227,7 +227,7 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
     """The change of every other setting to as small as it goes, then with the longest context that fits with that; and
     the same with all of the card where less was allowed."""
     changes: list[str] = []
-    if request.max_batch != 1:
+    if request.max_batch not in (None, 1):
         changes, request = ["--batch 1"], replace(request, max_batch=1)
     if request.kv != "auto":
         changes, request = [*changes, "--kv auto"], replace(request, kv="auto")

@@ -1,0 +1,85 @@
+"""`offload-runtime serve`: OpenAI's API over HTTP until Ctrl-C or SIGTERM, then an orderly end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from offload_runtime.cli import terminal
+from offload_runtime.cli.generate import load_runtime
+from offload_runtime.cli.options import ServeOptions
+from offload_runtime.server import require_extra
+
+_KEY_VARIABLE = "OFFLOAD_RUNTIME_API_KEY"
+
+
+def serve(options: ServeOptions, *, engine: Any = None) -> None:
+    """Answer requests of OpenAI's API, and with a page to chat with at /."""
+    config = options.config  # judged before anything is loaded
+    require_extra()
+    from offload_runtime.server.gate import ServerConfig
+    from offload_runtime.server.run import Server
+
+    served = ServerConfig(
+        host=options.host, port=options.port, api_key=options.api_key or os.environ.get(_KEY_VARIABLE) or None,
+        allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
+        max_waiting=options.max_waiting, max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
+        max_seconds=options.max_seconds, grace_s=options.grace_s,
+    )  # fmt: skip
+    with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served) as server:
+        terminal.status_line(f"listening at {server.url}: /health says when the model is there")
+        with (
+            load_runtime(config, engine, show_progress=not options.no_progress, explain=options.explain) as runtime,
+            server.serving(runtime, model_name(options.target)),
+        ):
+            at_once = runtime.plan.target.batch
+            terminal.status_line(f"ready: {at_once} request{'s' * (at_once > 1)} at once, a page at {server.url}/")
+            is_ready.set()
+            is_asked_to_stop.wait()
+            terminal.status_line(f"stopping: answers may go on for {served.grace_s:g} s; once more ends them at once")
+    terminal.status_line("stopped")
+
+
+def model_name(target: str) -> str:
+    """What a model is called in the API: the last part of where it is, without `.gguf`; never the whole path."""
+    return Path(os.path.abspath(target) if os.path.exists(target) else target).name.removesuffix(".gguf")
+
+
+@contextmanager
+def _stopping_signals() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Ctrl-C and SIGTERM as a wish, from the second on as an order.
+
+    While the model is loaded either interrupts that as Ctrl-C does everywhere. An order ends the process as the signal
+    would have: what it holds on cards and host is the system's again, and it keeps nothing on disk.
+
+    Yields:
+        What the caller sets once it waits for the wish, and what is set by the wish.
+    """
+    is_ready, is_asked_to_stop = threading.Event(), threading.Event()
+    interrupt = signal.getsignal(signal.SIGINT)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if is_asked_to_stop.is_set():
+            os._exit(128 + number)
+        if is_ready.is_set():
+            is_asked_to_stop.set()
+        elif callable(interrupt):
+            interrupt(signal.SIGINT, frame)
+        else:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may take signals
+        yield is_ready, is_asked_to_stop
+        return
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield is_ready, is_asked_to_stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,155 @@
+"""Answers on their way from the scheduler's thread to a response: the only place where both threads meet.
+
+Events cross by `loop.call_soon_threadsafe`, so the thread that owns the device never waits for a client and the event
+loop never for the device. What is asked of the scheduler, `submit` and `cancel`, returns at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from offload_runtime.config import GenerationParams
+from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent
+from offload_runtime.errors import UnavailableError
+from offload_runtime.server.protocol import Delta, Ending, ending_of
+
+if TYPE_CHECKING:
+    from offload_runtime.server.metrics import Metrics
+    from offload_runtime.server.tool_calls import ToolCallParser
+
+_Event = TokenEvent | EndEvent | ErrorEvent
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer that is asked for: its prompt, its options, and who finds calls in it."""
+
+    prompt: list[int]
+    params: GenerationParams
+    parser: ToolCallParser
+
+
+@dataclass(frozen=True)
+class Part:
+    """What has come of one choice: `ending` only once it has ended, `first_call` is the number of its first call."""
+
+    index: int
+    delta: Delta
+    ending: Ending | None
+    first_call: int
+
+
+class Answers:
+    """The answers to one request, in the event loop in which they are made. Iterate for what comes; whoever stops
+    before the end calls `cancel`, which frees their slots before the next pass.
+
+    Args:
+        scheduler: Is given all of them, or none where it has no room.
+        choices: What is asked for.
+        metrics: Is told how long it took.
+        max_seconds: After which the answers end as they are.
+
+    Raises:
+        QueueFullError, ContextLengthError, OptionError, UnavailableError: As of `Scheduler.submit`.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, choices: Sequence[Choice], metrics: Metrics, max_seconds: float
+    ) -> None:  # fmt: skip
+        self._choices, self._metrics = choices, metrics
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, _Event]]()
+        self._began_s, self._tickets = time.perf_counter(), list[Ticket]()
+        self._timer = self._loop.call_later(max_seconds, self.cancel)
+        try:
+            for index, choice in enumerate(choices):
+                on_event = partial(self._cross, index)
+                self._tickets.append(scheduler.submit(choice.prompt, choice.params, on_event=on_event))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """End all of them as they are. Does nothing to those that have ended."""
+        self._timer.cancel()
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def _cross(self, index: int, event: _Event) -> None:
+        """In the scheduler's thread: hand an event to the event loop."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        """What has come of each choice since the last time, until all have ended.
+
+        Raises:
+            OffloadError: One of them ended by an error; the others are cancelled.
+        """
+        left, has_begun = set(range(len(self._choices))), False
+        try:
+            while left:
+                events = [await self._events.get()]
+                while not self._events.empty():  # a pass brings many tokens at once
+                    events.append(self._events.get_nowait())
+                if not has_begun and any(isinstance(event, TokenEvent) for _, event in events):
+                    has_begun = True
+                    self._metrics.first_token(time.perf_counter() - self._began_s)
+                for index in sorted({index for index, _ in events}):
+                    part = self._part(index, [event for of, event in events if of == index])
+                    left -= {index} if part.ending is not None else set()
+                    yield part
+            self._metrics.finished(time.perf_counter() - self._began_s)
+        finally:
+            self._timer.cancel()
+            if left:
+                self.cancel()
+
+    def _part(self, index: int, events: Sequence[_Event]) -> Part:
+        choice, delta, ending = self._choices[index], Delta(), None
+        parser, first_call = choice.parser, choice.parser.num_calls
+        for event in events:
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, TokenEvent):
+                delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)]))
+                continue
+            if event.result.finish_reason == "interrupted" and not event.result.tokens:
+                raise UnavailableError("the server is stopping, or the request has waited too long: send it again")
+            delta.add(Delta(*parser.push(event.text)))
+            delta.add(Delta(*parser.finish()))
+            sampling = choice.params.sampling
+            ending = ending_of(
+                event.result, has_calls=parser.num_calls > 0, seed=sampling.seed, noise_id=sampling.noise_id
+            )
+        return Part(index, delta, ending, first_call)
+
+    async def whole(self) -> list[tuple[Delta, Ending]]:
+        """All of every choice, once they have ended."""
+        deltas = [Delta() for _ in self._choices]
+        endings: dict[int, Ending] = {}
+        async for part in self:
+            deltas[part.index].add(part.delta)
+            if part.ending is not None:
+                endings[part.index] = part.ending
+        return [(delta, endings[index]) for index, delta in enumerate(deltas)]
+
+
+async def unless_gone(work: Any, receive: Any) -> Any:
+    """What `work` (a coroutine) gives; None, and it is ended, where the client goes before."""
+
+    async def leaving() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

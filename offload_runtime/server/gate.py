@@ -1,0 +1,226 @@
+"""The gate that every request comes through first: who may ask for what, and how large it may be.
+
+A page of another site that somebody looks at must not reach a server on their machine. It cannot by a name of its own
+that resolves to 127.0.0.1 (DNS rebinding), because the Host header would have that name; nor by a form or a `no-cors`
+fetch, because these cannot send `application/json`; and it may not read an answer, because no origin is allowed unless
+the user named it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload_runtime.config import require, require_positive, require_types
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+# What a browser needs before a key can be typed in, and a load balancer has none.
+_OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
+_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+        b"form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, who may ask, and for how much.
+
+    Attributes:
+        host: Address or name to listen at. Anything but this machine's own (loopback) needs an `api_key`.
+        port: 0 picks a free one.
+        api_key: What every request has to bring as `Authorization: Bearer …`; None asks for nothing.
+        allowed_hosts: Names in the Host header besides `host` and those of loopback.
+        cors_origins: Origins whose pages may ask, such as `https://chat.example`.
+        max_waiting: Requests that may wait for a slot; further ones are told to come back.
+        max_tokens: Most tokens of an answer; None is as many as the context has room for.
+        max_body_bytes: Largest body of a request.
+        max_seconds: After so long an answer ends as it is, the time that it waited included; so does reading a body,
+            after a tenth of it.
+        grace_s: How long answers may go on once the server is being stopped.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_waiting: int = 64
+    max_tokens: int | None = None
+    max_body_bytes: int = 8_000_000
+    max_seconds: float = 3600.0
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require(0 <= self.port < 1 << 16, f"port must be in [0, 65535], not {self.port}")
+        require_positive("max_tokens", self.max_tokens)
+        require_positive("max_body_bytes", self.max_body_bytes)
+        require(self.max_waiting >= 0, f"max_waiting must not be negative, not {self.max_waiting}")
+        require(self.max_seconds > 0, f"max_seconds must be positive, not {self.max_seconds}")
+        require(self.grace_s >= 0, f"grace must not be negative, not {self.grace_s}")
+        for origin in self.cors_origins:
+            fine = origin.startswith(("http://", "https://")) and origin.count("/") == 2
+            require(fine, f"{origin!r} is not an origin: write it like https://chat.example")
+        key = self.api_key
+        require(key is None or (key.isascii() and key.isprintable() and key == key.strip() != ""),
+                "an API key is a word of printable ASCII characters")  # fmt: skip
+        needed = f"listening at {self.host} lets other machines ask: give --api-key or OFFLOAD_RUNTIME_API_KEY"
+        require(self.is_loopback or key is not None, needed)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return self.host == "localhost" or getattr(_address(self.host), "is_loopback", False)
+
+    def allows_host(self, header: str) -> bool:
+        """Whether a Host header names this server. An address always does where all are listened at: only a name can
+        be made to stand for another machine's."""
+        name = _host_of(header)
+        if name in _LOOPBACK_NAMES | {self.host.lower()} | {host.lower() for host in self.allowed_hosts}:
+            return True
+        return getattr(_address(self.host), "is_unspecified", False) and _address(name) is not None
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _host_of(header: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+class Gate:
+    """Lets requests through to an application, as a `ServerConfig` says. Refusals have OpenAI's shape."""
+
+    def __init__(self, app: App, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request or pass it on, with the headers that every answer gets."""
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                names = {name for name, _ in message["headers"]}
+                more = [(name, value) for name, value in _HEADERS if name not in names]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        headers = _headers_of(scope)
+        refusal = self._refusal(scope, headers)
+        if refusal is None and scope["method"] == "POST":
+            try:
+                body = await asyncio.wait_for(self._body(receive), self._config.max_seconds / 10)
+            except asyncio.TimeoutError:
+                refusal = 408, "the body of the request did not arrive in time"
+            else:
+                if body is None:
+                    return  # the client has gone
+                if len(body) > self._config.max_body_bytes:
+                    refusal = 413, _too_large(self._config.max_body_bytes)
+                else:
+                    receive = _replaying(body, receive)
+        if refusal is not None:
+            await _refuse(*refusal, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
+        """Status and message of what is refused by its headers alone."""
+        config, host = self._config, headers.get("host", "")
+        if not config.allows_host(host):
+            return 403, f"the Host header {host[:100]!r} is not one of this server: add it with --allowed-host"
+        if scope["path"] not in _OPEN_PATHS and config.api_key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            fine = hmac.compare_digest(given.strip().encode(), config.api_key.encode())
+            if not fine or scheme.lower() != "bearer":
+                return 401, "this server needs its API key: send it as Authorization: Bearer KEY"
+        if scope["method"] == "POST":
+            content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if content_type != "application/json":
+                return 415, "a body must be application/json, and say so in Content-Type"
+            length = headers.get("content-length", "0")
+            if length.isdecimal() and int(length[:20]) > config.max_body_bytes:
+                return 413, _too_large(config.max_body_bytes)
+        return None
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The whole body, or as much of it as shows that it is too large; None where the client has gone."""
+        chunks, size = [], 0
+        while size <= self._config.max_body_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if not message.get("more_body", False):
+                break
+        return b"".join(chunks)
+
+
+def _headers_of(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _too_large(limit: int) -> str:
+    return f"the body of the request is larger than {limit} bytes (--max-body)"
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a body that was read already, and then what comes behind it: the client's leaving."""
+    is_given = False
+
+    async def replay() -> MutableMapping[str, Any]:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # Whoever writes half a character shall read that.
+    texts = [None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in (message, param)]
+    return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
+
+
+async def _refuse(status: int, message: str, send: Send) -> None:
+    code = "invalid_api_key" if status == 401 else None
+    body = json.dumps(error_body(status, message, code=code)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    # What is left of the body is not read.
+    headers += [(b"connection", b"close")] if status in (408, 413) else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,136 @@
+"""Answers in OpenAI's words: whole ones, and the chunks of a stream, of both kinds of completions.
+
+What is ours beside them begins with `x_`: `x_stats` of every choice, and `x_tokens` where `x_sources` was asked for.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offload_runtime.server.tool_calls import ToolCall
+
+if TYPE_CHECKING:
+    from offload_runtime.engine import GenerationResult
+
+
+@dataclass
+class Delta:
+    """What has come of one choice since the last time: text, calls, and tokens with who proposed them."""
+
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, other: Delta) -> None:
+        """Put what came later behind it."""
+        self.text += other.text
+        self.calls += other.calls
+        self.tokens += other.tokens
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one choice ended: its finish reason, tokens of its prompt and its answer, and figures for `x_stats`."""
+
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    stats: dict[str, Any]
+
+
+def ending_of(result: GenerationResult, *, has_calls: bool, seed: int, noise_id: int) -> Ending:
+    """How an answer ended, with the figures that tell most of the run."""
+    stats, reason = result.stats, result.finish_reason
+    share = stats.link_gbps / stats.link_peak_gbps if stats.link_gbps is not None and stats.link_peak_gbps else None
+    accepted = dict(stats.accepted_by_source)
+    figures = {
+        "seed": seed, "noise_id": noise_id, "finish_reason": reason, "passes": stats.passes,
+        "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s,
+        "sources": {**accepted, "target": len(result.tokens) - sum(accepted.values())},
+        "link_share": share, "link_gbps": stats.link_gbps, "link_peak_gbps": stats.link_peak_gbps,
+        "time_to_first_token_s": stats.time_to_first_token_s,
+        "seconds": stats.time_to_first_token_s + (stats.new_tokens - 1) / stats.tok_per_s if stats.tok_per_s
+        else stats.time_to_first_token_s,
+    }  # fmt: skip
+    # OpenAI has no word for an answer that was cut by the clock.
+    reason = "tool_calls" if has_calls and reason == "stop" else "length" if reason == "interrupted" else reason
+    return Ending(reason, stats.prompt_tokens, len(result.tokens), figures)
+
+
+class Envelope:
+    """What all parts of one response have in common.
+
+    Args:
+        model: Its name.
+        is_chat: Chat completions, or plain ones.
+    """
+
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._model, self._created = model, int(time.time())
+
+    def _around(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        kind = "text_completion" if not self._is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def whole(self, choices: Sequence[tuple[Delta, Ending]], usage: dict[str, int]) -> dict[str, Any]:
+        """A response that does not stream."""
+        return {**self._around([self._choice(*one) for one in enumerate(choices)], is_chunk=False), "usage": usage}
+
+    def _choice(self, index: int, answer: tuple[Delta, Ending]) -> dict[str, Any]:
+        delta, ending = answer
+        choice = {"index": index, "logprobs": None, "finish_reason": ending.finish_reason, "x_stats": ending.stats}
+        if not self._is_chat:
+            return {**choice, "text": delta.text}
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text}
+        if delta.calls:
+            message |= {"content": delta.text if delta.text.strip() else None, "tool_calls": _calls(delta.calls)}
+        return {**choice, "message": message}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first chunk of a choice of a chat: whose turn it is."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._around([choice], is_chunk=True)
+
+    def chunk(
+        self, index: int, delta: Delta, ending: Ending | None, *, first_call: int, with_sources: bool
+    ) -> dict[str, Any]:  # fmt: skip
+        """What has come of a choice, and that it has ended if it has; its calls are numbered from `first_call`."""
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        if not self._is_chat:
+            choice["text"] = delta.text
+        else:
+            choice["delta"] = {"content": delta.text} if delta.text else {}
+            if delta.calls:
+                choice["delta"]["tool_calls"] = _calls(delta.calls, first_call)
+        if ending is not None:
+            choice |= {"finish_reason": ending.finish_reason, "x_stats": ending.stats}
+        sources = {"x_tokens": [list(token) for token in delta.tokens]} if with_sources else {}
+        return {**self._around([choice], is_chunk=True), **sources}
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The last chunk of a stream whose usage was asked for."""
+        return {**self._around([], is_chunk=True), "usage": usage}
+
+
+def usage_of(endings: Sequence[Ending], num_choices: int) -> dict[str, int]:
+    """How many tokens there were; a prompt counts once, however many answers (`num_choices`) it has."""
+    prompt = sum(ending.prompt_tokens for ending in endings[::num_choices])
+    completion = sum(ending.completion_tokens for ending in endings)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _calls(calls: Sequence[ToolCall], first: int | None = None) -> list[dict[str, Any]]:
+    """Calls as a message has them, or numbered from `first` as a chunk has."""
+    found = []
+    for number, call in enumerate(calls, start=first or 0):
+        index = {} if first is None else {"index": number}
+        function = {"name": call.name, "arguments": call.arguments}
+        found.append({**index, "id": call.id, "type": "function", "function": function})
+    return found

@@ -1,0 +1,305 @@
+"""What requests may say: OpenAI's fields and a few that others have, read strictly. From here on they are
+`GenerationParams` and prompts.
+
+A field that would change the answer and is not known is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.errors import OptionError
+
+# What OpenAI's clients send and nothing here depends on.
+_HARMLESS = frozenset({"user", "store", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier",
+                       "prompt_cache_key"})  # fmt: skip
+# Fields by the name that `SamplingParams` has for them.
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                    "repetition_penalty", "logit_bias")  # fmt: skip
+# What nobody reads yet, with what switches it off. Remove a line to allow its field.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},), "reasoning_effort": (),
+}  # fmt: skip
+_MOST_CHOICES = 128
+_MOST_STOPS = 16
+_MOST_LEVELS = 32  # of lists and objects in one another; no message and no tool has as many
+_SEEDS = 1 << 53  # what every JSON reader keeps exactly
+_COMPLETION_TOKENS = 16  # OpenAI's
+
+
+class RequestError(OptionError):
+    """A field of a request has a value that makes no sense, or is not known; `param` is its name."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    harmless: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_harmless(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if name not in cls.harmless}
+
+    @classmethod
+    def read(cls, body: Any) -> Any:
+        """The request of a JSON value. Raises `RequestError`."""
+        _require_shallow(body)
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])[:200]
+            if first["type"] == "extra_forbidden":
+                raise RequestError(f"{where} is not a field that this server knows", where) from error
+            raise RequestError(f"{where or 'the body'}: {first['msg']}", where or None) from error
+
+
+class StreamOptions(_Body):
+    """How a stream ends."""
+
+    harmless = frozenset({"include_obfuscation"})
+    include_usage: bool = False
+
+
+class AnswerBody(_Body):
+    """What requests for answers have in common."""
+
+    harmless = _HARMLESS
+    model: str | None = None
+    n: int = Field(1, ge=1, le=_MOST_CHOICES)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    x_sources: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+
+    def params(self, defaults: Mapping[str, Any], room_tokens: int, limit_tokens: int | None) -> GenerationParams:
+        """What one answer is asked for.
+
+        Args:
+            defaults: Fields of `SamplingParams` that the model wants where the request says nothing.
+            room_tokens: Tokens that the context has beside the prompt.
+            limit_tokens: Most that the server allows.
+
+        Raises:
+            RequestError, OptionError: A value makes no sense, or is not supported.
+        """
+        for name, neutral in _NOT_YET.items():
+            self._require_off(name, neutral)
+        sampling = {**defaults, "seed": self._seed()}
+        for name in _SAMPLING_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                sampling[name] = _token_ids(value) if name == "logit_bias" else value
+        sampling["top_k"] = max(0, sampling.get("top_k", 0))  # -1 is off with some clients
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _MOST_STOPS:
+            raise RequestError(f"stop has {len(stops)} strings: at most {_MOST_STOPS} are allowed", "stop")
+        most = room_tokens if limit_tokens is None else min(room_tokens, limit_tokens)
+        asked = self.wanted_tokens(max(1, most))
+        if limit_tokens is not None and asked > limit_tokens:
+            raise RequestError(f"max_tokens {asked} is more than the {limit_tokens} that are allowed", "max_tokens")
+        return GenerationParams(
+            asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling)
+        )  # fmt: skip
+
+    def wanted_tokens(self, most: int) -> int:
+        """How long an answer may get, of `most` where the request says nothing."""
+        return self.max_tokens or most
+
+    def _seed(self) -> int:
+        """The seed, negative ones as the numbers that have their bits; a random one where there is none."""
+        return secrets.randbelow(_SEEDS) if self.seed is None else self.seed % (1 << 64)
+
+    def _require_off(self, name: str, neutral: Iterable[Any]) -> None:
+        value = getattr(self, name)
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name} is not supported yet: leave it out", name)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What is answered: texts, token ids or messages, one of each prompt. Raises `RequestError`."""
+        raise NotImplementedError
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream tells how many tokens there were."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        return {}
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        """Functions that the answer may call."""
+        return frozenset()
+
+
+class ChatBody(AnswerBody):
+    """`/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The one prompt: messages as chat templates read them. Raises `RequestError`."""
+        return [[_message(number, message) for number, message in enumerate(self.messages)]]
+
+    def wanted_tokens(self, most: int) -> int:
+        return self.max_completion_tokens or super().wanted_tokens(most)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        options = dict(self.chat_template_kwargs or {})
+        if "tools" in options:
+            raise RequestError("tools is a field of its own: not of chat_template_kwargs", "chat_template_kwargs")
+        return {**options, "tools": self.tools} if self.tool_names else options
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestError("tool_choice can be auto or none: a call cannot be forced yet", "tool_choice")
+        names = []
+        for number, tool in enumerate(self.tools or []):
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str) or not name:
+                raise RequestError(f"tools.{number} is not a function with a name", "tools")
+            names.append(name)
+        return frozenset() if self.tool_choice == "none" else frozenset(names)
+
+
+class CompletionBody(AnswerBody):
+    """`/v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts or token ids, one of each prompt. Raises `RequestError`."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("the prompt is empty", "prompt")
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+
+    def wanted_tokens(self, most: int) -> int:
+        return self.max_tokens or min(most, _COMPLETION_TOKENS)
+
+
+class TokenizeBody(_Body):
+    """`/tokenize`: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def prompt_once(self) -> Any:
+        """The text or the messages. Raises `RequestError` unless there is one of both."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", "prompt")
+        return self.prompt if self.messages is None else [_message(*one) for one in enumerate(self.messages)]
+
+
+class DetokenizeBody(_Body):
+    """`/detokenize`: token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _message(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates read it: its content a text, arguments of its tool calls objects."""
+    message, where = dict(given), f"messages.{number}"
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise RequestError(f"{where} has no role", where)
+    message["content"] = _text_of(message.get("content"), where)
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_call(call, where) for call in calls] if isinstance(calls, list) else calls
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}.tool_calls is not a list", where)
+    return message
+
+
+def _text_of(content: Any, where: str) -> str:
+    """The text of a message, which may come in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content is neither a text nor a list of parts", where)
+    texts = []
+    for part in content:
+        fine = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not fine:
+            raise RequestError(f"{where}.content has a part that is no text: this model reads text alone", where)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.tool_calls has one without a function's name", where)
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+            _require_shallow(arguments)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where}.tool_calls has arguments that are not JSON", where) from error
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _token_ids(bias: Mapping[str, float]) -> dict[int, float]:
+    """A logit bias by token; JSON has texts as keys."""
+    if not all(name.isdecimal() and name.isascii() and len(name) < 10 for name in bias):
+        raise RequestError("logit_bias has a key that is no token id", "logit_bias")
+    return {int(name): value for name, value in bias.items()}
+
+
+def _require_shallow(value: Any) -> None:
+    """Raise `RequestError` for values in one another deeper than anybody means, before anything follows them."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [item for one in level if isinstance(one, dict | list)
+                 for item in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+        if not level:
+            return
+    raise RequestError(f"the body has values in one another more than {_MOST_LEVELS} levels deep")

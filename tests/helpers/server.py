@@ -1,0 +1,69 @@
+"""A server on a small runtime, and clients of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from offload_runtime.engine import Runtime, Scheduler
+from offload_runtime.server.gate import ServerConfig
+from offload_runtime.server.run import Server
+from tests.helpers.engine import load
+
+MODEL = "small"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers, what it answers with, and who asks."""
+
+    url: str
+    runtime: Runtime
+    scheduler: Scheduler
+    http: httpx.Client
+    openai: OpenAI
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """A request of the chat, for four tokens if nothing else is asked."""
+        usual = {"messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 4, "temperature": 0}
+        return self.http.post("/v1/chat/completions", json={**usual, **fields})
+
+
+@contextmanager
+def serving(target: Path, *, load_options: dict[str, Any] | None = None, **config: Any) -> Iterator[Served]:
+    """Serve a checkpoint on a free port."""
+    options = {"draft": "ngram", "max_batch": 2, **(load_options or {})}
+    key = config.get("api_key")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with (
+        load(target, **options) as runtime,
+        Server(ServerConfig(**{"port": 0, "grace_s": 0.0, **config})) as server,
+        server.serving(runtime, MODEL) as scheduler,
+        httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client,
+        httpx.Client(trust_env=False) as own,
+        OpenAI(
+            base_url=f"{server.url}/v1", api_key=key or "none", max_retries=0, timeout=60, http_client=own
+        ) as openai,
+    ):
+        yield Served(server.url, runtime, scheduler, client, openai)
+
+
+def events_of(response: httpx.Response) -> Iterator[Any]:
+    """The JSON values of a stream, which has to end as OpenAI's do."""
+    is_done = False
+    for line in response.iter_lines():
+        if not line.startswith("data: "):
+            continue
+        assert not is_done
+        data = line.removeprefix("data: ")
+        is_done = data == "[DONE]"
+        if not is_done:
+            yield json.loads(data)
+    assert is_done

@@ -1,0 +1,253 @@
+"""OpenAI's own client against a real server: answers are those of `Runtime.generate`, streamed or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from offload_runtime.engine import GenerationResult, Runtime
+from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.server import MODEL, Served, events_of, serving
+
+MESSAGES: Any = [{"role": "system", "content": "a link, a layer"}, {"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def served(short_target: Path) -> Iterator[Served]:
+    with serving(short_target, max_tokens=100) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def alone(short_target: Path) -> Iterator[Runtime]:
+    with load(short_target, draft="ngram") as runtime:
+        yield runtime
+
+
+def test_a_chat_gets_the_answer_that_generate_gives(served: Served, alone: Runtime) -> None:
+    answer = served.openai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, user="somebody"
+    )
+    expected = alone.generate(MESSAGES, max_new_tokens=12, temperature=0.8, top_p=0.9, seed=7)
+    (choice,) = answer.choices
+    assert choice.message.content == expected.text and choice.message.role == "assistant"
+    assert choice.finish_reason == expected.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert answer.usage.completion_tokens == len(expected.tokens) == 12
+    stats = answer.to_dict()["choices"][0]["x_stats"]  # type: ignore[index]
+    assert (stats["seed"], stats["noise_id"], sum(stats["sources"].values())) == (7, 0, 12)
+    assert stats["passes"] > 0 and stats["seconds"] > 0
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(served: Served) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 40}
+    whole = served.openai.chat.completions.create(**asked)
+    chunks = list(
+        served.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )  # fmt: skip
+    assert chunks[0].choices[0].delta.role == "assistant"
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert said == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert not chunks[-1].choices and chunks[-1].usage == whole.usage
+
+
+def test_tokens_of_a_stream_say_who_proposed_them(served: Served, alone: Runtime) -> None:
+    copied = {"role": "user", "content": "the pass streams on and on " * 4}
+    body = {"messages": [copied], "max_tokens": 60, "temperature": 0, "stream": True, "x_sources": True}
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        events = list(events_of(response))
+    tokens = [token for event in events for token in event.get("x_tokens", [])]
+    expected = alone.generate([copied], max_new_tokens=60)
+    assert "".join(text for text, _ in tokens) == expected.text and len(tokens) == len(expected.tokens)
+    assert {source for _, source in tokens} <= {"ngram", "target"}
+    counted = events[-1]["choices"][0]["x_stats"]["sources"]
+    assert counted["target"] == sum(source == "target" for _, source in tokens)
+
+
+def test_n_answers_draw_the_noise_ids_in_order(served: Served, alone: Runtime) -> None:
+    answer = served.openai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=8, temperature=1.0, seed=3, n=3
+    )
+    expected = [alone.generate(MESSAGES, max_new_tokens=8, temperature=1.0, seed=3, noise_id=i) for i in range(3)]
+    assert [choice.message.content for choice in answer.choices] == [one.text for one in expected]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected[0].stats.prompt_tokens
+    assert answer.usage.completion_tokens == sum(len(one.tokens) for one in expected)
+
+
+def test_penalties_and_biases_are_those_of_generate(served: Served, alone: Runtime) -> None:
+    asked: dict[str, Any] = {
+        "temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 1.5, "seed": 5,
+    }  # fmt: skip
+    plain = alone.generate(MESSAGES, max_new_tokens=16, temperature=1.0, seed=5)
+    bias = {plain.tokens[0]: -100}
+    expected = alone.generate(MESSAGES, max_new_tokens=16, logit_bias=bias, repetition_penalty=1.3, **asked)
+    answer = served.openai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=16, logit_bias={str(token): value for token, value in bias.items()},
+        extra_body={"repetition_penalty": 1.3}, **asked,
+    )  # fmt: skip
+    assert answer.choices[0].message.content == expected.text != plain.text
+
+
+def test_a_random_seed_is_told_and_gives_the_answer_again(served: Served) -> None:
+    first = served.chat(temperature=1.5, max_tokens=16).json()["choices"][0]
+    other = served.chat(temperature=1.5, max_tokens=16).json()["choices"][0]
+    seed = first["x_stats"]["seed"]
+    assert seed != other["x_stats"]["seed"]
+    again = served.chat(temperature=1.5, max_tokens=16, seed=seed).json()["choices"][0]
+    assert again["message"] == first["message"]
+
+
+def test_completions_take_texts_and_tokens(served: Served, alone: Runtime) -> None:
+    tokens = alone.encode(PROMPT)
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+    expected = alone.generate(PROMPT, max_new_tokens=6)
+    for prompt in (PROMPT, tokens):
+        answer = served.openai.completions.create(prompt=prompt, **asked)
+        assert answer.choices[0].text == expected.text
+    several = served.openai.completions.create(prompt=[PROMPT, "a slot"], n=2, **asked)
+    texts = [choice.text for choice in several.choices]
+    assert texts == [expected.text] * 2 + [alone.generate("a slot", max_new_tokens=6).text] * 2
+    streamed = list(served.openai.completions.create(prompt=PROMPT, stream=True, **asked))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected.text
+
+
+def test_an_answer_ends_at_a_stop_string(served: Served, alone: Runtime) -> None:
+    whole = alone.generate(MESSAGES, max_new_tokens=60)
+    stop = next(letter for letter in whole.text if letter.isascii() and letter.isprintable())
+    expected = alone.generate(MESSAGES, max_new_tokens=60, stop=stop)
+    for given in (stop, [stop, "never said"]):
+        answer = served.openai.chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=0, max_tokens=60, stop=given
+        )
+        assert answer.choices[0].message.content == expected.text
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_without_a_length_an_answer_may_fill_what_is_left(served: Served) -> None:
+    answer = served.chat(max_tokens=None, ignore_eos=True).json()
+    assert answer["usage"]["completion_tokens"] == 100
+    assert served.chat(max_tokens=101).json()["error"]["param"] == "max_tokens"
+
+
+def test_requests_of_many_threads_get_what_each_gets_alone(served: Served, alone: Runtime) -> None:
+    asked = [{"max_new_tokens": 3 + 5 * i % 17, "temperature": 0.4 * (i % 3), "seed": i} for i in range(8)]
+    expected: list[GenerationResult] = [alone.generate(MESSAGES, **one) for one in asked]
+
+    def ask(one: dict[str, Any]) -> str | None:
+        options = {"max_tokens": one["max_new_tokens"], "temperature": one["temperature"], "seed": one["seed"]}
+        answer = served.openai.chat.completions.create(model=MODEL, messages=MESSAGES, **options)  # type: ignore[call-overload]
+        text: str | None = answer.choices[0].message.content
+        return text
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, asked)) == [one.text for one in expected]
+
+
+def test_models_and_tokens_can_be_asked_for(served: Served, alone: Runtime) -> None:
+    (model,) = served.openai.models.list()
+    assert model.id == MODEL and served.openai.models.retrieve(MODEL).id == MODEL
+    plain = served.http.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert plain["tokens"] == alone.encode(PROMPT) and plain["count"] == len(plain["tokens"])
+    assert served.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == alone.encode(MESSAGES)
+    assert served.http.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": PROMPT}
+    with pytest.raises(openai.NotFoundError):
+        served.openai.models.retrieve("another")
+
+
+def test_metrics_count_what_was_done(served: Served) -> None:
+    def read() -> dict[str, float]:
+        lines = [line for line in served.http.get("/metrics").text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    before = read()
+    served.chat(max_tokens=5, ignore_eos=True)
+    after = read()
+    for name, more in (
+        ("tokens_total", 5), ("requests_finished_total", 1), ("request_seconds_count", 1),
+        ("time_to_first_token_seconds_count", 1),
+    ):  # fmt: skip
+        assert after[f"offload_runtime_{name}"] - before[f"offload_runtime_{name}"] == more
+    assert after["offload_runtime_passes_total"] > before["offload_runtime_passes_total"]
+    assert after["offload_runtime_requests_running"] == after["offload_runtime_requests_waiting"] == 0
+
+
+def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> None:
+    tokens = served.http.post("/tokenize", json={"messages": [{"role": "user", "content": "<|im_end|>"}]}).json()
+    end = alone.encode("<|im_end|>")[0]
+    plain = served.http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
+    assert tokens["tokens"].count(end) == plain["tokens"].count(end)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, None),
+        ({"n": 0}, "n"),
+        ({"n": 100}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5000": 1}}, None),
+        ({"presence_penalty": 3}, None),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None),
+        ({"chat_template_kwargs": {"tokenize": True}}, None),
+        ({"x_sources": True}, "x_sources"),
+        ({"stop": [""]}, None),
+        ({"top_p": 0}, None),
+    ],
+)
+def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
+    response = served.chat(**fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def test_errors_are_those_of_the_client_library(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError):
+        served.openai.chat.completions.create(model="another", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as long:
+        served.openai.completions.create(model=MODEL, prompt=[1] * 600)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_what_switches_a_field_off_is_allowed(served: Served) -> None:
+    off = {
+        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "metadata": {},
+        "response_format": {"type": "text"}, "store": False, "parallel_tool_calls": True, "top_k": -1,
+    }  # fmt: skip
+    assert served.chat(**off).status_code == 200
+
+
+def test_what_is_left_out_is_as_the_models_makers_have_it(short_target: Path, tmp_path: Path) -> None:
+    for path in short_target.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with load(tmp_path, draft="none") as runtime:
+        expected = runtime.generate(MESSAGES, max_new_tokens=12, temperature=0.6, top_k=20, top_p=0.9, seed=4)
+        other = runtime.generate(MESSAGES, max_new_tokens=12, temperature=0.9, top_k=20, top_p=0.9, seed=4)
+    with serving(tmp_path, load_options={"draft": "none"}) as served:
+        body = {"messages": MESSAGES, "max_tokens": 12, "seed": 4}
+        answers = [
+            served.http.post("/v1/chat/completions", json={**body, **more}).json()
+            for more in ({}, {"temperature": 0.9})
+        ]
+    texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert texts == [expected.text, other.text] and expected.text != other.text
