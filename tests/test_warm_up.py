@@ -258,19 +258,19 @@ def played_by(
     """What a retrieval verifier plays from now on: sequences, tokens of the longest, whether there are chunks to
     choose, and how tokens are."""
     played: set[tuple[int, int, bool, SamplingParams]] = set()
-    start, begin, way = verifier.start, verifier.begin, DIFFERENT_WAYS[0]
+    join, begin, way = verifier.join, verifier.begin, DIFFERENT_WAYS[0]
 
-    def started(slots: Sequence[SamplingParams]) -> None:
+    def joined(sequence: int, params: SamplingParams) -> None:
         nonlocal way
-        way = slots[0]
-        start(slots)
+        way = params
+        join(sequence, params)
 
     def begun(lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         answer = begin(lengths, counts)
         played.add((len(lengths), max(lengths.values()), verifier.cache.recent[0].start > 0, way))
         return answer
 
-    monkeypatch.setattr(verifier, "start", started)
+    monkeypatch.setattr(verifier, "join", joined)
     monkeypatch.setattr(verifier, "begin", begun)
     return played
 
