@@ -67,7 +67,8 @@ def malformed(chance: random.Random, text: bytes) -> bytes:
         at = chance.randrange(len(text))
         return text[:at] + chance.choice([b"\xc3", b"\x00", b"}", b"]"]) + text[at:] + b"]"
     if kind == 3:
-        return chance.choice([b"[" * 100_000, b'{"messages":' * 5000, b'[{"a":' * 40 + b"1" + b"}]" * 40])
+        deep = b'{"messages": [{"role": "user", "content": "a", "x": %b1%b}]}' % (b'[{"a":' * 200, b"}]" * 200)
+        return chance.choice([b"[" * 100_000, b'{"messages":' * 5000, deep])
     if kind == 4:
         return chance.choice([b"null", b"1", b'"text"', b"[]", b"{}", b"true", b"1" * 10_000])
     return json.dumps({**json.loads(text), "frobnicate": 1}).encode()
