@@ -196,7 +196,9 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
         ({"temperature": -1}, None),
         ({"n": 0}, "n"),
         ({"n": 100}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5000": 1}}, None),
         ({"presence_penalty": 3}, None),
@@ -217,6 +219,28 @@ def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param:
     response = served.chat(**fields)
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def test_log_probabilities_are_the_models(served: Served, alone: Runtime) -> None:
+    """In a chat, in a stream of it, and in a plain completion, as OpenAI writes each."""
+    expected = alone.generate(MESSAGES, max_new_tokens=9, temperature=0.8, seed=7, logprobs=3, stop="k").logprobs or ()
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, "temperature": 0.8, "seed": 7}
+    asked |= {"logprobs": True, "top_logprobs": 3, "stop": "k"}
+    whole = served.openai.chat.completions.create(**asked).choices[0].logprobs
+    assert whole is not None and whole.content is not None
+    assert [one.logprob for one in whole.content] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    for one, known in zip(whole.content, expected, strict=True):
+        assert one.token == alone.tokenizer.decode([known.token]) and len(one.top_logprobs) == 3
+        assert bytes(one.bytes or []).decode() == one.token or one.bytes is None
+    streamed = served.openai.chat.completions.create(**asked, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
+    assert [one for part in parts if part is not None for one in part.content or ()] == whole.content
+    plain = served.openai.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2
+    ).choices[0].logprobs  # fmt: skip
+    assert plain is not None and plain.tokens is not None and plain.top_logprobs is not None
+    assert plain.text_offset == [len("".join(plain.tokens[:number])) for number in range(4)]
+    assert [max(top.values()) for top in plain.top_logprobs] == plain.token_logprobs
 
 
 def test_errors_are_those_of_the_client_library(served: Served) -> None:

@@ -115,7 +115,8 @@ class Answers:
             if isinstance(event, ErrorEvent):
                 raise event.error
             if isinstance(event, TokenEvent):
-                delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)]))
+                logprobs = [] if event.logprobs is None else [event.logprobs]
+                delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)], logprobs))
                 continue
             if event.result.finish_reason == "interrupted" and not event.result.tokens:
                 raise UnavailableError("the server is stopping, or the request has waited too long: send it again")

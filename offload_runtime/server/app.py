@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -147,7 +148,7 @@ class Service:
         return await self._answer(request, CompletionBody)
 
     async def _answer(self, request: Request, kind: type[AnswerBody]) -> Response:
-        _, scheduler = self._ready()
+        runtime, scheduler = self._ready()
         body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
         try:
             answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
@@ -155,7 +156,7 @@ class Service:
             if self.state == "ready":
                 self.state = "failed"  # by a defect: whoever watches /health starts another one
             raise
-        envelope = Envelope(self._model, is_chat=kind is ChatBody)
+        envelope = Envelope(self._model, partial(_spelled, runtime.tokenizer), is_chat=kind is ChatBody)
         if body.stream:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices)), answers)
         whole = await unless_gone(answers.whole(), request.receive)
@@ -200,7 +201,8 @@ class Service:
             async for part in answers:
                 delta, ending = part.delta, part.ending
                 endings += [(part.index, ending)] if ending is not None else []
-                if delta.text or delta.calls or ending is not None or (body.x_sources and delta.tokens):
+                told = delta.text or delta.calls or delta.logprobs or (body.x_sources and delta.tokens)
+                if told or ending is not None:
                     yield _event(
                         envelope.chunk(
                             part.index, delta, ending, first_call=part.first_call, with_sources=body.x_sources
@@ -308,6 +310,10 @@ def _constant(content: bytes, media_type: str) -> Callable[[], Any]:
         return Response(content, media_type=media_type)
 
     return answer
+
+
+def _spelled(tokenizer: Any, token: int) -> str:
+    return str(tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _event(value: dict[str, Any]) -> dict[str, str]:

@@ -7,29 +7,33 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from offload_runtime.server.tool_calls import ToolCall
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult
+    from offload_runtime.engine import GenerationResult, TokenLogprobs
 
 
 @dataclass
 class Delta:
-    """What has come of one choice since the last time: text, calls, and tokens with who proposed them."""
+    """What has come of one choice since the last time: text, calls, tokens with who proposed them, and their
+    log-probabilities where they are wanted."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[tuple[str, str]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
         """Put what came later behind it."""
         self.text += other.text
         self.calls += other.calls
         self.tokens += other.tokens
+        self.logprobs += other.logprobs
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,12 @@ class Envelope:
     Args:
         model: Its name.
         is_chat: Chat completions, or plain ones.
+        spell: The text of a token id.
     """
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
-        self._is_chat = is_chat
+    def __init__(self, model: str, spell: Callable[[int], str], *, is_chat: bool) -> None:
+        self._is_chat, self._spell = is_chat, spell
+        self._offsets = Counter[int]()  # by choice, characters of the tokens whose log-probabilities were told
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._model, self._created = model, int(time.time())
 
@@ -84,7 +90,10 @@ class Envelope:
 
     def _choice(self, index: int, answer: tuple[Delta, Ending]) -> dict[str, Any]:
         delta, ending = answer
-        choice = {"index": index, "logprobs": None, "finish_reason": ending.finish_reason, "x_stats": ending.stats}
+        choice = {
+            "index": index, "logprobs": self._logprobs(index, delta), "finish_reason": ending.finish_reason,
+            "x_stats": ending.stats,
+        }  # fmt: skip
         if not self._is_chat:
             return {**choice, "text": delta.text}
         message: dict[str, Any] = {"role": "assistant", "content": delta.text}
@@ -102,7 +111,7 @@ class Envelope:
         self, index: int, delta: Delta, ending: Ending | None, *, first_call: int, with_sources: bool
     ) -> dict[str, Any]:  # fmt: skip
         """What has come of a choice, and that it has ended if it has; its calls are numbered from `first_call`."""
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(index, delta), "finish_reason": None}
         if not self._is_chat:
             choice["text"] = delta.text
         else:
@@ -113,6 +122,29 @@ class Envelope:
             choice |= {"finish_reason": ending.finish_reason, "x_stats": ending.stats}
         sources = {"x_tokens": [list(token) for token in delta.tokens]} if with_sources else {}
         return {**self._around([choice], is_chunk=True), **sources}
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """Those of the tokens that have come of a choice; None where nobody asked for any."""
+        if not delta.logprobs:
+            return None
+        if self._is_chat:
+            told = [
+                {**self._likely(one.token, one.logprob), "top_logprobs": [self._likely(*pair) for pair in one.top]}
+                for one in delta.logprobs
+            ]
+            return {"content": told, "refusal": None}
+        tokens, offsets = [self._spell(one.token) for one in delta.logprobs], list[int]()
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        likeliest = [{self._spell(token): logprob for token, logprob in one.top} for one in delta.logprobs]
+        logprobs = [one.logprob for one in delta.logprobs]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
+
+    def _likely(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token with its log-probability; its bytes where they are a text by themselves."""
+        text = self._spell(token)
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last chunk of a stream whose usage was asked for."""

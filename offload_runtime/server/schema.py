@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.config import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.errors import OptionError
 
 # What OpenAI's clients send and nothing here depends on.
@@ -24,7 +24,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty"
                     "repetition_penalty", "logit_bias")  # fmt: skip
 # What nobody reads yet, with what switches it off. Remove a line to allow its field.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},), "reasoning_effort": (),
+    "response_format": ({"type": "text"},), "reasoning_effort": (),
 }  # fmt: skip
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
@@ -94,8 +94,6 @@ class AnswerBody(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: Any = None
-    top_logprobs: Any = None
     response_format: Any = None
     reasoning_effort: Any = None
 
@@ -125,12 +123,18 @@ class AnswerBody(_Body):
         if limit_tokens is not None and asked > limit_tokens:
             raise RequestError(f"max_tokens {asked} is more than the {limit_tokens} that are allowed", "max_tokens")
         return GenerationParams(
-            asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling)
+            asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling),
+            logprobs=self.num_logprobs,
         )  # fmt: skip
 
     def wanted_tokens(self, most: int) -> int:
         """How long an answer may get, of `most` where the request says nothing."""
         return self.max_tokens or most
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told beside each one's log-probability; None tells neither."""
+        raise NotImplementedError
 
     def _seed(self) -> int:
         """The seed, negative ones as the numbers that have their bits; a random one where there is none."""
@@ -170,6 +174,8 @@ class ChatBody(AnswerBody):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def prompts(self) -> list[Any]:
@@ -178,6 +184,12 @@ class ChatBody(AnswerBody):
 
     def wanted_tokens(self, most: int) -> int:
         return self.max_completion_tokens or super().wanted_tokens(most)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -207,6 +219,7 @@ class CompletionBody(AnswerBody):
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def prompts(self) -> list[Any]:
@@ -219,6 +232,10 @@ class CompletionBody(AnswerBody):
 
     def wanted_tokens(self, most: int) -> int:
         return self.max_tokens or min(most, _COMPLETION_TOKENS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TokenizeBody(_Body):
