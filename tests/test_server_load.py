@@ -193,6 +193,7 @@ def test_the_command_serves_until_sigterm(short_target: Path) -> None:
     ("words", "message"),
     [
         (["--host", "0.0.0.0"], "--api-key"),
+        (["--api-key", ""], "an API key is a word"),
         (["--max-body", "much"], "is not a size"),
         (["--max-requests", "0"], "--max-requests must be auto or a count"),
         (["--port", "70000"], "port must be in"),

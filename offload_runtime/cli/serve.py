@@ -26,8 +26,9 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
     from offload_runtime.server.gate import ServerConfig
     from offload_runtime.server.run import Server
 
+    key = options.api_key
     served = ServerConfig(
-        host=options.host, port=options.port, api_key=options.api_key or os.environ.get(_KEY_VARIABLE) or None,
+        host=options.host, port=options.port, api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
         allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
         max_waiting=options.max_waiting, max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
         max_seconds=options.max_seconds, grace_s=options.grace_s,
