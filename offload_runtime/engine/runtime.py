@@ -315,21 +315,9 @@ class Runtime(AbstractContextManager["Runtime"]):
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         with self._locked():
-            kept = self._num_kept(tokens, owner)
-            requests = self._requests([tokens], [params], speculate=speculate, num_kept=kept)
-            generation = self._begin(requests, Hooks(on_prefill))
-            self._cache_owner = owner
+            requests = self._requests([tokens], [params], speculate=speculate)
+            generation = self._begin(requests, Hooks(on_prefill), owner=owner)
         return TokenStream(generation, self._locked, on_end)
-
-    def _num_kept(self, tokens: list[int], owner: object | None) -> int:
-        """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
-        if owner is None or self._cache_owner is not owner or self._current is None:
-            return 0
-        (before,), target = self._current.requests, self.parts.target
-        if target.rope.frequency_set(before.prompt_tokens) != target.rope.frequency_set(len(tokens)):
-            return 0  # what is cached was rotated otherwise than this length wants it
-        kept = min(target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
-        return next((i for i in range(kept) if tokens[i] != before.sequence[i]), kept)
 
     def replay(
         self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits,
@@ -346,14 +334,11 @@ class Runtime(AbstractContextManager["Runtime"]):
             mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
         """
         assert owner is None or not mates
-        slot, prompts = len(mates), [*mates, tokens]
-        hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == slot else None)
+        prompts = [*mates, tokens]
         with self._locked():
-            kept, speculate = self._num_kept(tokens, owner), proposer is not None
-            requests = self._requests(prompts, [params] * len(prompts), speculate=speculate, num_kept=kept)
-            generation = self._begin(requests, hooks, proposer)
-            self._cache_owner = owner
-            return generation.finish()[slot]
+            requests = self._requests(prompts, [params] * len(prompts), speculate=proposer is not None)
+            hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == requests[-1].slot else None)
+            return self._begin(requests, hooks, proposer, owner=owner).finish()[-1]
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The logits behind every token of given answers to a prompt, from one plain pass over each.
@@ -375,34 +360,36 @@ class Runtime(AbstractContextManager["Runtime"]):
             yield torch.cat([*first, behind])
 
     def _requests(
-        self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool, num_kept: int = 0
-    ) -> list[Request]:  # fmt: skip
-        """Requests for prompts and their options. What the cache holds is kept of a single one."""
+        self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool
+    ) -> list[Request]:
+        """Requests for prompts and their options."""
         self._require_open()
         for asked in params:
             self._room.check(asked)
-        alone = len(prompts) == 1
         return [
-            Request(
-                tokens, asked, self.tokenizer, self.parts.eos_token_ids, speculate=speculate, keeps_cache=alone,
-                num_kept=num_kept,
-            )
+            Request(tokens, asked, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
             for tokens, asked in zip(prompts, params, strict=True)
-        ]  # fmt: skip
+        ]
 
-    def _begin(self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None) -> Generation:
-        """The current generation from here on, whose requests are all that the cache and its slots are used for."""
+    def _begin(
+        self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None, *,
+        owner: object | None = None,
+    ) -> Generation:  # fmt: skip
+        """The current generation from here on, whose requests are all that the cache and its slots are used for. What
+        the slots hold is kept for `owner`, if that is whose the generation before was."""
         self._require_open()
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         for request in requests:
             parts.windows.settle(request.params, parts.proposer)
+        before, is_owners = self._current, owner is not None and self._cache_owner is owner
         self._let_go_of_current()
-        self._current = generation = Generation(parts, requests, hooks)
+        kept = before.prefix_cache if before is not None and is_owners else None
+        self._current = generation = Generation(parts, requests, hooks, kept)
         with generation.working():
-            for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
+            for slot in range(self.plan.target.batch):
                 parts.sampling.release(slot)
                 parts.proposer.leave(slot)
-                parts.target.runner.cache.truncate(slot, requests[0].num_kept if requests and not slot else 0)
+        self._cache_owner = owner
         return generation
 
     def _require_open(self) -> None:

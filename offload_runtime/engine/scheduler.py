@@ -73,7 +73,8 @@ class SchedulerCounters:
         running: Requests that have a slot.
         waiting: Requests that have none yet.
         finished: Requests that have ended, for whatever reason.
-        prompt_tokens: Tokens of the prompts that were read.
+        prompt_tokens: Tokens of the prompts whose first token is there.
+        kept_tokens: Of these, those that were not read again, as a slot still held them.
         tokens: Tokens of answers.
         passes: Passes of the target, those over prompts not counted.
         proposed: Proposals that the target verified, by who made them.
@@ -84,6 +85,7 @@ class SchedulerCounters:
     waiting: int = 0
     finished: int = 0
     prompt_tokens: int = 0
+    kept_tokens: int = 0
     tokens: int = 0
     passes: int = 0
     proposed: dict[str, int] = field(default_factory=dict)
@@ -129,8 +131,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     The tokens of a request are those that `Runtime.generate` says with its options and `noise_id`, whoever shares the
     passes. A slot holds the whole context, prompt and `max_new_tokens` included, so that nobody who runs is held up
-    for want of room. Until it is closed the scheduler has the runtime for itself: other calls of it raise an
-    `OptionError`. Close it or use it in a `with` block, before the runtime.
+    for want of room. What it holds stays there when its request has ended: the longest beginning of a prompt that a
+    free slot holds is not read again. Until it is closed the scheduler has the runtime for itself: other calls of it
+    raise an `OptionError`. Close it or use it in a `with` block, before the runtime.
 
     Args:
         runtime: Loaded. A call that is in progress is waited for.
@@ -154,7 +157,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self._counters, self._retry_after_s = SchedulerCounters(), _FIRST_RETRY_S
         # The thread's own.
         self._ended: list[tuple[Request, GenerationResult, BaseException | None]] = []
-        self._finished = self._prompt_tokens = self._num_tokens = 0
+        self._finished = self._prompt_tokens = self._kept_tokens = self._num_tokens = 0
         self._proposed, self._accepted = Counter[str](), Counter[str]()  # of requests that have ended
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -274,7 +277,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         try:
             for piece in generation.step():
                 self._num_tokens += 1
-                self._prompt_tokens += piece.request.prompt_tokens if piece.request.new_tokens == 1 else 0
+                if piece.request.new_tokens == 1:
+                    self._prompt_tokens += piece.request.prompt_tokens
+                    self._kept_tokens += piece.request.num_kept
                 self._tickets[piece.request].tell(TokenEvent(piece.token, piece.text, piece.source, piece.logprobs))
                 self._take_orders(generation)
         except BudgetError as error:  # who waits may need less
@@ -302,8 +307,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             proposed.update(request.tally.proposed_by_source)
             accepted.update(request.tally.accepted_by_source)
         counters = SchedulerCounters(
-            running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens, tokens=self._num_tokens,
-            passes=generation.passes, proposed=dict(proposed), accepted=dict(accepted),
+            running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens,
+            kept_tokens=self._kept_tokens, tokens=self._num_tokens, passes=generation.passes, proposed=dict(proposed),
+            accepted=dict(accepted),
         )  # fmt: skip
         # One of these is the next to free a slot, at the latest.
         left_s = [_most_seconds_left(request) for request in running if request.new_tokens > 1]

@@ -1,0 +1,273 @@
+"""The prefix cache: the beginning of a prompt that is still held is not read again, and no bit tells the difference."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine.generate import Generation, Hooks
+from offload_runtime.engine.request import Request
+from offload_runtime.errors import NumericalError
+from offload_runtime.kv import DeviceKVCache
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import random_tokens
+
+TARGET, CONTEXT, SLOTS = "two_layer_target", 900, 2
+VOCABULARY = 290
+SMALL: dict[str, Any] = {"budget_tokens": 96, "chunk_size": 8, "gamma_draft": 4, "refresh_steps": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"draft": "none", "resident_layers": 1},
+    "ngram": {"draft": "ngram", "resident_layers": 1},
+    "chain": {"tree_nodes": 0, "resident_layers": 1},
+    "tree": {"tree_nodes": 24, "resident_layers": 1},
+    "triforce": {"speculation": SpeculationOptions("triforce", **SMALL)},
+}
+loaded = partial(load, context=CONTEXT)
+TEXT = [3 + token % VOCABULARY for token in random_tokens(CONTEXT, seed=3)]
+
+
+def params(count: int = 6, **options: Any) -> GenerationParams:
+    return GenerationParams(count, ignore_eos=True, **options)
+
+
+Task = tuple[list[int], GenerationParams, int]  # a prompt, what is asked for, after how many tokens it is cut off
+
+
+@dataclass
+class Seen:
+    """What a request has left: the logits behind each of its tokens, and, of a cache on the device, the keys and values
+    of all tokens but the last."""
+
+    result: GenerationResult | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+    kv: list[torch.Tensor] | None = None
+
+    def end(self, runtime: Runtime, result: GenerationResult, slot: int, length: int) -> None:
+        """It has ended, with so many tokens in all."""
+        self.result, cache = result, runtime.parts.target.runner.cache
+        if slot < 0 or not isinstance(cache, DeviceKVCache):
+            return
+        cache.begin_window((), ())  # all sequences are to be seen
+        positions = torch.arange(min(length - 1, cache.length(slot)))
+        sides = [cache.store(layer).at(torch.tensor([slot]), positions) for layer in range(runtime.config.num_layers)]
+        self.kv = [side for pair in sides for side in pair]
+
+    @property
+    def said(self) -> GenerationResult:
+        assert self.result is not None
+        return self.result
+
+    def assert_is_beginning_of(self, other: Seen) -> None:
+        """Bit for bit, as far as it has come."""
+        count = len(self.said.tokens)
+        assert (
+            self.said.tokens == other.said.tokens[:count] and self.said.text == other.said.text[: len(self.said.text)]
+        )
+        for one, another in zip(torch.cat(self.logits)[:count], torch.cat(other.logits), strict=False):
+            assert torch.equal(one, another)
+        for one, another in zip(self.kv or (), other.kv or (), strict=True):
+            assert torch.equal(one, another[: len(one)])
+
+
+def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random) -> list[Seen]:
+    """Answer prompts, each cut off after so many tokens, which join and leave at random."""
+    seen: dict[Request, Seen] = {}
+    coming = [(runtime.request(prompt, asked), last) for prompt, asked, last in tasks]
+    cut = dict(coming)
+
+    def on_end(request: Request, result: GenerationResult, error: BaseException | None) -> None:
+        assert error is None
+        seen[request].end(runtime, result, request.slot, len(request.sequence))
+
+    def on_logits(slot: int, rows: torch.Tensor) -> None:
+        seen[generation.running[slot]].logits.append(rows.clone())
+
+    with runtime.serving(Hooks(on_end=on_end, on_logits=on_logits)) as generation:
+        while coming or generation.running or generation.waiting:
+            for request, _ in (coming.pop(0) for _ in range(min(len(coming), chance.choice([0, 1, 1, 2])))):
+                seen[request] = Seen()
+                generation.join(request)
+            for piece in generation.step():
+                if piece.request.new_tokens == cut[piece.request]:
+                    generation.cancel(piece.request)
+    return [seen[request] for request in cut]
+
+
+def alone(runtime: Runtime, prompt: list[int], asked: GenerationParams) -> Seen:
+    """The same with nothing kept, decoded plainly."""
+    seen = Seen()
+    result = runtime.replay(prompt, asked, proposer=None, on_logits=lambda _, rows: seen.logits.append(rows.clone()))
+    seen.end(runtime, result, 0, len(prompt) + len(result.tokens))
+    return seen
+
+
+def make_tasks(count: int, chance: random.Random) -> list[Task]:
+    """Prompts that share beginnings of all lengths: one of a few texts, cut and gone on with otherwise."""
+    texts, tasks = [TEXT, TEXT[:40] + TEXT[400:], TEXT[::-1]], []
+    for number in range(count):
+        prompt = list(chance.choice(texts)[: chance.choice([1, 30, 255, 256, 257, 300, 511, 513, 600])])
+        prompt += random_tokens(chance.choice([0, 0, 1, 5, 40]), seed=number)
+        sampling = SamplingParams(temperature=chance.choice([0.0, 0.8]), seed=number % 3, noise_id=number)
+        tasks.append((prompt, params(chance.randint(2, 9), sampling=sampling), chance.choice([99, 99, 99, 2])))
+    return tasks
+
+
+def check(runtime: Runtime, count: int, seed: int) -> None:
+    chance = random.Random(seed)
+    tasks = make_tasks(count, chance)
+    expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
+    found = serve(runtime, tasks, chance)
+    for one, another in zip(found, expected, strict=True):
+        one.assert_is_beginning_of(another)
+    assert sum(one.said.stats.kept_tokens for one in found) > 0
+    assert not any(one.said.stats.kept_tokens for one in expected)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str) -> None:
+    with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
+        check(runtime, 7, seed=len(way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("way", WAYS)
+def test_many_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str, seed: int) -> None:
+    with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=1 + seed) as runtime:
+        check(runtime, 30, seed=seed)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_on_two_cards(short_target: Path, kv: str) -> None:
+    """Each card holds what there is of its own layers; answers tell."""
+    options: dict[str, Any] = {"kv": kv, "max_batch": SLOTS, "resident_layers": 3}
+    prompts = [TEXT[:300], [*TEXT[:290], 5, 6], TEXT[:301]]
+    with Runtime.load(short_target, device="cpu,cpu", **options) as runtime:
+        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
+        with runtime.serving(Hooks(on_end=nobody)) as generation:
+            said = [say(runtime, generation, prompt) for prompt in prompts]
+    assert [one.tokens for one in said] == expected and [one.num_kept for one in said] == [0, 290, 290]
+
+
+def nobody(request: Request, result: GenerationResult, error: BaseException | None) -> None:
+    """Who is told that a request has ended."""
+
+
+def run(generation: Generation) -> None:
+    """Until all have ended."""
+    while generation.running or generation.waiting:
+        list(generation.step())
+
+
+def say(runtime: Runtime, generation: Generation, prompt: list[int], count: int = 6) -> Request:
+    """An answer of so many tokens, beside whoever runs."""
+    request = runtime.request(prompt, params(count))
+    generation.join(request)
+    while request.finish_reason is None:
+        list(generation.step())
+    return request
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_how_much_is_kept(target: Path, kv: str) -> None:
+    """All that is held but a prompt's last token, whose logits are wanted, and an answer's last one, which nobody has
+    read."""
+    prompt = TEXT[:300]
+    with loaded(target, draft="none", kv=kv) as runtime:
+        longer = [*prompt, *runtime.generate(prompt, params=params()).tokens, 7, 8]
+        asked = [(prompt, 0), (prompt, 299), (prompt[:-1], 298), ([*prompt[:-1], 9], 299), (prompt, 299),
+                 (longer, 305), ([9, *prompt], 0), (prompt[:1], 0), (prompt, 1)]  # fmt: skip
+        expected = [runtime.generate(tokens, params=params()).tokens for tokens, _ in asked]
+        with runtime.serving(Hooks(on_end=nobody)) as generation:
+            for (tokens, kept), answer in zip(asked, expected, strict=True):
+                said = say(runtime, generation, tokens)
+                assert (said.num_kept, said.tokens) == (kept, answer)
+        # Whoever comes then has nothing of it.
+        assert runtime.generate(prompt, params=params()).stats.kept_tokens == 0
+
+
+def test_the_slot_that_holds_most_and_of_equals_the_oldest(target: Path) -> None:
+    one, two, three = TEXT[:100], TEXT[100:250], TEXT[250:300]
+    order = [(one, 0), (two, 0), (one, 99), (three, 0), (one, 99), (two, 0), (one, 99), (three, 0)]
+    with loaded(target, draft="none", max_batch=2) as runtime, runtime.serving(Hooks(on_end=nobody)) as generation:
+        for prompt, kept in order:
+            assert say(runtime, generation, prompt).num_kept == kept
+        # A slot whose request runs is nobody else's.
+        first = runtime.request(one, params(40))
+        generation.join(first)
+        list(generation.step())
+        assert first.num_kept == 99 and say(runtime, generation, one).num_kept == 0 and not first.finish_reason
+        generation.interrupt()
+
+
+def test_what_a_slot_holds_costs_no_pass_anything(target: Path) -> None:
+    """Keys and values of nobody who runs stay where they are."""
+    ended: list[GenerationResult] = []
+    with loaded(target, draft="none", kv="host", max_batch=2) as runtime:
+        expected = runtime.generate(TEXT[:20], params=params()).stats.bytes_per_pass
+        with runtime.serving(Hooks(on_end=lambda request, result, error: ended.append(result))) as generation:
+            said = [say(runtime, generation, prompt) for prompt in (TEXT[100:], TEXT[:20], [*TEXT[100:], 5])]
+    assert [one.num_kept for one in said] == [0, 0, 800]
+    large, small, again = (result.stats.bytes_per_pass for result in ended)
+    assert small == expected < large == again
+
+
+def test_nothing_is_kept_of_a_request_without_numbers(copy: Path) -> None:
+    with loaded(copy, draft="none") as runtime:
+        answers = {first: runtime.generate([first, 9], params=params(12)).tokens for first in (5, 6)}
+    poison = next(token for token in answers[5][3:9] if not {token} & {5, 6, 9, *answers[6], *answers[5][:3]})
+    weights = load_file(copy / "model.safetensors")
+    weights["model.embed_tokens.weight"][poison] = float("nan")
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    errors: list[BaseException | None] = []
+    with loaded(copy, draft="none") as runtime:
+        hooks = Hooks(on_end=lambda request, result, error: errors.append(error))
+        with runtime.serving(hooks) as generation:
+            for prompt, first, count in (([6, 9, poison], 6, 6), ([5, 9], 5, 12)):
+                say(runtime, generation, prompt, count)
+                assert isinstance(errors.pop(), NumericalError)
+                said = say(runtime, generation, [first, 9], 3)
+                assert (said.num_kept, said.tokens, errors.pop()) == (0, answers[first][:3], None)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_what_a_length_rotates_otherwise_is_read_again(copy: Path, rope_type: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_parameters"] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * half, "long_factor": [3.0 + index for index in range(half)]}
+        config["rope_parameters"] |= {"original_max_position_embeddings": 84, **factors}
+    else:
+        config["max_position_embeddings"] = 84
+    (copy / "config.json").write_text(json.dumps(config))
+    with load(copy, draft="none", context=120) as runtime:
+        prompts = [TEXT[:count] for count in (60, 82, 100, 90, 90, 70)]
+        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
+        with runtime.serving(Hooks(on_end=nobody)) as generation:
+            said = [say(runtime, generation, prompt) for prompt in prompts]
+    assert [one.tokens for one in said] == expected
+    assert [one.num_kept for one in said] == [0, 60, 0, 89 if rope_type == "longrope" else 0, 89, 0]
+
+
+def test_what_a_scheduler_counts(target: Path) -> None:
+    with loaded(target, draft="none") as runtime, Scheduler(runtime) as served:
+        for _ in range(2):
+            served.submit(TEXT[:50], params(), on_event=lambda event: None)
+        served.close(grace_s=60)
+        assert (served.counters.prompt_tokens, served.counters.kept_tokens) == (100, 49)
