@@ -90,7 +90,7 @@ class Generation:
         parts: The runtime's machinery.
         requests: Those that it begins with; others may `join`.
         hooks: Who else takes part.
-        prefix_cache: What the slots hold from before; None: nothing.
+        prefix_cache: What the slots hold from before.
 
     Attributes:
         is_current: Whether the target's cache is still this generation's.
@@ -100,13 +100,13 @@ class Generation:
     """
 
     def __init__(
-        self, parts: RuntimeParts, requests: Sequence[Request], hooks: Hooks, prefix_cache: PrefixCache | None = None
+        self, parts: RuntimeParts, requests: Sequence[Request], hooks: Hooks, prefix_cache: PrefixCache
     ) -> None:  # fmt: skip
         self.requests, self.is_current = requests, True
         self.waiting, self.running = deque[Request](), dict[int, Request]()
         self._parts, self._hooks = parts, hooks
         self._num_slots = parts.plan.target.batch
-        self.prefix_cache = prefix_cache or PrefixCache(parts.target, self._num_slots)
+        self.prefix_cache = prefix_cache
         self._steps = StepRunner(parts, on_logits=hooks.on_logits)
         self._meter = PassMeter(parts)
         self._results: dict[Request, GenerationResult] = {}  # unless the hooks are told

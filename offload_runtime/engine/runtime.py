@@ -31,10 +31,12 @@ from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
+from offload_runtime.engine.prefix_cache import PrefixCache
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.kv import BlockStore
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
 from offload_runtime.speculation import OnLogits, Proposer
@@ -373,18 +375,20 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def _begin(
         self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None, *,
-        owner: object | None = None,
+        owner: object | None = None, store: BlockStore | None = None,
     ) -> Generation:  # fmt: skip
         """The current generation from here on, whose requests are all that the cache and its slots are used for. What
-        the slots hold is kept for `owner`, if that is whose the generation before was."""
+        the slots hold is kept for `owner`, if that is whose the generation before was; what they lose is for `store`.
+        """
         self._require_open()
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         for request in requests:
             parts.windows.settle(request.params, parts.proposer)
-        before, is_owners = self._current, owner is not None and self._cache_owner is owner
+        prefix_cache = PrefixCache(parts.target, self.plan.target.batch, store)
+        if self._current is not None and owner is not None and self._cache_owner is owner:
+            prefix_cache = self._current.prefix_cache
         self._let_go_of_current()
-        kept = before.prefix_cache if before is not None and is_owners else None
-        self._current = generation = Generation(parts, requests, hooks, kept)
+        self._current = generation = Generation(parts, requests, hooks, prefix_cache)
         with generation.working():
             for slot in range(self.plan.target.batch):
                 parts.sampling.release(slot)
@@ -421,16 +425,34 @@ class Runtime(AbstractContextManager["Runtime"]):
         return Request(tokens, params, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
 
     @contextmanager
-    def serving(self, hooks: Hooks) -> Iterator[Generation]:
+    def serving(self, hooks: Hooks, *, prefix_cache_bytes: int = 0) -> Iterator[Generation]:
         """The runtime for the thread that calls, until it is done: a generation that requests may join. Calls in
         progress are waited for; meanwhile others raise an `OptionError`. See `Scheduler`."""
         with self._locked():
+            store = self._store(prefix_cache_bytes)
             self._is_served = True
             try:
-                yield self._begin([], hooks)
+                yield self._begin([], hooks, store=store)
             finally:
                 self._is_served = False
                 self._let_go_of_current()
+
+    def _store(self, nbytes: int) -> BlockStore | None:
+        """Of blocks that slots lose; None for 0 bytes.
+
+        Raises:
+            OptionError: It would be of no use, or not hold any.
+        """
+        require(nbytes >= 0, f"prefix_cache_bytes must not be negative, not {nbytes}")
+        if not nbytes:
+            return None
+        target = self.plan.target
+        require(not target.on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
+        block_bytes = self.config.num_layers * target.kv_block_bytes
+        fine = nbytes >= block_bytes
+        sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
+        require(fine, f"prefix_cache_bytes is for blocks of 256 tokens, and {sizes}: raise it, or 0 for none")
+        return BlockStore(nbytes // block_bytes)
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""

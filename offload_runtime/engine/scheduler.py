@@ -74,7 +74,7 @@ class SchedulerCounters:
         waiting: Requests that have none yet.
         finished: Requests that have ended, for whatever reason.
         prompt_tokens: Tokens of the prompts whose first token is there.
-        kept_tokens: Of these, those that were not read again, as a slot still held them.
+        kept_tokens: Of these, those that were not read again, as a slot or the store still held them.
         tokens: Tokens of answers.
         passes: Passes of the target, those over prompts not counted.
         proposed: Proposals that the target verified, by who made them.
@@ -138,15 +138,19 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     Args:
         runtime: Loaded. A call that is in progress is waited for.
         max_waiting: Requests that may wait for a slot.
+        prefix_cache_bytes: Host memory for blocks of 256 tokens that slots lose to other prompts, which are copied back
+            for prompts that begin so; 0 is off. It comes on top of what `ram` limits, is not page-locked, and grows as
+            blocks come. Only with the KV cache on the device: in host memory slots alone keep theirs.
 
     Raises:
-        OptionError: The runtime is closed, or served by another scheduler.
+        OptionError: The runtime is closed, or served by another scheduler, or `prefix_cache_bytes` does nothing here.
     """
 
-    def __init__(self, runtime: Runtime, *, max_waiting: int = 64) -> None:
+    def __init__(self, runtime: Runtime, *, max_waiting: int = 64, prefix_cache_bytes: int = 0) -> None:
         require_type("max_waiting", max_waiting, int)
+        require_type("prefix_cache_bytes", prefix_cache_bytes, int)
         require(max_waiting >= 0, f"max_waiting must not be negative, not {max_waiting}")
-        self._runtime = runtime
+        self._runtime, self._prefix_cache_bytes = runtime, prefix_cache_bytes
         self._most_tickets, self._max_waiting = runtime.plan.target.batch + max_waiting, max_waiting
         # What threads share, and under the lock of this condition.
         self._changed = threading.Condition()
@@ -235,7 +239,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def _run(self) -> None:
         generation: Generation | None = None
         try:
-            with self._runtime.serving(Hooks(on_end=lambda *ended: self._ended.append(ended))) as generation:
+            hooks = Hooks(on_end=lambda *ended: self._ended.append(ended))
+            with self._runtime.serving(hooks, prefix_cache_bytes=self._prefix_cache_bytes) as generation:
                 self._begun.set()
                 while self._has_work(generation):
                     self._step(generation)
