@@ -59,8 +59,9 @@ class Seen:
         if slot < 0 or not isinstance(cache, DeviceKVCache):
             return
         cache.begin_window((), ())  # all sequences are to be seen
-        positions = torch.arange(min(length - 1, cache.length(slot)))
-        sides = [cache.store(layer).at(torch.tensor([slot]), positions) for layer in range(runtime.config.num_layers)]
+        positions = torch.arange(min(length - 1, cache.length(slot)), device=runtime.device)
+        own = torch.tensor([slot], device=runtime.device)
+        sides = [cache.store(layer).at(own, positions) for layer in range(runtime.config.num_layers)]
         self.kv = [side for pair in sides for side in pair]
 
     @property
@@ -154,6 +155,15 @@ def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: 
 def test_many_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str, seed: int) -> None:
     with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=1 + seed) as runtime:
         check(runtime, 30, seed=seed, stored_blocks=(3, 100, 1)[seed] if kv == "gpu" else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, way: str, kv: str) -> None:
+    options: dict[str, Any] = {"draft": draft, **WAYS[way], "kv": kv, "context": CONTEXT, "max_batch": SLOTS}
+    with Runtime.load(target, device="cuda", dtype="bf16", **options) as runtime:
+        check(runtime, 20, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
 
 
 @pytest.mark.few(1)
@@ -257,6 +267,16 @@ def test_the_slot_that_holds_most_and_of_equals_the_oldest(target: Path) -> None
     with loaded(target, draft="none", max_batch=2) as runtime, runtime.serving(Hooks(on_end=nobody)) as generation:
         for prompt, kept in order:
             assert say(runtime, generation, prompt).num_kept == kept
+        # Used is a slot until its request ends.
+        last = runtime.request(two, params(40))
+        generation.join(last)
+        list(generation.step())
+        assert say(runtime, generation, [5]).num_kept == 0 and last.finish_reason is None
+        while last.finish_reason is None:
+            list(generation.step())
+        for prompt, kept in (([6], 0), (two, 149)):
+            assert say(runtime, generation, prompt).num_kept == kept
+        say(runtime, generation, one)
         # A slot whose request runs is nobody else's.
         first = runtime.request(one, params(40))
         generation.join(first)
