@@ -292,9 +292,15 @@ def test_what_a_slot_holds_costs_no_pass_anything(target: Path) -> None:
         expected = runtime.generate(TEXT[:20], params=params()).stats.bytes_per_pass
         with runtime.serving(Hooks(on_end=lambda request, result, error: ended.append(result))) as generation:
             said = [say(runtime, generation, prompt) for prompt in (TEXT[100:], TEXT[:20], [*TEXT[100:], 5])]
-    assert [one.num_kept for one in said] == [0, 0, 800]
-    large, small, again = (result.stats.bytes_per_pass for result in ended)
-    assert small == expected < large == again
+            # One that ends in the middle of another.
+            both = [runtime.request(prompt, params(count)) for prompt, count in ((TEXT[100:], 4), (TEXT[:20], 10))]
+            for request in both:
+                generation.join(request)
+            run(generation)
+        assert both[1].tokens == runtime.generate(TEXT[:20], params=params(10)).tokens
+    assert [one.num_kept for one in (*said, *both)] == [0, 0, 800, 799, 19]
+    large, small, again, _, beside = (result.stats.bytes_per_pass for result in ended)
+    assert small == expected < large == again and beside == round((3 * large + 6 * small) / 9)
 
 
 def test_nothing_is_kept_of_a_request_without_numbers(copy: Path) -> None:
