@@ -153,6 +153,23 @@ def test_a_path_of_a_tree() -> None:
         played.check()
 
 
+def test_blocks_that_come_back_are_as_those_that_were_written() -> None:
+    played = Played()
+    played.prefill(0, 700)
+    played.prefill(1, 300)
+    saved = [played.cache.save_block(0, block) for block in range(2)]
+    kept = played.expected[0][: 2 * BLOCK_TOKENS]
+    played.cut(0, 3)
+    played.prefill(0, 500)
+    played.cut(1, 0)
+    played.cache.restore_blocks(1, saved[:1])
+    played.cache.restore_blocks(1, saved[1:])
+    played.expected[1] = kept
+    played.check()
+    played.window(1, 8, range(5))
+    played.check()
+
+
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_history_on_the_device(data: st.DataObject) -> None:

@@ -222,6 +222,15 @@ def test_logits_are_those_of_one_card(
     assert set(watch.touched) == {0, 1}
 
 
+def test_a_streamed_layer_of_each_card_reads_a_prompt_of_several_pieces(tmp_path: Path, watch: CardWatch) -> None:
+    """A block of one layer, whose weights cross the link once for all pieces."""
+    target, said = write_checkpoint(tmp_path, num_layers=2), list[list[int]]()
+    for owners in ((), (0, 1)):
+        with load(target, owners, draft="none", resident_layers=0) as runtime:
+            said.append(runtime.generate([7, 8, 9] * 100, max_new_tokens=4, ignore_eos=True).tokens)
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("owners", [DEALS[0], DEALS[1], BLOCKS])
 def test_a_warm_up_takes_part_of_the_layers(target: Path, watch: CardWatch, owners: tuple[int, ...]) -> None:
     """Single ones and the first few, whose rows were on their way to other cards."""

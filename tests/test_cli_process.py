@@ -93,7 +93,7 @@ def test_json_has_the_same_tokens_with_and_without_a_draft(target: Path, tmp_pat
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
         "link_idle_share", "hidden_draft_share",
-        "accepted_by_depth", "accepted_by_source", "windows",
+        "accepted_by_depth", "accepted_by_source", "windows", "kept_tokens",
     ]  # fmt: skip
     assert plain["stats"]["acceptance"] == plain["stats"]["accepted_by_depth"] == []
     assert sum(ngram["stats"]["accepted_by_depth"]) == sum(ngram["stats"]["accepted_by_source"].values())

@@ -180,7 +180,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
         "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
         "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
         "link_idle_share", "hidden_draft_share",
-        "accepted_by_depth", "accepted_by_source", "windows",
+        "accepted_by_depth", "accepted_by_source", "windows", "kept_tokens",
     ]  # fmt: skip
     assert stats.measured_s_per_pass == pytest.approx(stats.bytes_per_pass / stats.link_gbps / 1e9)
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)

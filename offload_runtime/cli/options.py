@@ -350,6 +350,10 @@ class ServeOptions(LoadOptions):
         names=("--max-requests",), least=1,
     )  # fmt: skip
     max_waiting: int = _limits(64, min=0, metavar="N", help="Requests that may wait; further ones get a 429.")
+    prefix_cache_bytes: int | None = _limits(
+        None, "--prefix-cache", metavar="SIZE", parser=str, callback=_given(parse_bytes),
+        help="Host memory, beyond --ram, for keys and values that a slot loses to another prompt.",
+    )  # fmt: skip
     max_tokens: int | None = _limits(
         None, min=1, metavar="N", help="Longest answer; by itself, what the context holds."
     )

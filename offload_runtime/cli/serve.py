@@ -30,7 +30,7 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
     served = ServerConfig(
         host=options.host, port=options.port, api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
         allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
-        max_waiting=options.max_waiting, max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
+        max_waiting=options.max_waiting, prefix_cache_bytes=options.prefix_cache_bytes or 0, max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
         max_seconds=options.max_seconds, grace_s=options.grace_s,
     )  # fmt: skip
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served) as server:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from offload_runtime.config import require
+from offload_runtime.engine.prefix_cache import PrefixCache
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult, PassMeter
 from offload_runtime.engine.steps import RuntimeParts, StepRunner
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
-    CopyError,
     DeviceError,
     NumericalError,
     OffloadError,
@@ -90,18 +90,23 @@ class Generation:
         parts: The runtime's machinery.
         requests: Those that it begins with; others may `join`.
         hooks: Who else takes part.
+        prefix_cache: What the slots hold from before.
 
     Attributes:
         is_current: Whether the target's cache is still this generation's.
         waiting: Requests that have no slot yet, in their order.
         running: Those that have one, by slot.
+        prefix_cache: What the slots hold.
     """
 
-    def __init__(self, parts: RuntimeParts, requests: Sequence[Request], hooks: Hooks) -> None:
+    def __init__(
+        self, parts: RuntimeParts, requests: Sequence[Request], hooks: Hooks, prefix_cache: PrefixCache
+    ) -> None:  # fmt: skip
         self.requests, self.is_current = requests, True
         self.waiting, self.running = deque[Request](), dict[int, Request]()
         self._parts, self._hooks = parts, hooks
         self._num_slots = parts.plan.target.batch
+        self.prefix_cache = prefix_cache
         self._steps = StepRunner(parts, on_logits=hooks.on_logits)
         self._meter = PassMeter(parts)
         self._results: dict[Request, GenerationResult] = {}  # unless the hooks are told
@@ -194,9 +199,11 @@ class Generation:
         return bool(self.running)
 
     def _admit(self, request: Request) -> Iterator[Piece]:
-        """Give a request the first free slot and read its prompt."""
-        slot = next(slot for slot in range(self._num_slots) if slot not in self.running)
-        request.slot, self.running[slot] = slot, request
+        """Give a request the free slot that holds most of its prompt, and read the rest."""
+        free = [slot for slot in range(self._num_slots) if slot not in self.running]
+        with self.working():
+            request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
+        self.running[request.slot] = request
         try:
             with self.working():
                 token, logprobs = self._prefill(request)
@@ -260,28 +267,28 @@ class Generation:
         if request in self.waiting:
             self.waiting.remove(request)
         elif self.running.pop(request.slot, None) is not None:
-            self._leave(request)
+            self._leave(request, error)
         result = self._meter.result(request, self._steps.predicted_s(request))
         if self._hooks.on_end is None:
             self._results[request] = result
         else:
             self._hooks.on_end(request, result, error)
 
-    def _leave(self, request: Request) -> None:
-        """Free a finished request's slot, and bring the cache to its tokens: a step may have committed some behind an
-        end in the middle of its window. Of most it is of no more use, and would be streamed in every pass."""
-        proposer, cache = self._steps.proposer(request), self._parts.target.runner.cache
+    def _leave(self, request: Request, error: BaseException | None) -> None:
+        """Free a finished request's slot, which keeps what it holds unless there was an error."""
+        proposer = self._steps.proposer(request)
         if not self.is_current:  # others use the slot by now
             request.acceptance = () if proposer.name is None else request.tally.levels(proposer.name, ())
             return
+        if error is None:
+            self.prefix_cache.leave(request.slot)
+        else:
+            self.prefix_cache.forget(request.slot)
         with device_errors(self._parts.budget.device):
             if proposer.name is not None:
                 request.acceptance = request.tally.levels(proposer.name, proposer.counts(request.slot))
             proposer.leave(request.slot)
             self._parts.sampling.release(request.slot)
-            kept = len(request.sequence) - 1 if request.keeps_cache else 0
-            with suppress(CopyError):  # whatever is asked for next raises it again
-                cache.truncate(request.slot, min(cache.length(request.slot), kept))
 
     def working(self) -> AbstractContextManager[None]:
         """Around work on the target: an error instead of another generation's keys."""

@@ -292,22 +292,20 @@ class Request:
     """One prompt on its way to an answer: it waits for a slot, then runs until a `finish_reason` is there.
 
     Args:
-        prompt: Token ids; the first `num_kept` of them are in the target's cache already.
+        prompt: Token ids.
         params: What was asked for.
         tokenizer: Turns tokens into text.
         eos_token_ids: Tokens that end the answer, unless `params` ignores them.
         speculate: False decodes plainly, whatever `params` say.
-        num_kept: Less than the prompt has.
-        keeps_cache: Its keys and values stay in the cache when it has ended, for an answer that goes on from them.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: GenerationParams, tokenizer: Any, eos_token_ids: frozenset[int], *,
-        speculate: bool = True, num_kept: int = 0, keeps_cache: bool = False,
+        speculate: bool = True,
     ) -> None:  # fmt: skip
-        assert num_kept < len(prompt)
-        self.params, self.speculate, self.num_kept, self.keeps_cache = params, speculate, num_kept, keeps_cache
+        self.params, self.speculate = params, speculate
         self.slot = -1  # its batch row in the caches, once it runs
+        self.num_kept = 0  # leading tokens of the prompt that its slot holds by then
         self.prompt_tokens = len(prompt)
         self.sequence = list(prompt)  # prompt and answer; grows, so that no step copies it
         self.finish_reason: str | None = None  # `stop`, `length` or `interrupted`

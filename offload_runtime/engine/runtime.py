@@ -31,10 +31,12 @@ from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
+from offload_runtime.engine.prefix_cache import PrefixCache
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.kv import BlockStore
 from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
 from offload_runtime.speculation import OnLogits, Proposer
@@ -323,21 +325,9 @@ class Runtime(AbstractContextManager["Runtime"]):
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         with self._locked():
-            kept = self._num_kept(tokens, owner)
-            requests = self._requests([tokens], [params], speculate=speculate, num_kept=kept)
-            generation = self._begin(requests, Hooks(on_prefill))
-            self._cache_owner = owner
+            requests = self._requests([tokens], [params], speculate=speculate)
+            generation = self._begin(requests, Hooks(on_prefill), owner=owner)
         return TokenStream(generation, self._locked, on_end)
-
-    def _num_kept(self, tokens: list[int], owner: object | None) -> int:
-        """Leading tokens whose keys and values `owner` left in the cache; the last token always goes through again."""
-        if owner is None or self._cache_owner is not owner or self._current is None:
-            return 0
-        (before,), target = self._current.requests, self.parts.target
-        if target.rope.frequency_set(before.prompt_tokens) != target.rope.frequency_set(len(tokens)):
-            return 0  # what is cached was rotated otherwise than this length wants it
-        kept = min(target.runner.cache.length(0), len(before.sequence), len(tokens) - 1)
-        return next((i for i in range(kept) if tokens[i] != before.sequence[i]), kept)
 
     def replay(
         self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits,
@@ -354,14 +344,11 @@ class Runtime(AbstractContextManager["Runtime"]):
             mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
         """
         assert owner is None or not mates
-        slot, prompts = len(mates), [*mates, tokens]
-        hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == slot else None)
+        prompts = [*mates, tokens]
         with self._locked():
-            kept, speculate = self._num_kept(tokens, owner), proposer is not None
-            requests = self._requests(prompts, [params] * len(prompts), speculate=speculate, num_kept=kept)
-            generation = self._begin(requests, hooks, proposer)
-            self._cache_owner = owner
-            return generation.finish()[slot]
+            requests = self._requests(prompts, [params] * len(prompts), speculate=proposer is not None)
+            hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == requests[-1].slot else None)
+            return self._begin(requests, hooks, proposer, owner=owner).finish()[-1]
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The logits behind every token of given answers to a prompt, from one plain pass over each.
@@ -383,34 +370,38 @@ class Runtime(AbstractContextManager["Runtime"]):
             yield torch.cat([*first, behind])
 
     def _requests(
-        self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool, num_kept: int = 0
-    ) -> list[Request]:  # fmt: skip
-        """Requests for prompts and their options. What the cache holds is kept of a single one."""
+        self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool
+    ) -> list[Request]:
+        """Requests for prompts and their options."""
         self._require_open()
         for asked in params:
             self._room.check(asked)
-        alone = len(prompts) == 1
         return [
-            Request(
-                tokens, asked, self.tokenizer, self.parts.eos_token_ids, speculate=speculate, keeps_cache=alone,
-                num_kept=num_kept,
-            )
+            Request(tokens, asked, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
             for tokens, asked in zip(prompts, params, strict=True)
-        ]  # fmt: skip
+        ]
 
-    def _begin(self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None) -> Generation:
-        """The current generation from here on, whose requests are all that the cache and its slots are used for."""
+    def _begin(
+        self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None, *,
+        owner: object | None = None, store: BlockStore | None = None,
+    ) -> Generation:  # fmt: skip
+        """The current generation from here on, whose requests are all that the cache and its slots are used for. What
+        the slots hold is kept for `owner`, if that is whose the generation before was; what they lose is for `store`.
+        """
         self._require_open()
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         for request in requests:
             parts.windows.settle(request.params, parts.proposer)
+        prefix_cache = PrefixCache(parts.target, self.plan.target.batch, store)
+        if self._current is not None and owner is not None and self._cache_owner is owner:
+            prefix_cache = self._current.prefix_cache
         self._let_go_of_current()
-        self._current = generation = Generation(parts, requests, hooks)
+        self._current = generation = Generation(parts, requests, hooks, prefix_cache)
         with generation.working():
-            for slot in range(self.plan.target.batch):  # of others, what every pass would stream otherwise
+            for slot in range(self.plan.target.batch):
                 parts.sampling.release(slot)
                 parts.proposer.leave(slot)
-                parts.target.runner.cache.truncate(slot, requests[0].num_kept if requests and not slot else 0)
+        self._cache_owner = owner
         return generation
 
     def _require_open(self) -> None:
@@ -442,16 +433,34 @@ class Runtime(AbstractContextManager["Runtime"]):
         return Request(tokens, params, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
 
     @contextmanager
-    def serving(self, hooks: Hooks) -> Iterator[Generation]:
+    def serving(self, hooks: Hooks, *, prefix_cache_bytes: int = 0) -> Iterator[Generation]:
         """The runtime for the thread that calls, until it is done: a generation that requests may join. Calls in
         progress are waited for; meanwhile others raise an `OptionError`. See `Scheduler`."""
         with self._locked():
+            store = self._store(prefix_cache_bytes)
             self._is_served = True
             try:
-                yield self._begin([], hooks)
+                yield self._begin([], hooks, store=store)
             finally:
                 self._is_served = False
                 self._let_go_of_current()
+
+    def _store(self, nbytes: int) -> BlockStore | None:
+        """Of blocks that slots lose; None for 0 bytes.
+
+        Raises:
+            OptionError: It would be of no use, or not hold any.
+        """
+        require(nbytes >= 0, f"prefix_cache_bytes must not be negative, not {nbytes}")
+        if not nbytes:
+            return None
+        target = self.plan.target
+        require(not target.on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
+        block_bytes = self.config.num_layers * target.kv_block_bytes
+        fine = nbytes >= block_bytes
+        sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
+        require(fine, f"prefix_cache_bytes is for blocks of 256 tokens, and {sizes}: raise it, or 0 for none")
+        return BlockStore(nbytes // block_bytes)
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""

@@ -73,7 +73,8 @@ class SchedulerCounters:
         running: Requests that have a slot.
         waiting: Requests that have none yet.
         finished: Requests that have ended, for whatever reason.
-        prompt_tokens: Tokens of the prompts that were read.
+        prompt_tokens: Tokens of the prompts whose first token is there.
+        kept_tokens: Of these, those that were not read again, as a slot or the store still held them.
         tokens: Tokens of answers.
         passes: Passes of the target, those over prompts not counted.
         proposed: Proposals that the target verified, by who made them.
@@ -84,6 +85,7 @@ class SchedulerCounters:
     waiting: int = 0
     finished: int = 0
     prompt_tokens: int = 0
+    kept_tokens: int = 0
     tokens: int = 0
     passes: int = 0
     proposed: dict[str, int] = field(default_factory=dict)
@@ -129,21 +131,26 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     The tokens of a request are those that `Runtime.generate` says with its options and `noise_id`, whoever shares the
     passes. A slot holds the whole context, prompt and `max_new_tokens` included, so that nobody who runs is held up
-    for want of room. Until it is closed the scheduler has the runtime for itself: other calls of it raise an
-    `OptionError`. Close it or use it in a `with` block, before the runtime.
+    for want of room. What it holds stays there when its request has ended: the longest beginning of a prompt that a
+    free slot holds is not read again. Until it is closed the scheduler has the runtime for itself: other calls of it
+    raise an `OptionError`. Close it or use it in a `with` block, before the runtime.
 
     Args:
         runtime: Loaded. A call that is in progress is waited for.
         max_waiting: Requests that may wait for a slot.
+        prefix_cache_bytes: Host memory for blocks of 256 tokens that slots lose to other prompts, which are copied back
+            for prompts that begin so; 0 is off. It comes on top of what `ram` limits, is not page-locked, and grows as
+            blocks come. Only with the KV cache on the device: in host memory slots alone keep theirs.
 
     Raises:
-        OptionError: The runtime is closed, or served by another scheduler.
+        OptionError: The runtime is closed, or served by another scheduler, or `prefix_cache_bytes` does nothing here.
     """
 
-    def __init__(self, runtime: Runtime, *, max_waiting: int = 64) -> None:
+    def __init__(self, runtime: Runtime, *, max_waiting: int = 64, prefix_cache_bytes: int = 0) -> None:
         require_type("max_waiting", max_waiting, int)
+        require_type("prefix_cache_bytes", prefix_cache_bytes, int)
         require(max_waiting >= 0, f"max_waiting must not be negative, not {max_waiting}")
-        self._runtime = runtime
+        self._runtime, self._prefix_cache_bytes = runtime, prefix_cache_bytes
         self._most_tickets, self._max_waiting = runtime.plan.target.batch + max_waiting, max_waiting
         # What threads share, and under the lock of this condition.
         self._changed = threading.Condition()
@@ -154,7 +161,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self._counters, self._retry_after_s = SchedulerCounters(), _FIRST_RETRY_S
         # The thread's own.
         self._ended: list[tuple[Request, GenerationResult, BaseException | None]] = []
-        self._finished = self._prompt_tokens = self._num_tokens = 0
+        self._finished = self._prompt_tokens = self._kept_tokens = self._num_tokens = 0
         self._proposed, self._accepted = Counter[str](), Counter[str]()  # of requests that have ended
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -235,7 +242,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def _run(self) -> None:
         generation: Generation | None = None
         try:
-            with self._runtime.serving(Hooks(on_end=lambda *ended: self._ended.append(ended))) as generation:
+            hooks = Hooks(on_end=lambda *ended: self._ended.append(ended))
+            with self._runtime.serving(hooks, prefix_cache_bytes=self._prefix_cache_bytes) as generation:
                 self._begun.set()
                 while self._has_work(generation):
                     self._step(generation)
@@ -277,7 +285,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         try:
             for piece in generation.step():
                 self._num_tokens += 1
-                self._prompt_tokens += piece.request.prompt_tokens if piece.request.new_tokens == 1 else 0
+                if piece.request.new_tokens == 1:
+                    self._prompt_tokens += piece.request.prompt_tokens
+                    self._kept_tokens += piece.request.num_kept
                 self._tickets[piece.request].tell(TokenEvent(piece.token, piece.text, piece.source, piece.logprobs))
                 self._take_orders(generation)
         except BudgetError as error:  # who waits may need less
@@ -305,8 +315,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             proposed.update(request.tally.proposed_by_source)
             accepted.update(request.tally.accepted_by_source)
         counters = SchedulerCounters(
-            running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens, tokens=self._num_tokens,
-            passes=generation.passes, proposed=dict(proposed), accepted=dict(accepted),
+            running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens,
+            kept_tokens=self._kept_tokens, tokens=self._num_tokens, passes=generation.passes, proposed=dict(proposed),
+            accepted=dict(accepted),
         )  # fmt: skip
         # One of these is the next to free a slot, at the latest.
         left_s = [_most_seconds_left(request) for request in running if request.new_tokens > 1]

@@ -50,6 +50,7 @@ class GenerationStats:
         accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft` or `retrieval`.
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
             number is that of proposals, n-grams beside a chain not counted.
+        kept_tokens: Tokens of the prompt that were not read again, as the cache still held them.
     """
 
     prompt_tokens: int
@@ -74,6 +75,7 @@ class GenerationStats:
     accepted_by_depth: tuple[int, ...] = ()
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     windows: dict[str, int] = field(default_factory=dict)
+    kept_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""
@@ -199,6 +201,7 @@ class PassMeter:
             accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
             accepted_by_source=dict(request.tally.accepted_by_source),
             windows=dict(request.tally.windows.most_common()),
+            kept_tokens=request.num_kept,
         )
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
         return GenerationResult(request.tokens, request.text, request.finish_reason, stats, logprobs)

@@ -18,6 +18,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import BudgetError, ContextLengthError
+from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.memory import DeviceBudget, upload
 
 
@@ -205,6 +206,26 @@ class DeviceKVCache(BlockCache):
     def truncate(self, sequence: int, length: int) -> None:
         assert 0 <= length <= self._lengths[sequence]
         self._lengths[sequence] = length
+
+    def save_block(self, sequence: int, block: int) -> SavedBlock:
+        """A copy of a full block in ordinary host memory; waits for it."""
+        assert block < self._lengths[sequence] // BLOCK_TOKENS
+        saved = torch.empty((self._data.shape[0], *self._data.shape[3:]), dtype=self._data.dtype)
+        for target, layer in zip(saved, self._data, strict=True):  # all layers at once would be gathered on the device
+            target.copy_(layer[sequence, block])
+        return [saved]
+
+    def restore_blocks(self, sequence: int, blocks: Sequence[SavedBlock]) -> None:
+        """Commit blocks that were saved behind the committed ones, which are whole blocks too; enqueues copies on the
+        current stream."""
+        first, rest = divmod(self._lengths[sequence], BLOCK_TOKENS)
+        count = len(blocks) * BLOCK_TOKENS
+        assert not rest
+        check_capacity(self._lengths[sequence] + count, self.capacity_tokens)
+        for block, (saved,) in enumerate(blocks, start=first):
+            for layer, source in zip(self._data, saved, strict=True):
+                layer[sequence, block].copy_(source, non_blocking=True)
+        self.commit(sequence, count)
 
     def close(self) -> None:
         pass

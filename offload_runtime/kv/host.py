@@ -37,9 +37,11 @@ from offload_runtime.memory import DeviceBudget
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which host blocks a pass streams: the first `blocks[s]` of sequence s, of `lengths[s]` committed tokens."""
+    """Which host blocks a pass streams: the first `blocks[s]` of sequence s, of `lengths[s]` committed tokens. It is
+    about the sequences `chosen`, and streams nothing of the others."""
 
     epoch: int
+    chosen: tuple[int, ...]
     blocks: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -107,14 +109,20 @@ class HostKVCache(BlockCache):
     def snapshot(self) -> Snapshot:
         """Which blocks a pass that is planned now streams."""
         self.writes.collect()
-        chosen = None if self._prefill is None else self._prefill.sequence
-        blocks = (count if chosen in (None, s) else 0 for s, count in enumerate(self.writes.arrived))
-        return Snapshot(self._epoch, tuple(blocks), tuple(self._lengths))
+        chosen = self._chosen
+        blocks = (count if sequence in chosen else 0 for sequence, count in enumerate(self.writes.arrived))
+        return Snapshot(self._epoch, chosen, tuple(blocks), tuple(self._lengths))
 
     def is_valid(self, snapshot: Snapshot) -> bool:
-        """Whether a pass may go by this snapshot: what it does not stream must be in the ring."""
-        pairs = zip(snapshot.blocks, self._ring_from, strict=True)
-        return snapshot.epoch == self._epoch and all(blocks >= first for blocks, first in pairs)
+        """Whether a pass may go by this snapshot: it is about the same sequences, and what it does not stream of them
+        must be in the ring."""
+        fits = snapshot.epoch == self._epoch and snapshot.chosen == self._chosen
+        return fits and all(snapshot.blocks[sequence] >= self._ring_from[sequence] for sequence in snapshot.chosen)
+
+    @property
+    def _chosen(self) -> tuple[int, ...]:
+        """The sequences that the running pass is about, and the next one as far as is known."""
+        return tuple(sorted(self._window)) if self._prefill is None else (self._prefill.sequence,)
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
@@ -183,10 +191,9 @@ class HostKVCache(BlockCache):
             attend_blocks(q[part], kv, view, blocks, state[part], scale=scale, sliding_window=window)
 
         for run, piece in self._passing(layer):
-            if run.sequence in self._window:
-                # The same memory whichever batch row is looked up.
-                kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.blocks.start)
-                attend(run.sequence, kv, run.blocks, committed=True)
+            # The same memory whichever batch row is looked up.
+            kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.blocks.start)
+            attend(run.sequence, kv, run.blocks, committed=True)
         ring = KVBlocks(self._ring[layer])
         for sequence in self._window:
             recent = range(self._snapshot.blocks[sequence], num_blocks(self._ends[sequence]))

@@ -10,7 +10,8 @@ import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
-from offload_runtime.kv.device import KVCache, LayerCache, check_capacity
+from offload_runtime.kv.block_store import SavedBlock
+from offload_runtime.kv.device import DeviceKVCache, KVCache, LayerCache, check_capacity
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import check_growth
 from offload_runtime.kv.retrieval import RetrievalCache
@@ -85,6 +86,25 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
 
     def truncate(self, sequence: int, length: int) -> None:
         self._for_each_card(lambda cache: cache.truncate(sequence, length))
+
+    def save_block(self, sequence: int, block: int) -> SavedBlock:
+        """As of `DeviceKVCache`, of caches on devices."""
+
+        def save(cache: KVCache) -> SavedBlock:
+            assert isinstance(cache, DeviceKVCache)
+            return cache.save_block(sequence, block)
+
+        return [one for saved in self._for_each_card(save) for one in saved]
+
+    def restore_blocks(self, sequence: int, blocks: Sequence[SavedBlock]) -> None:
+        """As of `DeviceKVCache`, of caches on devices."""
+        of_cards = iter(zip(*blocks, strict=True))
+
+        def restore(cache: KVCache) -> None:
+            assert isinstance(cache, DeviceKVCache)
+            cache.restore_blocks(sequence, [[one] for one in next(of_cards)])
+
+        self._for_each_card(restore)
 
     def close(self) -> None:
         self._for_each_card(lambda cache: cache.close())

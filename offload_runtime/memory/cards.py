@@ -75,8 +75,7 @@ class LayerPartition:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether there are several cards and the layers of each follow one another, as only where nothing is
-        streamed."""
+        """Whether there are several cards and the layers of each follow one another."""
         return len(self.cards) > 1 and len(list(groupby(self.owners))) == len({*self.owners})
 
     def card_of(self, layer: int) -> Card:

@@ -147,7 +147,7 @@ class ModelRunner:
             self.rows.build([Window(tuple(tokens[at : at + step]))], [start + at], [0], prompt_length=end)
             for at in range(0, len(tokens), step)
         ]
-        if layers is None and self.decoder.partition.in_blocks:
+        if layers is None and self.decoder.partition.in_blocks and not self.streamer.num_streamed:
             residual = _run_blocks(self.decoder, self.streamer, self.cache, pieces, on_layer)
         else:
             layers = self.streamer.layers() if layers is None else layers

@@ -55,13 +55,16 @@ class Server(AbstractContextManager["Server"]):
     def serving(self, runtime: Runtime, model: str) -> Iterator[Scheduler]:
         """Answer requests with a runtime by this name. At the end no more are taken, and those that there are may
         finish within `grace_s`."""
-        with Scheduler(runtime, max_waiting=self._config.max_waiting) as scheduler:
+        config = self._config
+        with Scheduler(
+            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes
+        ) as scheduler:  # fmt: skip
             self._service.begin(runtime, scheduler, model)
             try:
                 yield scheduler
             finally:
                 self._service.state = "stopping"
-                scheduler.close(self._config.grace_s)
+                scheduler.close(config.grace_s)
 
     def close(self) -> None:
         """Stop listening, once what is left of responses is sent."""

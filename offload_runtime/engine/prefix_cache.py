@@ -1,0 +1,106 @@
+"""The prefix cache: slots keep the keys and values of requests that have ended, and the longest beginning of a prompt
+that one of them still holds is not read again. A store in host memory, if there is one, holds blocks that slots have
+lost, and gives them back to a prompt of which it knows more than any slot.
+
+By one arithmetic what is kept has the bits of what would be computed anew. A slot without a running request costs no
+pass anything: passes attend to, and stream, the keys and values of the requests that they are about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.errors import BudgetError
+from offload_runtime.kv import BlockStore, DeviceKVCache
+from offload_runtime.kv.block_store import SavedBlock
+from offload_runtime.kv.multi_card import MultiCardKVCache
+from offload_runtime.memory import check_host_memory
+
+
+class _Held(NamedTuple):
+    """The tokens of a slot's newest request, which grow while it runs, and of these the prompt's. The target's cache
+    holds as many of them as its length says."""
+
+    tokens: Sequence[int] = ()
+    prompt_tokens: int = 0
+
+
+class PrefixCache:
+    """Which tokens' keys and values the slots of the target's cache and a store hold.
+
+    Args:
+        target: Whose cache it is.
+        num_slots: Of the cache. They are taken for empty, whatever they hold.
+        store: Of blocks that they have lost, where the cache is on the device; None for none.
+    """
+
+    def __init__(self, target: LoadedModel, num_slots: int, store: BlockStore | None = None) -> None:
+        self._target, self._store = target, store
+        self._slots = dict.fromkeys(range(num_slots), _Held())  # the least recently used one comes first
+
+    def join(self, sequence: Sequence[int], free: Collection[int]) -> tuple[int, int]:
+        """A request of this prompt begins, whose tokens `sequence` will have.
+
+        Args:
+            sequence: The prompt.
+            free: Slots without a running request.
+
+        Returns:
+            The slot that holds the longest beginning of the prompt, of equals the one that was used least recently, and
+            how many tokens it has of it now: the last one of a prompt is always read, for its logits.
+        """
+        kept = {slot: self._num_shared(slot, sequence) for slot in self._slots if slot in free}
+        slot, cache = max(kept, key=lambda one: kept[one]), self._target.runner.cache
+        stored: Sequence[SavedBlock] = ()
+        if self._store is not None:
+            stored = self._store.find(self._target.rope.frequency_set(len(sequence)), sequence[:-1])
+            self._save(slot, kept[slot], self._store)  # which may drive out what was found
+        self.forget(slot)  # until the cache has no more than what is shared
+        cache.truncate(slot, kept[slot])
+        if len(stored) * BLOCK_TOKENS > kept[slot]:
+            assert isinstance(cache, DeviceKVCache | MultiCardKVCache)
+            whole = kept[slot] // BLOCK_TOKENS
+            cache.truncate(slot, whole * BLOCK_TOKENS)
+            cache.restore_blocks(slot, stored[whole:])
+        self._hold(slot, _Held(sequence, len(sequence)))
+        return slot, cache.length(slot)
+
+    def leave(self, slot: int) -> None:
+        """The slot's request has ended."""
+        self._hold(slot, self._slots[slot])
+
+    def forget(self, slot: int) -> None:
+        """What the slot holds is of no use."""
+        self._slots[slot] = _Held()
+
+    def _save(self, slot: int, kept: int, store: BlockStore) -> None:
+        """Let the store have a slot's blocks if any but those of the first `kept` tokens are lost, as long as there is
+        host memory."""
+        (tokens, prompt_tokens), cache, target = self._slots[slot], self._target.runner.cache, self._target
+        held = min(cache.length(slot), len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
+
+        def save(block: int) -> SavedBlock:
+            check_host_memory(target.config.num_layers * target.plan.kv_block_bytes, what="the prefix cache")
+            assert isinstance(cache, DeviceKVCache | MultiCardKVCache)
+            return cache.save_block(slot, block)
+
+        if held > kept:
+            with suppress(BudgetError):
+                store.put(target.rope.frequency_set(prompt_tokens), tokens[:held], save)
+
+    def _hold(self, slot: int, held: _Held) -> None:
+        # At once: an interruption must not lose a slot.
+        self._slots = {**{other: one for other, one in self._slots.items() if other != slot}, slot: held}
+
+    def _num_shared(self, slot: int, prompt: Sequence[int]) -> int:
+        """Leading tokens of a prompt, but for its last, that a slot holds rotated as this prompt wants them."""
+        (tokens, prompt_tokens), rope = self._slots[slot], self._target.rope
+        if rope.frequency_set(prompt_tokens) != rope.frequency_set(len(prompt)):
+            return 0
+        most = min(self._target.runner.cache.length(slot), len(tokens), len(prompt) - 1)
+        return next((place for place in range(most) if tokens[place] != prompt[place]), most)

@@ -1,0 +1,349 @@
+"""The prefix cache: the beginning of a prompt that is still held is not read again, and no bit tells the difference."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine.generate import Generation, Hooks
+from offload_runtime.engine.request import Request
+from offload_runtime.errors import NumericalError, OptionError
+from offload_runtime.kv import BlockStore, DeviceKVCache
+from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.models import random_tokens
+
+TARGET, CONTEXT, SLOTS = "two_layer_target", 900, 2
+VOCABULARY = 290
+SMALL: dict[str, Any] = {"budget_tokens": 96, "chunk_size": 8, "gamma_draft": 4, "refresh_steps": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"draft": "none", "resident_layers": 1},
+    "ngram": {"draft": "ngram", "resident_layers": 1},
+    "chain": {"tree_nodes": 0, "resident_layers": 1},
+    "tree": {"tree_nodes": 24, "resident_layers": 1},
+    "triforce": {"speculation": SpeculationOptions("triforce", **SMALL)},
+}
+loaded = partial(load, context=CONTEXT)
+TEXT = [3 + token % VOCABULARY for token in random_tokens(CONTEXT, seed=3)]
+
+
+def params(count: int = 6, **options: Any) -> GenerationParams:
+    return GenerationParams(count, ignore_eos=True, **options)
+
+
+Task = tuple[list[int], GenerationParams, int]  # a prompt, what is asked for, after how many tokens it is cut off
+
+
+@dataclass
+class Seen:
+    """What a request has left: the logits behind each of its tokens, and, of a cache on the device, the keys and values
+    of all tokens but the last."""
+
+    result: GenerationResult | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+    kv: list[torch.Tensor] | None = None
+
+    def end(self, runtime: Runtime, result: GenerationResult, slot: int, length: int) -> None:
+        """It has ended, with so many tokens in all."""
+        self.result, cache = result, runtime.parts.target.runner.cache
+        if slot < 0 or not isinstance(cache, DeviceKVCache):
+            return
+        cache.begin_window((), ())  # all sequences are to be seen
+        positions = torch.arange(min(length - 1, cache.length(slot)), device=runtime.device)
+        own = torch.tensor([slot], device=runtime.device)
+        sides = [cache.store(layer).at(own, positions) for layer in range(runtime.config.num_layers)]
+        self.kv = [side for pair in sides for side in pair]
+
+    @property
+    def said(self) -> GenerationResult:
+        assert self.result is not None
+        return self.result
+
+    def assert_is_beginning_of(self, other: Seen) -> None:
+        """Bit for bit, as far as it has come."""
+        count = len(self.said.tokens)
+        assert self.said.tokens == other.said.tokens[:count]
+        assert self.said.finish_reason == "interrupted" or self.said.text == other.said.text
+        for one, another in zip(torch.cat(self.logits)[:count], torch.cat(other.logits), strict=False):
+            assert torch.equal(one, another)
+        for one, another in zip(self.kv or (), other.kv or (), strict=True):
+            assert torch.equal(one, another[: len(one)])
+
+
+def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix_cache_bytes: int) -> list[Seen]:
+    """Answer prompts, each cut off after so many tokens, which join and leave at random."""
+    seen: dict[Request, Seen] = {}
+    coming = [(runtime.request(prompt, asked), last) for prompt, asked, last in tasks]
+    cut = dict(coming)
+
+    def on_end(request: Request, result: GenerationResult, error: BaseException | None) -> None:
+        assert error is None
+        seen[request].end(runtime, result, request.slot, len(request.sequence))
+
+    def on_logits(slot: int, rows: torch.Tensor) -> None:
+        seen[generation.running[slot]].logits.append(rows.clone())
+
+    hooks = Hooks(on_end=on_end, on_logits=on_logits)
+    with runtime.serving(hooks, prefix_cache_bytes=prefix_cache_bytes) as generation:
+        while coming or generation.running or generation.waiting:
+            for request, _ in (coming.pop(0) for _ in range(min(len(coming), chance.choice([0, 1, 1, 2])))):
+                seen[request] = Seen()
+                generation.join(request)
+            for piece in generation.step():
+                if piece.request.new_tokens == cut[piece.request]:
+                    generation.cancel(piece.request)
+    return [seen[request] for request in cut]
+
+
+def alone(runtime: Runtime, prompt: list[int], asked: GenerationParams) -> Seen:
+    """The same with nothing kept, decoded plainly."""
+    seen = Seen()
+    result = runtime.replay(prompt, asked, proposer=None, on_logits=lambda _, rows: seen.logits.append(rows.clone()))
+    seen.end(runtime, result, 0, len(prompt) + len(result.tokens))
+    return seen
+
+
+def make_tasks(count: int, chance: random.Random) -> list[Task]:
+    """Prompts that share beginnings of all lengths: one of a few texts, cut and gone on with otherwise."""
+    texts, tasks = [TEXT, TEXT[:40] + TEXT[400:], TEXT[::-1]], []
+    for number in range(count):
+        prompt = list(chance.choice(texts)[: chance.choice([1, 30, 255, 256, 257, 300, 511, 513, 600])])
+        prompt += random_tokens(chance.choice([0, 0, 1, 5, 40]), seed=number)
+        sampling = SamplingParams(temperature=chance.choice([0.0, 0.8]), seed=number % 3, noise_id=number)
+        tasks.append((prompt, params(chance.randint(2, 9), sampling=sampling), chance.choice([99, 99, 99, 2])))
+    return tasks
+
+
+def block_bytes(runtime: Runtime) -> int:
+    """Of a block, all layers together."""
+    return runtime.config.num_layers * runtime.plan.target.kv_block_bytes
+
+
+def check(runtime: Runtime, count: int, seed: int, *, stored_blocks: int = 0) -> None:
+    chance = random.Random(seed)
+    tasks = make_tasks(count, chance)
+    expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
+    found = serve(runtime, tasks, chance, stored_blocks * block_bytes(runtime))
+    for one, another in zip(found, expected, strict=True):
+        one.assert_is_beginning_of(another)
+    assert sum(one.said.stats.kept_tokens for one in found) > 0
+    assert not any(one.said.stats.kept_tokens for one in expected)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str) -> None:
+    with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
+        check(runtime, 7, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("way", WAYS)
+def test_many_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str, seed: int) -> None:
+    with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=1 + seed) as runtime:
+        check(runtime, 30, seed=seed, stored_blocks=(3, 100, 1)[seed] if kv == "gpu" else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, way: str, kv: str) -> None:
+    options: dict[str, Any] = {"draft": draft, **WAYS[way], "kv": kv, "context": CONTEXT, "max_batch": SLOTS}
+    with Runtime.load(target, device="cuda", dtype="bf16", **options) as runtime:
+        check(runtime, 20, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_on_two_cards(short_target: Path, kv: str) -> None:
+    """Each card holds what there is of its own layers; answers tell."""
+    options: dict[str, Any] = {"kv": kv, "max_batch": SLOTS, "resident_layers": 3}
+    prompts = [TEXT[:300], [*TEXT[:290], 5, 6], TEXT[:301], TEXT[400:450], TEXT[500:550], TEXT[:300]]
+    with Runtime.load(short_target, device="cpu,cpu", **options) as runtime:
+        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
+        stored_bytes = 2 * block_bytes(runtime) if kv == "gpu" else 0
+        with runtime.serving(Hooks(on_end=nobody), prefix_cache_bytes=stored_bytes) as generation:
+            said = [say(runtime, generation, prompt) for prompt in prompts]
+    assert [one.tokens for one in said] == expected
+    assert [one.num_kept for one in said] == [0, 290, 290, 0, 0, 256 if kv == "gpu" else 0]
+
+
+def nobody(request: Request, result: GenerationResult, error: BaseException | None) -> None:
+    """Who is told that a request has ended."""
+
+
+def run(generation: Generation) -> None:
+    """Until all have ended."""
+    while generation.running or generation.waiting:
+        list(generation.step())
+
+
+def say(runtime: Runtime, generation: Generation, prompt: list[int], count: int = 6) -> Request:
+    """An answer of so many tokens, beside whoever runs."""
+    request = runtime.request(prompt, params(count))
+    generation.join(request)
+    while request.finish_reason is None:
+        list(generation.step())
+    return request
+
+
+def test_what_slots_lose_comes_back(target: Path) -> None:
+    """In whole blocks, as many as the store holds; those that were used least recently go first."""
+    one, two = TEXT[:600], TEXT[100:700]
+    prompts = [one, two, one, two, one[:300], one, two, [*one, 5]]
+    kept = {4: [0, 0, 512, 512, 256, 512, 512, 512], 2: [0, 0, 512, 512, 256, 300, 512, 512],
+            1: [0, 0, 256, 256, 256, 300, 256, 256]}  # fmt: skip
+    with loaded(target, draft="none", kv="gpu") as runtime:
+        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
+        for blocks, of_prompts in kept.items():
+            with runtime.serving(Hooks(on_end=nobody), prefix_cache_bytes=blocks * block_bytes(runtime)) as generation:
+                said = [say(runtime, generation, prompt) for prompt in prompts]
+            assert [one.tokens for one in said] == expected
+            assert [one.num_kept for one in said] == of_prompts
+
+
+def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:
+    for kv, nbytes, message in (("gpu", -1, "negative"), ("gpu", 10, "hold none of"), ("host", 1 << 30, "host memory")):
+        with loaded(target, draft="none", kv=kv) as runtime:
+            with pytest.raises(OptionError, match=message):
+                Scheduler(runtime, prefix_cache_bytes=nbytes)
+            assert runtime.generate([5], max_new_tokens=1).tokens  # it is not served
+
+
+def test_blocks_are_found_by_all_tokens_before_their_ends() -> None:
+    """Of sequences that share beginnings, against a plain list of all that were ever put."""
+    chance, store, size, found = random.Random(4), BlockStore(5), 256, 0
+    texts = [[chance.randrange(2) for _ in range(4 * size)] for _ in range(3)]
+    ever: dict[tuple[int, ...], torch.Tensor] = {}  # by kind and all tokens
+    for _ in range(300):
+        kind, first, second = chance.randrange(2), chance.choice(texts), chance.choice(texts)
+        tokens = [*first[: chance.randrange(4) * size], *second][: chance.randrange(5) * size + chance.randrange(3)]
+        ends = range(size, len(tokens) + 1, size)
+        blocks = [block for (block,) in store.find(kind, tokens)]
+        assert all(block is ever[(kind, *tokens[:end])] for block, end in zip(blocks, ends, strict=False))
+        found += len(blocks)
+        if chance.random() < 0.6:
+            saved = {index: torch.zeros(1) for index in range(len(blocks), len(ends))}
+            store.put(kind, tokens, lambda index, saved=saved: [saved[index]])  # type: ignore[misc]
+            ever |= {(kind, *tokens[: ends[index]]): block for index, block in saved.items()}
+            assert len(store.find(kind, tokens)) == min(5, len(ends))
+    assert found > 100
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_how_much_is_kept(target: Path, kv: str) -> None:
+    """All that is held but a prompt's last token, whose logits are wanted, and an answer's last one, which nobody has
+    read."""
+    prompt = TEXT[:300]
+    with loaded(target, draft="none", kv=kv) as runtime:
+        longer = [*prompt, *runtime.generate(prompt, params=params()).tokens, 7, 8]
+        asked = [(prompt, 0), (prompt, 299), (prompt[:-1], 298), ([*prompt[:-1], 9], 299), (prompt, 299),
+                 (longer, 305), ([9, *prompt], 0), (prompt[:1], 0), (prompt, 1)]  # fmt: skip
+        expected = [runtime.generate(tokens, params=params()).tokens for tokens, _ in asked]
+        with runtime.serving(Hooks(on_end=nobody)) as generation:
+            for (tokens, kept), answer in zip(asked, expected, strict=True):
+                said = say(runtime, generation, tokens)
+                assert (said.num_kept, said.tokens) == (kept, answer)
+        # Whoever comes then has nothing of it.
+        assert runtime.generate(prompt, params=params()).stats.kept_tokens == 0
+
+
+def test_the_slot_that_holds_most_and_of_equals_the_oldest(target: Path) -> None:
+    one, two, three = TEXT[:100], TEXT[100:250], TEXT[250:300]
+    order = [(one, 0), (two, 0), (one, 99), (three, 0), (one, 99), (two, 0), (one, 99), (three, 0)]
+    with loaded(target, draft="none", max_batch=2) as runtime, runtime.serving(Hooks(on_end=nobody)) as generation:
+        for prompt, kept in order:
+            assert say(runtime, generation, prompt).num_kept == kept
+        # Used is a slot until its request ends.
+        last = runtime.request(two, params(40))
+        generation.join(last)
+        list(generation.step())
+        assert say(runtime, generation, [5]).num_kept == 0 and last.finish_reason is None
+        while last.finish_reason is None:
+            list(generation.step())
+        for prompt, kept in (([6], 0), (two, 149)):
+            assert say(runtime, generation, prompt).num_kept == kept
+        say(runtime, generation, one)
+        # A slot whose request runs is nobody else's.
+        first = runtime.request(one, params(40))
+        generation.join(first)
+        list(generation.step())
+        assert first.num_kept == 99 and say(runtime, generation, one).num_kept == 0 and not first.finish_reason
+        generation.interrupt()
+
+
+def test_what_a_slot_holds_costs_no_pass_anything(target: Path) -> None:
+    """Keys and values of nobody who runs stay where they are."""
+    ended: list[GenerationResult] = []
+    with loaded(target, draft="none", kv="host", max_batch=2) as runtime:
+        expected = runtime.generate(TEXT[:20], params=params()).stats.bytes_per_pass
+        with runtime.serving(Hooks(on_end=lambda request, result, error: ended.append(result))) as generation:
+            said = [say(runtime, generation, prompt) for prompt in (TEXT[100:], TEXT[:20], [*TEXT[100:], 5])]
+            # One that ends in the middle of another.
+            both = [runtime.request(prompt, params(count)) for prompt, count in ((TEXT[100:], 4), (TEXT[:20], 10))]
+            for request in both:
+                generation.join(request)
+            run(generation)
+        assert both[1].tokens == runtime.generate(TEXT[:20], params=params(10)).tokens
+    assert [one.num_kept for one in (*said, *both)] == [0, 0, 800, 799, 19]
+    large, small, again, _, beside = (result.stats.bytes_per_pass for result in ended)
+    assert small == expected < large == again and beside == round((3 * large + 6 * small) / 9)
+
+
+def test_nothing_is_kept_of_a_request_without_numbers(copy: Path) -> None:
+    with loaded(copy, draft="none") as runtime:
+        answers = {first: runtime.generate([first, 9], params=params(12)).tokens for first in (5, 6)}
+    poison = next(token for token in answers[5][3:9] if not {token} & {5, 6, 9, *answers[6], *answers[5][:3]})
+    weights = load_file(copy / "model.safetensors")
+    weights["model.embed_tokens.weight"][poison] = float("nan")
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    errors: list[BaseException | None] = []
+    with loaded(copy, draft="none") as runtime:
+        hooks = Hooks(on_end=lambda request, result, error: errors.append(error))
+        with runtime.serving(hooks) as generation:
+            for prompt, first, count in (([6, 9, poison], 6, 6), ([5, 9], 5, 12)):
+                say(runtime, generation, prompt, count)
+                assert isinstance(errors.pop(), NumericalError)
+                said = say(runtime, generation, [first, 9], 3)
+                assert (said.num_kept, said.tokens, errors.pop()) == (0, answers[first][:3], None)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_what_a_length_rotates_otherwise_is_read_again(copy: Path, rope_type: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_parameters"] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        factors = {"short_factor": [1.0] * half, "long_factor": [3.0 + index for index in range(half)]}
+        config["rope_parameters"] |= {"original_max_position_embeddings": 84, **factors}
+    else:
+        config["max_position_embeddings"] = 84
+    (copy / "config.json").write_text(json.dumps(config))
+    with load(copy, draft="none", context=120) as runtime:
+        prompts = [TEXT[:count] for count in (60, 82, 100, 90, 90, 70)]
+        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
+        with runtime.serving(Hooks(on_end=nobody)) as generation:
+            said = [say(runtime, generation, prompt) for prompt in prompts]
+    assert [one.tokens for one in said] == expected
+    assert [one.num_kept for one in said] == [0, 60, 0, 89 if rope_type == "longrope" else 0, 89, 0]
+
+
+def test_what_a_scheduler_counts(target: Path) -> None:
+    with loaded(target, draft="none") as runtime, Scheduler(runtime) as served:
+        for _ in range(2):
+            served.submit(TEXT[:50], params(), on_event=lambda event: None)
+        served.close(grace_s=60)
+        assert (served.counters.prompt_tokens, served.counters.kept_tokens) == (100, 49)
