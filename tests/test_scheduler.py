@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -504,3 +505,35 @@ def test_a_device_that_fails_ends_everything(target: Path) -> None:
             assert len(first.tokens) == 3 and second.tokens == []
             with pytest.raises(OptionError, match=r"has stopped \(it burns\)"):
                 served.submit([5], params(), on_event=unheard)
+
+
+def test_answers_of_one_token_do_not_keep_others_waiting(target: Path) -> None:
+    """However many ask for one after the other: a pass comes between."""
+    with loaded(target, draft="none", max_batch=2) as runtime, Scheduler(runtime) as scheduler:
+        long, served = Heard(), 0
+
+        def again(event: TokenEvent | EndEvent | ErrorEvent) -> None:
+            nonlocal served
+            if isinstance(event, EndEvent) and long.end is None and served < 500:
+                served += 1
+                scheduler.submit([5, 6], params(1), on_event=again)
+
+        scheduler.submit([7, 8, 9], params(30), on_event=long)
+        scheduler.submit([5, 6], params(1), on_event=again)
+        assert len(long.result.tokens) == 30 and served < 100
+
+
+def test_who_cannot_be_let_go_of_is_told_and_the_others_as_well(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loaded(target, draft=draft, tree_nodes=0, max_batch=2) as runtime, Scheduler(runtime) as scheduler:
+        monkeypatch.setattr(runtime.parts.proposer, "counts", Mock(side_effect=BudgetError("no memory is left")))
+        heard = Heard(), Heard()
+        for one, count in zip(heard, (2, 40), strict=True):
+            scheduler.submit([7, 8, 9], params(count), on_event=one)
+        assert all("no memory is left" in str(one.error) for one in heard)
+        assert scheduler.failure is None
+        monkeypatch.undo()
+        after = Heard()
+        scheduler.submit([7, 8, 9], params(3), on_event=after)
+        assert len(after.result.tokens) == 3

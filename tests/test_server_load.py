@@ -234,6 +234,7 @@ class FailingScheduler:
 
     def __init__(self, error: Exception, *, at_once: bool) -> None:
         self._error, self._at_once, self.counters = error, at_once, SchedulerCounters()
+        self.failure: BaseException | None = None
 
     def submit(self, prompt: list[int], params: GenerationParams, *, on_event: Any) -> Any:
         if self._at_once:
@@ -286,6 +287,7 @@ def test_health_says_that_an_engine_has_failed(short_target: Path) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert (await http.get("/health")).status_code == 200
             asked = await http.post("/v1/completions", json={"prompt": "a"})
+            stopped.failure = RuntimeError("a defect")
             return asked.status_code, (await http.get("/health")).json()
 
     with load(short_target, draft="none") as runtime:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,11 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
 
     key = options.api_key
     served = ServerConfig(
-        host=options.host, port=options.port, api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
+        host=options.host, port=options.port,
+        api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
         allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
-        max_waiting=options.max_waiting, prefix_cache_bytes=options.prefix_cache_bytes or 0, max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
+        max_waiting=options.max_waiting, prefix_cache_bytes=options.prefix_cache_bytes or 0,
+        max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
         max_seconds=options.max_seconds, grace_s=options.grace_s,
     )  # fmt: skip
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served) as server:
@@ -42,7 +45,8 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
             at_once = runtime.plan.target.batch
             terminal.status_line(f"ready: {at_once} request{'s' * (at_once > 1)} at once, a page at {server.url}/")
             is_ready.set()
-            is_asked_to_stop.wait()
+            while not is_asked_to_stop.is_set():  # not `wait`, within which a signal's `set` could wait for ever
+                time.sleep(0.2)
             terminal.status_line(f"stopping: answers may go on for {served.grace_s:g} s; once more ends them at once")
     terminal.status_line("stopped")
 

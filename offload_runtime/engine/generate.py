@@ -136,10 +136,11 @@ class Generation:
         Raises:
             BudgetError: Memory ran out during the pass; what came before stays in the requests.
         """
-        while self.waiting and len(self.running) < self._num_slots:
-            yield from self._admit(self.waiting.popleft())
+        for _ in range(self._num_slots - len(self.running)):  # who ends at once makes room for the step after this one
+            if self.waiting:
+                yield from self._admit(self.waiting.popleft())
         if not self._goes_on():
-            return False
+            return bool(self.waiting)
         running = list(self.running.values())
         try:
             with self.working():
@@ -263,16 +264,22 @@ class Generation:
             raise error
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
-        """A request has finished: its slot is free, and there is its result."""
+        """A request has finished: its slot is free, and there is its result, also where the device fails at that."""
+        failure: OffloadError | None = None
         if request in self.waiting:
             self.waiting.remove(request)
         elif self.running.pop(request.slot, None) is not None:
-            self._leave(request, error)
+            try:
+                self._leave(request, error)
+            except OffloadError as raised:
+                failure = raised
         result = self._meter.result(request, self._steps.predicted_s(request))
         if self._hooks.on_end is None:
             self._results[request] = result
         else:
-            self._hooks.on_end(request, result, error)
+            self._hooks.on_end(request, result, error or failure)
+        if failure is not None:
+            raise failure
 
     def _leave(self, request: Request, error: BaseException | None) -> None:
         """Free a finished request's slot, which keeps what it holds unless there was an error."""

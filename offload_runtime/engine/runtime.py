@@ -43,6 +43,9 @@ from offload_runtime.speculation import OnLogits, Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
+# A call that waits for others looks so often whether a scheduler has the runtime now.
+_LOOK_AGAIN_S = 0.1
+
 
 class Runtime(AbstractContextManager["Runtime"]):
     """A loaded target with its draft. Use `Runtime.load`; close it or use it in a `with` block.
@@ -412,13 +415,16 @@ class Runtime(AbstractContextManager["Runtime"]):
         """Around a call: those of other threads wait, and one from within it is refused."""
         again = self._caller == threading.get_ident()
         require(not again, "this runtime is in the middle of a call: a callback cannot ask it for anything else")
-        require(not self._is_served, "this runtime is served by a scheduler: submit to that, or close it first")
-        with self._lock:
-            try:
-                self._caller = threading.get_ident()
-                yield
-            finally:
-                self._caller = 0
+        served = "this runtime is served by a scheduler: submit to that, or close it first"
+        require(not self._is_served, served)
+        while not self._lock.acquire(timeout=_LOOK_AGAIN_S):
+            require(not self._is_served, served)
+        try:
+            self._caller = threading.get_ident()
+            yield
+        finally:
+            self._caller = 0
+            self._lock.release()
 
     def request(self, prompt: Prompt, params: GenerationParams, *, speculate: bool = True) -> Request:
         """A request for a generation that has begun to let join, of a prompt that fits. Computes nothing.

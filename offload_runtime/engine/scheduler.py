@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -55,10 +55,11 @@ class EndEvent:
 
 @dataclass(frozen=True)
 class ErrorEvent:
-    """The request has ended by an error; `result` is the answer as far as it had come, `interrupted`."""
+    """The request has ended by an error; `result` is the answer as far as it had come, `interrupted`, or None where the
+    device cannot even tell that any more."""
 
     error: BaseException
-    result: GenerationResult
+    result: GenerationResult | None
 
 
 Event = TokenEvent | EndEvent | ErrorEvent
@@ -253,9 +254,24 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         finally:
             self._begun.set()
             if generation is not None:
-                for request in list(self._tickets):  # the runtime is given back: this is not about the device
-                    generation.cancel(request, self._failure)
-                self._tell_ended(generation)
+                self._end_all(generation)
+
+    def _end_all(self, generation: Generation) -> None:
+        """End what has not, now that the runtime is given back. Nobody is left waiting for an event, whatever fails."""
+        with suppress(Exception):
+            for request in list(self._tickets):
+                generation.cancel(request, self._failure)
+            self._tell_ended(generation)
+        with self._changed:
+            left, self._tickets = self._tickets, {}
+        for ticket in left.values():
+            ticket.tell(ErrorEvent(self._failure or UnavailableError("this scheduler has stopped"), None))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What has ended the scheduler, if anything but `close` has."""
+        with self._changed:
+            return self._failure
 
     def _has_work(self, generation: Generation) -> bool:
         """Wait until there is any, or the scheduler is being closed."""
@@ -275,7 +291,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         for request in submitted:
             generation.join(request)
         for request in cancelled:
-            generation.cancel(request)
+            with suppress(BudgetError):
+                generation.cancel(request)
         if is_over:
             generation.interrupt()
         self._tell_ended(generation)
@@ -292,17 +309,19 @@ class Scheduler(AbstractContextManager["Scheduler"]):
                 self._take_orders(generation)
         except BudgetError as error:  # who waits may need less
             for request in list(generation.running.values()):
-                generation.cancel(request, error)
+                with suppress(BudgetError):  # it has ended all the same
+                    generation.cancel(request, error)
         self._tell_ended(generation)
         self._count(generation)
 
     def _tell_ended(self, generation: Generation) -> None:
         """Tell of requests that have ended, of which all tokens have been told."""
         ended, self._ended = self._ended, []
-        for request, result, error in ended:
+        for request, _, _ in ended:  # before anyone looks: counters never go back
             self._finished += 1
             self._proposed.update(request.tally.proposed_by_source)
             self._accepted.update(request.tally.accepted_by_source)
+        for request, result, error in ended:
             with self._changed:
                 ticket = self._tickets.pop(request)
             self._count(generation)

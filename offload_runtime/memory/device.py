@@ -144,8 +144,9 @@ class DeviceBudget:
     def peak_bytes(self) -> int:
         """Most device memory seen: as the driver reports it on CUDA (context included), the ledger on the CPU."""
         if self.device.type == "cuda":
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            self._peak_bytes = max(self._peak_bytes, total_bytes - free_bytes - self._other_bytes)
+            with contextlib.suppress(torch.AcceleratorError):  # it has failed: what was seen before
+                free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+                self._peak_bytes = max(self._peak_bytes, total_bytes - free_bytes - self._other_bytes)
         else:
             self._peak_bytes = max(self._peak_bytes, self.reserved_bytes)
         return self._peak_bytes

@@ -53,24 +53,29 @@ class Answers:
         choices: What is asked for.
         metrics: Is told how long it took.
         max_seconds: After which the answers end as they are.
-
-    Raises:
-        QueueFullError, ContextLengthError, OptionError, UnavailableError: As of `Scheduler.submit`.
     """
 
     def __init__(
         self, scheduler: Scheduler, choices: Sequence[Choice], metrics: Metrics, max_seconds: float
     ) -> None:  # fmt: skip
-        self._choices, self._metrics = choices, metrics
+        self._scheduler, self._choices, self._metrics = scheduler, choices, metrics
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, _Event]]()
         self._began_s, self._tickets = time.perf_counter(), list[Ticket]()
         self._timer = self._loop.call_later(max_seconds, self.cancel)
+        self._has_tokens = False
+
+    def submit(self) -> None:
+        """Ask for all of them, once; any thread may.
+
+        Raises:
+            QueueFullError, ContextLengthError, OptionError, UnavailableError: As of `Scheduler.submit`; none is left.
+        """
         try:
-            for index, choice in enumerate(choices):
+            for index, choice in enumerate(self._choices):
                 on_event = partial(self._cross, index)
-                self._tickets.append(scheduler.submit(choice.prompt, choice.params, on_event=on_event))
+                self._tickets.append(self._scheduler.submit(choice.prompt, choice.params, on_event=on_event))
         except BaseException:
-            self.cancel()
+            self._loop.call_soon_threadsafe(self.cancel)
             raise
 
     def cancel(self) -> None:
@@ -115,10 +120,11 @@ class Answers:
             if isinstance(event, ErrorEvent):
                 raise event.error
             if isinstance(event, TokenEvent):
+                self._has_tokens = True
                 logprobs = [] if event.logprobs is None else [event.logprobs]
                 delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)], logprobs))
                 continue
-            if event.result.finish_reason == "interrupted" and not event.result.tokens:
+            if event.result.finish_reason == "interrupted" and not event.result.tokens and not self._has_tokens:
                 raise UnavailableError("the server is stopping, or the request has waited too long: send it again")
             delta.add(Delta(*parser.push(event.text)))
             delta.add(Delta(*parser.finish()))

@@ -54,6 +54,7 @@ _PAGE = {
     "/page.css": ("page.css", "text/css"),
 }
 _PING_S = 15  # proxies give up on silent connections after a minute
+_SEND_S = 60  # for a client that reads no more
 _RETRY_S = 5  # while a model is loaded
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class _AnswerStream(EventSourceResponse):
     """A stream of server-sent events, whose answers end with it, be it by the client's leaving."""
 
     def __init__(self, chunks: AsyncIterator[dict[str, str]], answers: Answers) -> None:
-        super().__init__(chunks, ping=_PING_S, sep="\n", headers={"X-Accel-Buffering": "no"})
+        super().__init__(chunks, ping=_PING_S, sep="\n", send_timeout=_SEND_S, headers={"X-Accel-Buffering": "no"})
         self._answers = answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -150,12 +151,9 @@ class Service:
     async def _answer(self, request: Request, kind: type[AnswerBody]) -> Response:
         runtime, scheduler = self._ready()
         body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
-        try:
-            answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
-        except UnavailableError:
-            if self.state == "ready":
-                self.state = "failed"  # by a defect: whoever watches /health starts another one
-            raise
+        answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
+        # Judges the prompts again, of which long ones take a while.
+        await asyncio.get_running_loop().run_in_executor(self._reader, answers.submit)
         envelope = Envelope(self._model, partial(_spelled, runtime.tokenizer), is_chat=kind is ChatBody)
         if body.stream:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices)), answers)
@@ -201,8 +199,8 @@ class Service:
             async for part in answers:
                 delta, ending = part.delta, part.ending
                 endings += [(part.index, ending)] if ending is not None else []
-                told = delta.text or delta.calls or delta.logprobs or (body.x_sources and delta.tokens)
-                if told or ending is not None:
+                wanted = delta.text or delta.calls or delta.logprobs or (body.x_sources and delta.tokens)
+                if wanted or ending is not None:
                     yield _event(
                         envelope.chunk(
                             part.index, delta, ending, first_call=part.first_call, with_sources=body.x_sources
@@ -263,6 +261,8 @@ class Service:
 
     async def health(self) -> Response:
         """`GET /health`: 200 once requests are answered, 503 before and after."""
+        if self.state == "ready" and self._scheduler is not None and self._scheduler.failure is not None:
+            self.state = "failed"  # by a defect: whoever watches starts another one
         return JSONResponse({"status": self.state}, 200 if self.state == "ready" else 503)
 
     async def figures(self) -> Response:
@@ -300,7 +300,7 @@ def make_app(service: Service, config: ServerConfig) -> FastAPI:
     if config.cors_origins:  # around the gate, so that a page can read its refusals, too
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"], expose_headers=["retry-after"],
+            allow_headers=["*"], expose_headers=["retry-after"],
         )  # fmt: skip
     return app
 

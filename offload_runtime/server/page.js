@@ -74,6 +74,7 @@ function request() {
 
 async function answer() {
   const { box, said } = addMessage("assistant", "");
+  const mine = messages; // "new chat" begins others meanwhile
   let text = "";
   running = new AbortController();
   element("send").disabled = true;
@@ -97,8 +98,8 @@ async function answer() {
   } catch (error) {
     add(box, "div", "stats error", error.name === "AbortError" ? "stopped" : error.message);
   } finally {
-    if (text) messages.push({ role: "assistant", content: text });
-    else messages.pop();
+    if (text) mine.push({ role: "assistant", content: text });
+    else mine.pop();
     running = null;
     element("send").disabled = false;
     element("stop").disabled = true;

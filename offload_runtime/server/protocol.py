@@ -128,11 +128,11 @@ class Envelope:
         if not delta.logprobs:
             return None
         if self._is_chat:
-            told = [
+            content = [
                 {**self._likely(one.token, one.logprob), "top_logprobs": [self._likely(*pair) for pair in one.top]}
                 for one in delta.logprobs
             ]
-            return {"content": told, "refusal": None}
+            return {"content": content, "refusal": None}
         tokens, offsets = [self._spell(one.token) for one in delta.logprobs], list[int]()
         for token in tokens:
             offsets.append(self._offsets[index])
