@@ -51,7 +51,9 @@ def test_who_wants_it_alone_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     marks = {"a": {"gpu"}, "b": {"gpu", "alone"}, "c": set[str](), "d": {"gpu", "alone"}, "e": {"gpu"}}
     items: list[Any] = [
-        SimpleNamespace(name=name, get_closest_marker=lambda mark, of=of: mark if mark in of else None)
+        SimpleNamespace(
+            name=name, path=Path(__file__), get_closest_marker=lambda mark, of=of: mark if mark in of else None
+        )
         for name, of in marks.items()
     ]
     asked: Any = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"))
