@@ -6,8 +6,8 @@ crosses the link once per pass, however long the prompt is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -148,7 +148,8 @@ class ModelRunner:
             for at in range(0, len(tokens), step)
         ]
         if layers is None and self.decoder.partition.in_blocks and not self.streamer.num_streamed:
-            residual = _run_blocks(self.decoder, self.streamer, self.cache, pieces, on_layer)
+            with _over_cards(self.decoder.partition):
+                residual = _run_blocks(self.decoder, self.streamer, self.cache, pieces, on_layer)
         else:
             layers = self.streamer.layers() if layers is None else layers
             residual = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
@@ -356,7 +357,8 @@ def _run_layers(
     residuals = [decoder.embed(rows) for rows in pieces]
     on_layer = on_layer or (lambda done, layers: None)
     if len(decoder.partition.cards) > 1:
-        return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, on_layer)
+        with _over_cards(decoder.partition):
+            return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, on_layer)
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
@@ -416,6 +418,20 @@ def _run_blocks(
             on_layer(layers[-1] + 1, num_layers)
     (residual,) = arrive(on_way[-1])
     return residual
+
+
+@contextmanager
+def _over_cards(partition: LayerPartition) -> Iterator[None]:
+    """Around a pass over several cards. Where it breaks off, what they still have to do is waited for: else one could
+    write to a buffer of hops behind what the next pass has written there."""
+    try:
+        yield
+    except BaseException:
+        for device in partition.devices:
+            if device.type == "cuda":
+                with suppress(torch.AcceleratorError):
+                    torch.cuda.synchronize(device)
+        raise
 
 
 def _begin_on_cards(
