@@ -143,7 +143,6 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert layers == [(done, 15) for done in range(1, 16)]
         nothing = runtime.generate_batch(PROMPTS[:2], max_new_tokens=COUNT, ignore_eos=True, should_stop=lambda: True)
         assert [len(result.tokens) for result in nothing] == [1, 1]
-        assert all(runtime.parts.target.runner.cache.length(sequence) == 0 for sequence in range(3))
         again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=COUNT, ignore_eos=True, gamma=2)
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
