@@ -217,14 +217,13 @@ def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("proposals", SPECULATION)
-def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: str, kv: str, seed: int) -> None:
+def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: str, kv: str) -> None:
     options, windows = SPECULATION[proposals]
     with loaded(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
-        tasks = make_tasks(runtime, windows, 40, seed=100 + seed)
-        assert play(runtime, tasks, seed) > 50
+        tasks = make_tasks(runtime, windows, 40, seed=101)
+        assert play(runtime, tasks, seed=1) > 50
         # What slots hold from before makes no difference, and neither does who comes when.
         play(runtime, list(reversed(tasks)), seed=2)
         task = tasks[0]
