@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +13,12 @@ import torch
 from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
-from offload_runtime.runners import ModelRunner
-from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 COUNT = 40
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
-
-
-class FailingRunner(ModelRunner):
-    """A target whose passes fail once, after so many that went through."""
-
-    def __init__(self, runner: ModelRunner, error: Exception, *, after: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
-        self._verify = raising(error, after=after, then=super().verify)
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._verify(windows, sequences)
-        return logits
 
 
 OPTIONS: list[dict[str, Any]] = [

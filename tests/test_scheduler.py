@@ -37,9 +37,7 @@ from offload_runtime.errors import (
     OptionError,
     QueueFullError,
 )
-from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner
-from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET, CONTEXT = "two_layer_target", 900
 SOURCES = {"ngram", "draft", "retrieval", "target"}
@@ -453,18 +451,6 @@ def test_a_request_without_numbers_ends_alone(copy: Path) -> None:
         assert heard["own token"].tokens == answers[5][: answers[5].index(poison) + 1]
         assert heard["beside"].result.tokens == heard["last"].result.tokens == answers[6]
         assert heard["behind"].result.tokens == answers[8]
-
-
-class FailingRunner(ModelRunner):
-    """A target whose passes fail once, after so many that went through."""
-
-    def __init__(self, runner: ModelRunner, error: Exception, *, after: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
-        self._verify = raising(error, after=after, then=super().verify)
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._verify(windows, sequences)
-        return logits
 
 
 def failing(runtime: Runtime, error: Exception, *, after: int) -> None:

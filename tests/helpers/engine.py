@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from widening.checkpoint import write_noisy_copy  # noqa: F401 (for the tests)
 
 from offload_runtime.engine import Runtime
+from offload_runtime.model import Window
+from offload_runtime.runners import ModelRunner
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -129,3 +131,15 @@ def failing(after: int) -> Callable[[], None]:
             raise OSError("the memory is gone")
 
     return call
+
+
+class FailingRunner(ModelRunner):
+    """A target whose passes fail once, after so many that went through."""
+
+    def __init__(self, runner: ModelRunner, error: Exception, *, after: int) -> None:
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
+        self._verify = raising(error, after=after, then=super().verify)
+
+    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._verify(windows, sequences)
+        return logits
