@@ -18,6 +18,7 @@ from offload_runtime.memory.cards import (
     Departure,
     HopBuffers,
     LayerPartition,
+    are_blocks,
     arrive,
     current_card,
     depart,

@@ -76,7 +76,7 @@ class LayerPartition:
     @property
     def in_blocks(self) -> bool:
         """Whether there are several cards and the layers of each follow one another."""
-        return len(self.cards) > 1 and len(list(groupby(self.owners))) == len({*self.owners})
+        return len(self.cards) > 1 and are_blocks(self.owners)
 
     def card_of(self, layer: int) -> Card:
         """The card of a layer; behind the last one the first card."""
@@ -94,6 +94,11 @@ class LayerPartition:
             found.append((owner, counts[owner]))
             counts[owner] += 1
         return found
+
+
+def are_blocks(owners: Sequence[int]) -> bool:
+    """Whether the layers of each card follow one another, by the numbers of their cards."""
+    return len(list(groupby(owners))) == len({*owners})
 
 
 _CURRENT: ContextVar[int | None] = ContextVar("current card", default=0)

@@ -19,7 +19,7 @@ from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
-from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition
+from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition, are_blocks
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
@@ -203,7 +203,7 @@ class ModelPlan:
     @property
     def in_blocks(self) -> bool:
         """Whether all layers of each card follow one another."""
-        return self.num_hops == len(self.shares)
+        return are_blocks(self.owners)
 
     @property
     def has_head(self) -> bool:
