@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -148,6 +149,22 @@ def test_a_small_ring_of_keys_and_values_lets_links_wait_for_each_other() -> Non
     rest = (len(one.layers) * (layer_bytes - one.kv_ring_slots * piece_bytes) for one in tight.target.shares)
     assert before.link_s == pytest.approx(sum(rest) / 25e9) and before.lookahead_s < 0.1
     assert after.link_s == max(streamed(roomy)) / 25e9 < 0.95 * before.link_s
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 19), (19, 16)])
+def test_behind_what_stays_the_keys_and_values_of_all_cards_come_in_turn(sizes: tuple[int, int]) -> None:
+    """Two layers of one card in a row are more than its ring has room for, and the other's link would be idle."""
+    request = RuntimeConfig(
+        model("llama-2-7b-128k"), "none", context=120_000, kv="host", resident_layers=32,
+        vram_bytes=[size * GB for size in sizes],
+    )  # fmt: skip
+    plan = plan_on_all(request, TWO)
+    kept = [len(card.placement.resident_kv_layers) for card in plan.target.cards]
+    assert min(kept) > 0 and (kept[0] == kept[1]) == (sizes[0] == sizes[1])
+    streamed = [layer for layer in range(32) if layer not in plan.resident_kv_layers]
+    owners = [card for layer in streamed for card, share in enumerate(plan.target.shares) if layer in share.layers]
+    changes = sum(one != other for one, other in pairwise(owners))
+    assert changes >= len(owners) - 1 - abs(kept[0] - kept[1])
 
 
 def test_cards_compute_one_after_the_other_and_rows_hop() -> None:

@@ -542,12 +542,17 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
         count = layers  # nothing is streamed, and what streaming takes is not needed
     else:
         count = layers if each <= 0 else max(0, min(layers - 1, spare_bytes // each))
-    return replace(placement, resident_kv_layers=_layers_to_keep(target, range(layers), count))
+    # Behind the first ones all cards stream in turn, however many each keeps; two streaming layers of one card in a row
+    # would leave the link of the other idle: 1.05 in place of 0.92 s a pass of a 7B with 120K tokens.
+    evenly = target.kv_ring_slots == KV_RING_SLOTS  # no other cards to wait for
+    return replace(placement, resident_kv_layers=_layers_to_keep(target, range(layers), count, evenly=evenly))
 
 
-def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tuple[int, ...]:
+def _layers_to_keep(
+    target: ModelPlan, layers: Iterable[int], count: int, *, evenly: bool = True
+) -> tuple[int, ...]:  # fmt: skip
     """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
-    equals: of a sliding window a pass brings little, however long the text is."""
+    equals or else the first of them: of a sliding window a pass brings little, however long the text is."""
     bytes_of_reach = dict[int | None, int]()
     by_bytes: dict[int, list[int]] = {}
     for layer in layers:
@@ -557,7 +562,8 @@ def _layers_to_keep(target: ModelPlan, layers: Iterable[int], count: int) -> tup
         by_bytes.setdefault(bytes_of_reach[reach], []).append(layer)
     kept: list[int] = []
     for _, equals in sorted(by_bytes.items(), reverse=True):
-        kept += [equals[index] for index in spread(min(count - len(kept), len(equals)), len(equals))]
+        most = min(count - len(kept), len(equals))
+        kept += [equals[index] for index in (spread(most, len(equals)) if evenly else range(most))]
     return tuple(sorted(kept))
 
 
