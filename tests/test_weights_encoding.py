@@ -18,7 +18,8 @@ from offload_runtime.memory import PAGE_BYTES, Card, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
 from offload_runtime.plan.cost import pass_time
-from offload_runtime.plan.search import place_layers, place_staged
+from offload_runtime.plan.placement import place_layers
+from offload_runtime.plan.staging import place_staged
 from offload_runtime.weights import CheckpointSource, DescribedModel, ModelLayout, layer_layout, load_weights
 from offload_runtime.weights.encoding import Encoding, Fill, Weight
 from offload_runtime.weights.layout import shared_layout

@@ -1,4 +1,4 @@
-"""What a run would hold where and how fast it would be: request, memory, cost, search, forecast; pure arithmetic.
+"""What a run would hold where and how fast it would be; pure arithmetic.
 
 A `RuntimeConfig` says what is asked for and a `MachineFigures` where. `plan_run` (or `find_plan`, on a machine that is
 here) places everything: a `RunPlan`. `pass_time` and `predicted_step_s` say how long it takes, `forecast` what
@@ -30,12 +30,6 @@ from offload_runtime.plan.request import (
     require_dtype,
     resolve_dtype,
 )
-from offload_runtime.plan.search import (
-    as_many_cards_as_help,
-    check_host_memory,
-    find_plan,
-    place_staged,
-    plan_run,
-    with_staging_rings,
-)
+from offload_runtime.plan.search import as_many_cards_as_help, check_host_memory, find_plan, plan_run
+from offload_runtime.plan.staging import place_staged, with_staging_rings
 from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades

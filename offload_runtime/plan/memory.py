@@ -14,7 +14,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
-from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
@@ -59,6 +59,11 @@ class MemoryPart:
     name: str
     nbytes: int
     pinned: bool = False
+
+
+def listed(parts: Iterable[MemoryPart]) -> str:
+    """Their names and sizes, for people."""
+    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
 
 
 def added(lists: Iterable[Iterable[MemoryPart]]) -> tuple[MemoryPart, ...]:

@@ -23,7 +23,8 @@ from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.forecast import RunForecast
 from offload_runtime.plan.memory import RunPlan, make_plan
 from offload_runtime.plan.request import MachineFigures, limits_of, longest_context, resolve_context
-from offload_runtime.plan.search import find_candidates, least_pinned_bytes, most_sequences, plan_run
+from offload_runtime.plan.search import find_candidates, most_sequences, plan_run
+from offload_runtime.plan.staging import least_pinned_bytes
 
 _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256
