@@ -24,7 +24,7 @@ def add(a, b):
 ```
 
 """
-ANSWER += "1. item\n" * ITEMS + "\nSee [here](http://a.example/b).\n"
+ANSWER += "1. item\n" * ITEMS + "\nSee [here](http://a.example/b).\n\n[1]: http://c.example\n"
 
 
 class Screen:
@@ -63,7 +63,7 @@ def test_what_stays_is_the_markdown_however_it_came(size: int) -> None:
     items = "\n".join(f"{number + 1} item" for number in range(ITEMS))
     code = "def add(a, b):\nreturn a + b"
     begin = "Some bold words with a <think> tag,\nand a second line."
-    assert screen.text == f"{begin}\n{code}\n{items}\nSee here (http://a.example/b)."
+    assert screen.text == f"{begin}\n{code}\n{items}\nSee here (http://a.example/b).\n[1]: http://c.example"
     assert "\x1b[1mbold" in output.getvalue() and output.getvalue().endswith("\n")
 
 

@@ -198,7 +198,7 @@ def test_any_history_of_requests(target: Path, draft: Path, proposals: str) -> N
         run_state_machine_as_test(
             lambda: Served(runtime, tasks),
             settings=settings(
-                max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )  # fmt: skip
         # The runtime is given back.

@@ -39,7 +39,7 @@ from common import SHAPES, add_model_options, resident_layers, source_from
 from harness import Check, check_out, emit, percentile, provenance
 from ours_runtime import OurOptions, add_our_options, our_options
 
-from offload_runtime.config import GenerationParams, SamplingParams, parse_sizes
+from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import EndEvent, ErrorEvent, Runtime, Scheduler, TokenEvent
 from offload_runtime.engine.scheduler import Event
 from offload_runtime.errors import OptionError, UnavailableError
@@ -170,7 +170,7 @@ def hold(runtime: Runtime, requests: Requests, width: int, seconds: float) -> di
     prompts = [requests.request(-1 - number)[0] for number in range(width)]
     runtime.generate_batch(prompts, max_new_tokens=min(_WARM_UP_TOKENS, requests.new_tokens), ignore_eos=True)
     numbers = itertools.count()
-    with Scheduler(runtime) as scheduler, MemoryWatch(runtime.devices) as memory, ThreadPoolExecutor(width) as pool:
+    with MemoryWatch(runtime.devices) as memory, ThreadPoolExecutor(width) as pool, Scheduler(runtime) as scheduler:
         started_s = time.perf_counter()
         end_s = started_s + seconds
 
@@ -202,7 +202,7 @@ def figures(answers: Sequence[Answer], started_s: float, seconds: float) -> dict
     known = ("finished", "left", "cut")
     return {
         "seconds": seconds, "tokens": len(stamps_s), "tok_per_s": len(stamps_s) / seconds,
-        "each_tok_per_s": 1 / statistics.median(means_s) if means_s and min(means_s) > 0 else None,
+        "each_tok_per_s": 1 / statistics.median(means_s) if means_s else None,
         "first_token_s": shares([answer.token_s[0] - answer.asked_s for answer in answers if answer.token_s]),
         "between_tokens_s": shares([b - a for one in long for a, b in itertools.pairwise(one.token_s)]),
         "s_per_token": shares(means_s), **{name: ends.count(name) for name in known},
@@ -255,7 +255,7 @@ def load(options: argparse.Namespace, own: OurOptions, source: CheckpointSource,
     """The target, for `width` requests at once."""
     return Runtime.load(
         source, draft=own.draft, device=own.devices or options.device, dtype=options.dtype,
-        vram=None if options.vram == "all" else parse_sizes(options.vram),
+        vram=None if options.vram == "all" else options.vram,
         resident_layers="auto" if (layers := resident_layers(options.resident_layers, source)) is None else layers,
         context=options.context, kv=own.kv, weights=own.weights, encode=own.encode, speculation=own.as_speculation(),
         max_batch=width, gamma=own.gamma, tree_nodes=own.tree_nodes, emulate=own.emulate,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
-from offload_runtime.cli.markdown import answer_writer
 from offload_runtime.cli.options import SAMPLING_OPTIONS, ChatOptions, sampling_values, with_sampling_option
 from offload_runtime.config import GenerationParams, format_bytes, require, require_unicode, write_atomically
 from offload_runtime.errors import OffloadError, OptionError
@@ -140,6 +139,8 @@ class ChatSession:
         self, start: Callable[..., TokenStream], text: str, *, stopped: str = "the message was not kept"
     ) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
+        from offload_runtime.cli.markdown import answer_writer  # and with it what reads markdown
+
         try:
             if self.options.as_json:
                 result = stream_answer(start, text, self.options, show=None)
@@ -210,12 +211,12 @@ def _undo(session: ChatSession, argument: str) -> None:
 
 
 def _set(session: ChatSession, argument: str) -> None:
-    if argument:
-        name, *value = argument.split(maxsplit=1)
-        session.options = with_sampling_option(session.options, name, "".join(value))
-    values = sampling_values(session.options)
-    for name in [argument.split()[0]] if argument else values:
-        terminal.status_line(f"  {name:<18} {values[name]}")
+    changed, _, text = argument.partition(" ")
+    if changed:
+        session.options = with_sampling_option(session.options, changed, text.strip())
+    for name, value in sampling_values(session.options).items():
+        if changed in ("", name):
+            terminal.status_line(f"  {name:<18} {value}")
 
 
 def _context(session: ChatSession, argument: str) -> None:

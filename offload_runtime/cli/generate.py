@@ -61,11 +61,8 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
                         prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
                     )
             else:
-                results = [
-                    stream_answer(
-                        runtime.stream, prompts[0], options, show=None if options.as_json else terminal.write_text
-                    )
-                ]
+                show = None if options.as_json else terminal.write_text
+                results = [stream_answer(runtime.stream, prompts[0], options, show=show)]
         except BudgetError as error:
             if not error.answers:
                 raise

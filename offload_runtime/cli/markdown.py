@@ -10,12 +10,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from markdown_it import MarkdownIt
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
 from offload_runtime.cli import terminal
+
+# Tags (`<think>`) are text, and so are definitions of links, which nobody would see otherwise.
+_PARSER = MarkdownIt("commonmark", {"html": False}).disable("reference").enable(["table", "strikethrough"])
 
 
 @contextmanager
@@ -71,20 +75,16 @@ class MarkdownWriter:
             self._has_printed = True
 
 
-# What rich would drop of an answer, or join, is shown: tags (`<think>`), and the ends of lines within a paragraph.
-_SHOWN_AS = {"html_block": "code_block", "html_inline": "text", "softbreak": "hardbreak"}
-
-
 def _markdown(text: str) -> Markdown:
-    """Markdown in the terminal's own colours. Links show where they lead."""
-    found = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
-    for token in found.parsed:
-        for part in (token, *(token.children or ())):
-            part.type = _SHOWN_AS.get(part.type, part.type)
+    """Markdown in the terminal's own colours. Links show where they lead, and lines end where the model ended them."""
+    found = Markdown("", code_theme="ansi_dark", hyperlinks=False)
+    found.parsed = _PARSER.parse(text)
+    for part in (part for token in found.parsed for part in token.children or ()):
+        part.type = "hardbreak" if part.type == "softbreak" else part.type
     return found
 
 
 def _start_of_last_block(text: str) -> int:
     """Where the last of a text's blocks begins, in characters; those before it are complete."""
-    starts = [token.map[0] for token in Markdown(text).parsed if token.level == 0 and token.map]
-    return sum(map(len, text.splitlines(keepends=True)[: starts[-1]])) if starts else 0
+    starts = [token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.map]
+    return sum(len(line) + 1 for line in text.split("\n")[: starts[-1]]) if starts else 0
