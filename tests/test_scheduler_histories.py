@@ -73,10 +73,8 @@ class Client:
         self.tokens: list[int] = []
         self.end: EndEvent | ErrorEvent | None = None
         self.ticket: Ticket | None = None
-        self.is_gone = self.is_over = (
-            False  # whether it leaves at the next event, and whether nothing may come any more
-        )
-        self.is_told_more = False
+        self.is_gone = False  # it leaves at the next event
+        self.is_over = self.is_told_more = False  # nothing may come any more, and something did
         self.most_tokens = task.params.max_new_tokens
 
     def __call__(self, event: TokenEvent | EndEvent | ErrorEvent) -> None:
@@ -198,7 +196,7 @@ def test_any_history_of_requests(target: Path, draft: Path, proposals: str) -> N
         run_state_machine_as_test(
             lambda: Served(runtime, tasks),
             settings=settings(
-                max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )  # fmt: skip
         # The runtime is given back.
