@@ -13,6 +13,7 @@ import pytest
 from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
+from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS
 from offload_runtime.cli.terminal import open_history
 from offload_runtime.config import GenerationParams, SamplingParams
@@ -228,9 +229,75 @@ def test_ctrl_c_before_the_answer_drops_the_message(runtime: FakeRuntime) -> Non
 
 def test_full_context_and_cut_answers_say_how_to_go_on(runtime: FakeRuntime) -> None:
     runtime.finish_reason = "length"
-    assert "cut after 3 tokens (--max-new-tokens)" in chat(runtime, turns="one\n").stderr
+    assert "cut after 3 tokens: /set max-new-tokens N allows more" in chat(runtime, turns="one\n").stderr
     runtime.context_tokens = 2
     assert "the context is full: /reset starts over" in chat(runtime, turns="one\n").stderr
+
+
+def test_an_answer_is_given_anew_with_other_noise(runtime: FakeRuntime) -> None:
+    result = chat(runtime, turns="/regen\none\n/regen\n/regen\ntwo\n/set temperature 0\n/regen\n/undo\n/system\n")
+    assert error_lines(result) == ["error: the conversation has no message yet"]
+    asked = [(prompt, params.sampling.temperature, params.sampling.noise_id) for prompt, params in runtime.requests]
+    # Noise that no answer had, but for messages, whose answers are those of a conversation without commands.
+    assert asked == [("one", 0.7, 0), ("one", 0.7, 2), ("one", 0.7, 3), ("two", 0.7, 0), ("two", 0.0, 4)]
+    assert result.stderr.count("at temperature 0 the answer is always the same: /set temperature 0.7") == 1
+    assert "dropped your last message and its answer: two\n" in result.stderr
+
+
+def test_an_answer_given_anew_is_an_object_and_may_be_stopped(runtime: FakeRuntime) -> None:
+    (record,) = (json.loads(line) for line in chat(runtime, "--json", turns="/regen\n").stdout.splitlines())
+    assert record["error_type"] == "OptionError"
+    runtime.before_piece = lambda number: press_ctrl_c() if number == 0 and len(runtime.requests) == 2 else None
+    result = chat(runtime, turns="one\n/regen\ntwo\n")
+    assert result.exit_code == 130 and said(runtime) == ["one", "one"]
+    assert "stopped before the answer began; the old one stays" in result.stderr
+
+
+def test_sampling_is_set_as_the_command_line_has_it(runtime: FakeRuntime) -> None:
+    settings = ["temperature 0.3", "logit-bias 5=-100", "logit-bias 6=1.5", "stop the end", "ignore-eos on", "seed 7"]
+    lines = "".join(f"/set {one}\n" for one in settings)
+    result = chat(runtime, "--top-k", "9", turns=f"one\n{lines}two\n/set stop none\n/set ignore-eos off\n/set\nthree\n")
+    assert result.exit_code == 0 and not error_lines(result)
+    first, second, third = (params for _, params in runtime.requests)
+    sampling = SamplingParams(0.3, top_k=9, seed=7, logit_bias={5: -100.0, 6: 1.5})
+    assert first.sampling == SamplingParams(0.7, top_k=9)
+    assert second == GenerationParams(1024, ("the end",), ignore_eos=True, sampling=sampling)
+    assert third == GenerationParams(1024, sampling=sampling)
+    listed = dict(line.split(maxsplit=1) for line in result.stderr.splitlines()[-14:-1])
+    assert (listed["temperature"], listed["top-k"], listed["top-p"]) == ("0.3", "9", "1")
+    assert (listed["logit-bias"], listed["stop"], listed["ignore-eos"]) == ("5=-100 6=1.5", "none", "off")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("temperature hot", "temperature 'hot': "), ("temperature", "temperature '': "), ("top-p 3", "top_p must be"),
+        ("max-new-tokens 0", "max-new-tokens '0': "), ("ignore-eos maybe", "ignore-eos is on or off, not 'maybe'"),
+        ("target other", "target is not an option of sampling: there are max-new-tokens, temperature"),
+        ("logit-bias 5", "is not a bias: write it like 1234=-100"), ("logprobs 3", "does nothing without --json"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_set_changes_nothing(runtime: FakeRuntime, setting: str, message: str) -> None:
+    result = chat(runtime, turns=f"/set {setting}\none\n")
+    (line,) = error_lines(result)
+    assert message in line
+    assert runtime.requests[0][1] == GenerationParams(1024, sampling=SamplingParams(0.7))
+
+
+def test_context_says_what_is_held_and_what_is_left(runtime: FakeRuntime) -> None:
+    said = chat(runtime, "--system", "Be brief.", turns="one\n/context\n").stderr
+    assert "  3 messages; 4 tokens have been read, their keys and values take 16.0 kB\n" in said
+    assert "  room for 96 more of 100 tokens (--context)\n" in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"), [("ch", "chat"), ("chat --temp", "--temperature"), ("chat --kv h", "host")]
+)
+def test_a_shell_completes_commands_options_and_values(typed: str, found: str) -> None:
+    words = f"offload-runtime {typed}"
+    asked = {"_OFFLOAD_RUNTIME_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(app, [], prog_name="offload-runtime", env=asked)
+    assert (result.exit_code, result.stdout.split()) == (0, [found])
 
 
 def test_unknown_home_is_an_error_line_and_the_chat_goes_on(runtime: FakeRuntime) -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ class FakeRuntime:
         self.dtype = torch.float32
         self.load_report = "loaded 1.0 GB in 1.0 s (1.0 GB/s)"
         self.placement = "1 of 2 layers resident"
+        self.config = SimpleNamespace(kv_bytes_per_token=lambda element_bytes: 1000 * element_bytes)
         self.emulated: str | None = None
         self.stats = make_stats()
         self.context_tokens = 100
@@ -219,6 +221,20 @@ class FakeConversation:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
         return self._runtime.stream(text, settle=settle, **options)
+
+    def regenerate(self, params: GenerationParams, **options: Any) -> FakeStream:
+        if not any(message["role"] == "user" for message in self.messages):
+            raise OptionError("the conversation has no message yet")
+        before, text = self.messages[:-2], self.messages[-2]["content"]
+
+        def settle(answer: str) -> None:
+            self.messages = [*before, {"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+        return self._runtime.stream(text, settle=settle, params=params, **options)
+
+    def undo(self) -> str:
+        *self.messages, question, _ = self.messages
+        return question["content"]
 
     def reset(self) -> None:
         self.messages = [message for message in self.messages if message["role"] == "system"]

@@ -342,6 +342,29 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, 
 
 
 @pytest.mark.slow
+def test_a_conversation_is_steered_by_commands(terminal: Terminal) -> None:
+    def take(line: str, shown: str) -> None:
+        terminal.expect("> ")
+        terminal.type(f"{line}\r")
+        terminal.expect(shown)
+
+    take("/set max-new-tokens 5", "max-new-tokens     5")
+    take("the fox", "cut after 5")
+    terminal.expect("> ")
+    terminal.type("/set temp\t")
+    terminal.expect("erature")
+    terminal.type(" 0.9\r")
+    terminal.expect("temperature        0.9")
+    take("/regen", "cut after 5")
+    take("/context", "2 messages")
+    take("/undo", "dropped your last message and its answer: the fox")
+    take("/context", "0 messages")
+    terminal.expect("> ")
+    terminal.type("/exit\r")
+    assert terminal.process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
 def test_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.expect("> ")
     terminal.type("\x04")

@@ -237,6 +237,45 @@ def test_reset_and_another_system_message(runtime: Runtime, spy: Spy) -> None:
     assert_as_from_scratch(runtime, list(spy.prompts[-1]), said)
 
 
+@pytest.mark.few(2)
+def test_going_back_reads_nothing_again(runtime: Runtime, spy: Spy) -> None:
+    conversation = spy.conversation("slot")
+    first, second = say(conversation, "the fox"), say(conversation, "and the dog")
+    messages = list(conversation.messages)
+    options = GenerationParams(COUNT, ignore_eos=True, sampling=SamplingParams(0.9, seed=3, noise_id=5))
+    anew = conversation.regenerate(options)
+    assert conversation.messages == messages  # until it ends
+    assert "".join(anew) == anew.result.text != messages[-1]["content"]
+    assert conversation.messages == [*messages[:-1], {"role": "assistant", "content": anew.result.text}]
+    assert spy.prompts[2] == spy.prompts[1] and spy.prefilled[2] == spy.prompts[1][-1:]
+    again = say(conversation, "on and on")  # behind the new answer
+    assert spy.prompts[3][: len(spy.prompts[1]) + COUNT] == spy.prompts[1] + anew.result.tokens
+    assert (conversation.undo(), conversation.undo()) == ("on and on", "and the dog")
+    assert conversation.messages == messages[:3] and conversation.num_tokens == len(spy.prompts[0]) + COUNT
+    assert say(conversation, "and the dog") == second and spy.prompts[4] == spy.prompts[1]
+    assert spy.prefilled[4] == spy.prompts[1][-1:]
+    assert conversation.undo() and conversation.undo() == "the fox"
+    assert conversation.messages == messages[:1] and conversation.num_tokens == 0
+    for go_back in (conversation.undo, lambda: conversation.regenerate(options)):
+        with pytest.raises(OptionError, match="no message yet"):
+            go_back()
+    assert say(conversation, "the fox") == first
+    prompts = list(spy.prompts)
+    assert_as_from_scratch(runtime, prompts[2], anew.result.tokens, temperature=0.9, seed=3, noise_id=5)
+    assert_as_from_scratch(runtime, prompts[3], again)
+
+
+@pytest.mark.few(1)
+def test_going_back_before_what_was_restored(runtime: Runtime, spy: Spy) -> None:
+    conversation = spy.conversation()
+    say(conversation, "the fox")
+    conversation.restore(conversation.to_json())
+    list(conversation.regenerate(GenerationParams(COUNT, ignore_eos=True)))
+    assert spy.prompts[1] == spy.prompts[0] and len(conversation.messages) == 2
+    conversation.restore({"version": 1, "messages": [{"role": "user", "content": "never answered"}]})
+    assert conversation.undo() == "never answered" and conversation.messages == []
+
+
 @pytest.mark.few(1)
 def test_save_and_restore(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation("slot")

@@ -299,7 +299,7 @@ def _private_words(source: str) -> set[str]:
 NOT_REQUIRED = {"triton", "matplotlib"}
 DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py", "tomli_w": "tomli-w", "prometheus_client": "prometheus-client",
-    "sse_starlette": "sse-starlette",
+    "sse_starlette": "sse-starlette", "markdown_it": "markdown-it-py",
 }  # fmt: skip  # whose names are not those of what is imported
 
 

@@ -60,8 +60,9 @@ class OrderlyGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words before the command."""
-        for command in (self, *self.commands.values()):
-            cast(Any, command.get_help_option(ctx)).metavar = ""  # else the help says that --help is a <bool>
+        helps = [command.get_help_option(ctx) for command in (self, *self.commands.values())]
+        for option in (*self.params, *helps):
+            cast(Any, option).metavar = ""  # else the help says that --help is a <bool>
         return super().parse_args(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
@@ -77,7 +78,6 @@ app = typer.Typer(
     name="offload-runtime",
     cls=OrderlyGroup,
     help="Run language models that do not fit the GPU, with exactly the tokens of plain decoding.",
-    add_completion=False,
     # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
     pretty_exceptions_enable=False,
 )

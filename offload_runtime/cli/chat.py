@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
-from offload_runtime.cli.options import ChatOptions
-from offload_runtime.config import require, require_unicode, write_atomically
+from offload_runtime.cli.options import SAMPLING_OPTIONS, ChatOptions, sampling_values, with_sampling_option
+from offload_runtime.config import GenerationParams, format_bytes, require, require_unicode, write_atomically
 from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime
+    from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.request import PromptRoom
 
 
@@ -49,7 +49,8 @@ def _converse_at_terminal(session: ChatSession) -> None:
     """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
     terminal.status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
     with_files = [name for name, command in COMMANDS.items() if command.argument == "FILE"]
-    read = terminal.line_editor(list(COMMANDS), with_files)
+    settings = [f"/set {name}" for name in SAMPLING_OPTIONS]
+    read = terminal.line_editor([*COMMANDS, *settings], with_files)
     # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
     interrupted = False
     while True:
@@ -93,6 +94,7 @@ class ChatSession:
     options: ChatOptions
     output: TextIO
     last_stats: GenerationStats | None = None
+    num_regenerated: int = 0
 
     def take(self, text: str) -> bool:
         """Answer a message or obey a `/command` (`//…` is a message that begins with a slash); returns False when the
@@ -101,30 +103,52 @@ class ChatSession:
         A typed error costs one line and the turn, never the conversation.
         """
         is_message = not text.startswith("/") or text.startswith("//")
+        name, *argument = text.split(maxsplit=1)
         try:
             require_unicode("the line", text)  # a terminal may send anything
             if is_message:
-                return self._answer(text.removeprefix("/"))
-            name, *argument = text.split(maxsplit=1)
+                return self._answer(self.conversation.say, text.removeprefix("/"))
             listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
             require(name in COMMANDS, f"unknown command {name}; {listing}")
             command = COMMANDS[name]
             require(bool(argument) or command.argument != "FILE", f"{name} needs the name of a file: {name} FILE")
-            command.run(self, "".join(argument))
+            return command.run(self, "".join(argument)) is not False
         except OffloadError as error:
             # A reader of JSON gets an object for every turn, this one too, with what there is of the answer.
-            if is_message and self.options.as_json:
+            if (is_message or name == "/regen") and self.options.as_json:
                 about = {"error": str(error), "error_type": type(error).__name__}
                 self._write_json(getattr(error, "answers", ()), about)
             terminal.error_line(error)
         return True
 
-    def _answer(self, text: str) -> bool:
+    def regenerate(self) -> bool:
+        """Answer the last message anew, with noise that no answer had; returns as `take` does."""
+        self.num_regenerated += 1
+
+        def start(_: str, *, params: GenerationParams, **options: Any) -> TokenStream:
+            sampling = replace(params.sampling, noise_id=self.num_regenerated)
+            reply = self.conversation.regenerate(replace(params, sampling=sampling), **options)
+            if sampling.temperature == 0:
+                same = "at temperature 0 the answer is always the same"
+                terminal.status_line(f"{same}: /set temperature 0.7 lets it differ")
+            return reply
+
+        return self._answer(start, "", stopped="the old one stays")
+
+    def _answer(
+        self, start: Callable[..., TokenStream], text: str, *, stopped: str = "the message was not kept"
+    ) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
+        from offload_runtime.cli.markdown import answer_writer  # and with it what reads markdown
+
         try:
-            result = stream_answer(self.conversation.say, text, self.options, quiet=self.options.as_json)
+            if self.options.as_json:
+                result = stream_answer(start, text, self.options, show=None)
+            else:
+                with answer_writer() as show:
+                    result = stream_answer(start, text, self.options, show=show)
         except KeyboardInterrupt:
-            terminal.status_line("stopped before the answer began; the message was not kept")
+            terminal.status_line(f"stopped before the answer began; {stopped}")
             return False
         self.last_stats = result.stats
         if self.options.as_json:
@@ -132,7 +156,7 @@ class ChatSession:
         used, reserved = self.conversation.num_tokens, self.runtime.context_tokens
         figures = [f"context {used} of {reserved}"]
         if result.finish_reason == "length":  # what to do about an answer that was cut
-            cut = f"cut after {result.stats.new_tokens} tokens (--max-new-tokens)"
+            cut = f"cut after {result.stats.new_tokens} tokens: /set max-new-tokens N allows more"
             figures.append("the context is full: /reset starts over" if used >= reserved else cut)
         terminal.status_line(answer_line(result, *figures))
         return result.finish_reason != "interrupted"
@@ -151,13 +175,13 @@ class Command(NamedTuple):
 
     argument: str
     help: str
-    run: Callable[[ChatSession, str], None]
+    run: Callable[[ChatSession, str], bool | None]  # False where Ctrl-C has stopped an answer
 
 
 def _help(session: ChatSession, argument: str) -> None:
     for name, command in COMMANDS.items():
         usage = f"{name} {command.argument}".rstrip()
-        terminal.status_line(f"  {usage:<16} {command.help}")
+        terminal.status_line(f"  {usage:<18} {command.help}")
     terminal.status_line("  Alt-Enter or a \\ at the end of a line starts a new line; // sends a leading slash.")
     terminal.status_line("  Ctrl-C stops an answer, once more leaves; so does Ctrl-D.")
 
@@ -174,6 +198,34 @@ def _system(session: ChatSession, argument: str) -> None:
         return
     session.conversation.set_system(None if argument == "none" else argument)
     terminal.status_line(f"system prompt {'removed' if argument == 'none' else 'set'}; the conversation is empty again")
+
+
+def _regenerate(session: ChatSession, argument: str) -> bool:
+    return session.regenerate()
+
+
+def _undo(session: ChatSession, argument: str) -> None:
+    dropped = terminal.one_line(session.conversation.undo())
+    shown = dropped if len(dropped) <= 60 else f"{dropped[:60]}…"
+    terminal.status_line(f"dropped your last message and its answer: {shown}")
+
+
+def _set(session: ChatSession, argument: str) -> None:
+    changed, _, text = argument.partition(" ")
+    if changed:
+        session.options = with_sampling_option(session.options, changed, text.strip())
+    for name, value in sampling_values(session.options).items():
+        if changed in ("", name):
+            terminal.status_line(f"  {name:<18} {value}")
+
+
+def _context(session: ChatSession, argument: str) -> None:
+    runtime, used = session.runtime, session.conversation.num_tokens
+    kept = format_bytes(used * runtime.config.kv_bytes_per_token(runtime.dtype.itemsize))
+    terminal.status_line(f"  {_count(session)}; {used} tokens have been read, their keys and values take {kept}")
+    terminal.status_line(
+        f"  room for {runtime.context_tokens - used} more of {runtime.context_tokens} tokens (--context)"
+    )
 
 
 def _stats(session: ChatSession, argument: str) -> None:
@@ -215,6 +267,10 @@ def _exit(session: ChatSession, argument: str) -> None:
 
 COMMANDS = {
     "/help": Command("", "this list", _help),
+    "/regen": Command("", "answer the last message anew", _regenerate),
+    "/undo": Command("", "drop the last message and its answer", _undo),
+    "/set": Command("[NAME VALUE]", "show how tokens are sampled, or change it: /set temperature 0.7", _set),
+    "/context": Command("", "what the conversation holds, and how much room is left", _context),
     "/reset": Command("", "forget the conversation, keep the system prompt", _reset),
     "/system": Command("[TEXT]", "show the system prompt, or set it and start over (none removes it)", _system),
     "/stats": Command("", "figures of the last answer, and where the weights live", _stats),

@@ -49,10 +49,10 @@ def demo(options: DemoOptions, *, engine: Any = None) -> None:
         status_line("warming up")
         short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)
         for start in ways.values():
-            _finished(stream_answer(start, messages, short, quiet=True))
+            _finished(stream_answer(start, messages, short, show=None))
         for name, start in ways.items():
             write_text(f"\n── {name} ──\n")
-            results[name] = _finished(stream_answer(start, messages, options, quiet=False))
+            results[name] = _finished(stream_answer(start, messages, options, show=write_text))
     print_tables([comparison_table(results, memory_name(runtime.device.type))], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
     write_text(f"identical tokens: {'yes' if identical else 'no'}\n")

@@ -61,7 +61,8 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
                         prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
                     )
             else:
-                results = [stream_answer(runtime.stream, prompts[0], options, quiet=options.as_json)]
+                show = None if options.as_json else terminal.write_text
+                results = [stream_answer(runtime.stream, prompts[0], options, show=show)]
         except BudgetError as error:
             if not error.answers:
                 raise
@@ -157,10 +158,11 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
 
 
 def stream_answer(
-    start: Callable[..., TokenStream], prompt: Prompt, options: AnswerOptions | DemoOptions, *, quiet: bool
-) -> GenerationResult:
-    """Run one answer to its end or to Ctrl-C; unless `quiet`, each piece of text is printed as it comes, and a line's
-    end after the last one.
+    start: Callable[..., TokenStream], prompt: Prompt, options: AnswerOptions | DemoOptions, *,
+    show: Callable[[str], None] | None,
+) -> GenerationResult:  # fmt: skip
+    """Run one answer to its end or to Ctrl-C; each piece of text is shown as it comes, if at all, and a line's end
+    after the last one.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
     Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
@@ -170,7 +172,7 @@ def stream_answer(
         BudgetError: Memory ran out; behind the first piece of text the answer so far comes with it, and stays in a
             conversation.
     """
-    show: Callable[[str], None] = (lambda piece: None) if quiet else terminal.write_text
+    show = show or (lambda piece: None)
     shown_characters = 0
     failure: BudgetError | None = None
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from offload_runtime.cli.terminal import user_path
 from offload_runtime.config import (
@@ -29,6 +30,7 @@ from offload_runtime.config import (
     require,
     require_unicode,
 )
+from offload_runtime.errors import OptionError
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -324,6 +326,62 @@ class ChatOptions(AnswerOptions):
         elif own:
             line = f"sampling at temperature {CHAT_TEMPERATURE}: the model's files name no defaults"
         return replace(self, **{**own, **taken}), line
+
+
+# What a chat may change between two answers: fields of its options, by their names on the command line.
+SAMPLING_OPTIONS = {
+    one.name.replace("_", "-"): one.name
+    for one in fields(ChatOptions)
+    if isinstance(one.default, OptionInfo) and one.default.rich_help_panel == "Sampling"
+}
+
+
+def sampling_values(options: ChatOptions) -> dict[str, str]:
+    """How tokens are sampled, by `SAMPLING_OPTIONS`, as the command line has it."""
+
+    def written(value: Any) -> str:
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, list | tuple):
+            pairs = [f"{one[0]}={one[1]:g}" if isinstance(one, tuple) else repr(one) for one in value]
+            return " ".join(pairs) or "none"
+        return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+    values = {name: getattr(options, field) for name, field in SAMPLING_OPTIONS.items()}
+    off = SamplingParams()  # what is left open stands for
+    return {
+        name: written(getattr(off, SAMPLING_OPTIONS[name], None) if value is None else value)
+        for name, value in values.items()
+    }
+
+
+def with_sampling_option(options: ChatOptions, name: str, text: str) -> ChatOptions:
+    """The same but for one of `SAMPLING_OPTIONS`, read as on the command line; a switch is `on` or `off`, what may be
+    repeated is added to, and `none` takes back what may be left out. Raises `OptionError`."""
+    require(name in SAMPLING_OPTIONS, f"{name} is not an option of sampling: there are {', '.join(SAMPLING_OPTIONS)}")
+    field, read = SAMPLING_OPTIONS[name], list[ChatOptions]()
+    before = getattr(options, field)
+    words = [f"--{name}={text}"]
+    if isinstance(before, bool):
+        require(text in ("on", "off"), f"{name} is on or off, not {text!r}")
+        words = [f"--{name}"] if text == "on" else []
+    elif text == "none":
+        words = []
+
+    def keep(options: ChatOptions) -> None:
+        read.append(options)
+
+    command = typer.Typer(add_completion=False)
+    command.command()(with_options(keep))
+    try:
+        command(["--target", "", *words], standalone_mode=False)
+    except typer.BadParameter as error:
+        raise OptionError(f"{name} {text!r}: {error.message}") from error
+    value = getattr(read[0], field)
+    change: dict[str, Any] = {field: [*(before or ()), *value] if isinstance(value, list) else value}
+    changed = replace(options, **change)
+    _ = changed.params  # which judges it
+    return changed
 
 
 @dataclass(frozen=True, kw_only=True)

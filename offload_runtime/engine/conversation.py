@@ -14,6 +14,7 @@ from offload_runtime.errors import ContextLengthError, OptionError
 _ROLES = ("system", "user", "assistant")
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
 Reply = TokenStream
+_Seen = tuple[str, tuple[int, ...]]  # text, and its tokens
 
 
 class Conversation:
@@ -27,6 +28,7 @@ class Conversation:
 
     def __init__(self, room: PromptRoom, start: Callable[..., TokenStream], system: str | None = None) -> None:
         self._room, self._start = room, start
+        self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for those who go back
         self.set_system(system)
 
     def say(
@@ -46,18 +48,54 @@ class Conversation:
         Raises:
             ContextLengthError: The message leaves no room for an answer; the conversation is as before.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt_text, tokens = self._room.encode_chat(messages, self._seen)
-        room = self._room.context_tokens - len(tokens)
-        if room < 1:
-            full = f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}"
-            raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
         sampling = SamplingParams(
             temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
             logit_bias or (),
         )  # fmt: skip
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params, max_new_tokens=1024)
+        return self._reply(self.messages, self._seen, text, asked, speculate=speculate, on_prefill=on_prefill)
+
+    def regenerate(
+        self, params: GenerationParams, *, speculate: bool = True, on_prefill: OnProgress | None = None
+    ) -> Reply:  # fmt: skip
+        """Answer the last message anew, in place of its answer: another `noise_id` draws another one, at a temperature
+        above 0. Until the new one ends the conversation is as before.
+
+        Raises:
+            OptionError: There is no message; ContextLengthError: as of `say`.
+        """
+        before, seen, text = self._before_last()
+        return self._reply(before, seen, text, params, speculate=speculate, on_prefill=on_prefill)
+
+    def undo(self) -> str:
+        """Drop the last message and its answer; what came before is not read again. Returns the message.
+
+        Raises:
+            OptionError: There is none.
+        """
+        before, seen, text = self._before_last()
+        self._begin_with(before, *seen)
+        return text
+
+    def _before_last(self) -> tuple[list[dict[str, str]], _Seen, str]:
+        """The messages before the last one of the user, what the model has seen of them, and that message."""
+        users = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        require(bool(users), "the conversation has no message yet: say something first")
+        place = users[-1]
+        return self.messages[:place], self._earlier.get(place, ("", ())), self.messages[place]["content"]
+
+    def _reply(
+        self, before: list[dict[str, str]], seen: _Seen, text: str, asked: GenerationParams, *, speculate: bool,
+        on_prefill: OnProgress | None,
+    ) -> Reply:  # fmt: skip
+        """The answer to a message behind others, which joins them when it has ended."""
+        messages = [*before, {"role": "user", "content": text}]
+        prompt_text, tokens = self._room.encode_chat(messages, seen)
+        room = self._room.context_tokens - len(tokens)
+        if room < 1:
+            full = f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}"
+            raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
         asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
 
         def join(stream: TokenStream) -> None:
@@ -65,6 +103,7 @@ class Conversation:
             # Special tokens included, as the template writes them.
             text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
             answered = [*messages, {"role": "assistant", "content": result.text}]
+            self._earlier[len(before)] = seen
             self._begin_with(answered, text, (*tokens, *result.tokens))
 
         return self._start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=join)
@@ -106,3 +145,4 @@ class Conversation:
         """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
         apart from it."""
         self.messages, self._seen = messages, (text, tokens)
+        self._earlier = {count: seen for count, seen in self._earlier.items() if text and count < len(messages)}

@@ -82,6 +82,9 @@ def _decoder(name: str, layers: int | None) -> WideShape:
     return replace(SHAPES[name].decoder, num_layers=layers)
 
 
+_DEFAULT_SHAPE = "llama2-7b"
+
+
 @dataclass(frozen=True)
 class PeerOptions:
     """One measurement, as the command line asked for it.
@@ -214,8 +217,8 @@ def check_context(context: int | None, name: str, needed: int) -> None:
         )
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """What every system is told, by its own script or by one that compares them."""
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The model beside `--target` and `--shape`, where it runs, and how its tokens are drawn; and of the report."""
     parser.add_argument("--layers", type=int, help="cut the shape to so many decoder layers (default: all)")
     parser.add_argument("--source", help="of the shape: a small model whose language it speaks, made in memory")
     parser.add_argument("--noise", type=float, help="of the shape with --source: relative, on its matrices (0)")
@@ -223,25 +226,30 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--stored", choices=STORED,
         help="of the shape: random blocks of a mix of GGUF's formats, or full matrices of heavy-tailed bf16",
     )  # fmt: skip
-    parser.add_argument("--prompt-tokens", type=int, help="so many random tokens (512), or of each text the first ones")
-    parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vram", default="24GB", help="cap of a process on the device with CUDA's context, or all")
     parser.add_argument("--resident-layers", default="0", help="layers kept on the device: a number, all or auto")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script without a GPU")
+    parser.add_argument("--draft", help="draft model, whole on the device; ours takes n-grams without one")
+    add_report_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every system is told, by its own script or by one that compares them."""
+    add_model_options(parser)
+    parser.add_argument("--prompt-tokens", type=int, help="so many random tokens (512), or of each text the first ones")
+    parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=WARMUPS, help="generations discarded before the measured ones")
     parser.add_argument("--warmup-prompt-tokens", type=int, help="these read only so much of a prompt (default: all)")
     parser.add_argument("--warmup-new-tokens", type=int, help="and generate only so much (default: --new-tokens)")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations of every prompt")
-    parser.add_argument("--draft", help="draft model, whole on the device; ours takes n-grams without one")
     parser.add_argument(
         "--prefill-chunk", type=int,
         help="tokens of a prompt that transformers reads at a time, 0 for all of it (default: "
         f"{DEFAULT_PREFILL_CHUNK} of prompts beyond {LONG_PROMPT_TOKENS})",
     )  # fmt: skip
-    add_report_options(parser)
 
 
 # Of these, what goes on to every script as it was given.
@@ -277,24 +285,31 @@ def options_from(arguments: argparse.Namespace) -> PeerOptions:
         raise OptionError(f"--device {arguments.device!r} is not a device: use cuda, cuda:N or cpu") from error
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
-    source = _source(arguments, device)
+    shape, prompt_tokens = SHAPES[arguments.shape or _DEFAULT_SHAPE], arguments.prompt_tokens or 0
+    is_long = prompt_tokens > shape.max_position_embeddings
+    # With room for answers and windows.
+    source = source_from(arguments, device, context_tokens=2 * prompt_tokens if is_long else 0)
     given = vars(arguments) | {
         "source": source, "prompts": _prompts(arguments, source), "dtype_name": arguments.dtype, "device": device,
         "vram_bytes": None if arguments.vram == "all" else parse_bytes(arguments.vram),
-        "resident_layers": _resident_layers(arguments.resident_layers, source),
+        "resident_layers": resident_layers(arguments.resident_layers, source),
         "assistant_tokens": _assistant_tokens(arguments.assistant_tokens),
         "prefill_chunk_asked": arguments.prefill_chunk,
     }  # fmt: skip
     return PeerOptions(**{field.name: given[field.name] for field in fields(PeerOptions) if field.name in given})
 
 
-def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSource:
+def source_from(
+    arguments: argparse.Namespace, device: torch.device, *, context_tokens: int = 0
+) -> CheckpointSource:  # fmt: skip
+    """The model that `--target` names or a shape makes, which is drawn on `device`; a random one is for at least
+    `context_tokens`. Raises `OptionError`, and what opening a checkpoint does."""
     if arguments.target is not None:
         of_shapes = (arguments.shape, arguments.layers, arguments.source, arguments.noise, arguments.stored)
         if any(one is not None for one in of_shapes):
             raise OptionError("--target is a whole model: leave out --shape, --layers, --source, --noise and --stored")
         return open_checkpoint(arguments.target)
-    shape, layers, stored = arguments.shape or "llama2-7b", arguments.layers, arguments.stored
+    shape, layers, stored = arguments.shape or _DEFAULT_SHAPE, arguments.layers, arguments.stored
     if arguments.source is not None:
         if stored is not None:
             raise OptionError("--stored is of random weights: write a model with a language by widen_model.py --stored")
@@ -304,12 +319,9 @@ def _source(arguments: argparse.Namespace, device: torch.device) -> CheckpointSo
         ).as_source()  # fmt: skip
     if arguments.noise is not None:
         raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
-    prompt_tokens = arguments.prompt_tokens or 0
-    is_long = prompt_tokens > SHAPES[shape].max_position_embeddings
     return random_source(
-        shape, layers=layers, seed=arguments.seed, device=device, stored=stored,
-        context_tokens=2 * prompt_tokens if is_long else 0,  # with room for answers and windows
-    )  # fmt: skip
+        shape, layers=layers, seed=arguments.seed, device=device, stored=stored, context_tokens=context_tokens
+    )
 
 
 def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[tuple[int, ...], ...]:
@@ -331,7 +343,8 @@ def _number(option: str, text: str) -> int:
         raise OptionError(f"{option}: {text!r} is not a number") from error
 
 
-def _resident_layers(text: str, source: CheckpointSource) -> int | None:
+def resident_layers(text: str, source: CheckpointSource) -> int | None:
+    """How many of the target's layers `--resident-layers` keeps on the device; None for as many as fit."""
     if text == "auto":
         return None
     return source.config().num_layers if text == "all" else _number("--resident-layers", text)
