@@ -6,6 +6,7 @@ Each dataclass validates itself when made; a wrong value raises `OptionError` be
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -315,6 +316,8 @@ class ModelConfig:
 MOST_BIASED = 1024
 # Alternatives to a token whose probabilities are told, as of OpenAI's interface.
 MOST_LOGPROBS = 20
+# Of a schema or a grammar: the largest ones of so many characters are compiled in about a second.
+MOST_GRAMMAR_CHARACTERS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -333,6 +336,9 @@ class SamplingParams:
     the same seed and different `noise_id`s draw independent noise.
 
     `logit_bias` may be given as a mapping, and is a tuple of (token id, bias) in ascending order then.
+
+    The whole answer is JSON that `json_schema` allows, given as its text or its value and a text then, or whatever
+    `grammar` does, in llguidance's variant of Lark. Tokens that would leave it are excluded before the filters.
     """
 
     temperature: float = 0.0
@@ -345,9 +351,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | Sequence[Sequence[float]] = ()
+    json_schema: Mapping[str, Any] | str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         require_types(self)
+        object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        once = None in (self.json_schema, self.grammar)
+        require(once, "json_schema and grammar both say what an answer is: drop one of them")
+        if self.grammar is not None:
+            _require_short("grammar", self.grammar)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         temperature = self.temperature
         require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
@@ -377,6 +390,11 @@ class SamplingParams:
     def biases(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as it is kept."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a schema or a grammar says which tokens may come."""
+        return self.json_schema is not None or self.grammar is not None
 
     @property
     def penalised(self) -> bool:
@@ -411,6 +429,27 @@ def _bias_pairs(given: Mapping[int, float] | Sequence[Sequence[float]]) -> tuple
     return tuple(sorted(biases.items()))
 
 
+def _schema_text(given: Mapping[str, Any] | str | None) -> str | None:
+    """A JSON schema as it is kept. Raises `OptionError`."""
+    if given is None:
+        return None
+    try:
+        text = given if isinstance(given, str) else json.dumps(dict(given))
+        _require_short("json_schema", text)
+        value = json.loads(text)
+    except (TypeError, RecursionError, json.JSONDecodeError) as error:
+        raise OptionError(f"json_schema is not JSON: {error}") from error
+    require(isinstance(value, dict), 'json_schema is not an object such as {"type": "object"}')
+    return text
+
+
+def _require_short(name: str, text: str) -> None:
+    """Raise `OptionError` for a schema or a grammar that is too long, or no text."""
+    require_unicode(name, text)
+    fine = len(text) <= MOST_GRAMMAR_CHARACTERS
+    require(fine, f"{name} has {len(text)} characters: at most {MOST_GRAMMAR_CHARACTERS} are taken")
+
+
 @dataclass(frozen=True)
 class GenerationParams:
     """What one answer is asked for, in the words of `Runtime.stream`.
@@ -437,6 +476,8 @@ class GenerationParams:
         require_positive("gamma", self.gamma)
         require_positive("tree_nodes", self.tree_nodes, least=0)
         require(all(self.stop), "an empty stop string would end every answer at once")
+        endless = self.ignore_eos and self.sampling.has_grammar
+        require(not endless, "ignore_eos does nothing where a json_schema or grammar says when an answer ends: drop it")
         fine = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
         require(fine, f"logprobs must be in [0, {MOST_LOGPROBS}], not {self.logprobs}")
 

@@ -78,6 +78,17 @@ class NumericalError(OffloadError):
         self.slot = slot
 
 
+class GrammarError(OptionError):
+    """An answer cannot go on as its schema or grammar demands: no token can, or following it would take too long.
+
+    `slot` is that of its request, where requests share a pass.
+    """
+
+    def __init__(self, message: str, slot: int) -> None:
+        super().__init__(message)
+        self.slot = slot
+
+
 class UnavailableError(OptionError):
     """A scheduler was closed or has stopped: nothing can be asked of it any more."""
 

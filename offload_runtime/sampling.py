@@ -3,11 +3,11 @@
     token = argmax over allowed v of  logits[v] / T + gumbel(seed, noise_id, position, v)          (T = 0: plain argmax)
 
 The noise and the argmax live in `offload_runtime_kernels.gumbel_argmax`. What they depend on besides the logits belongs
-to the request that holds a row's slot: `SlotSampling`. Logit bias and penalties come first (`penalties.py`). Here are
-the filters that say which tokens are allowed: top-k, then top-p, then min-p, after the temperature, in transformers'
-order. Floating sums depend on their order and therefore on the device, so the filters weigh tokens by integers:
-floor(exp(scaled - max) * 2^40), with an exponential of IEEE-exact operations and sums in int64. The CPU and the GPU
-then allow the same tokens, always.
+to the request that holds a row's slot: `SlotSampling`. Logit bias and penalties come first (`penalties.py`), then the
+mask of a grammar (`grammar.py`). Here are the filters that say which tokens are allowed: top-k, then top-p, then
+min-p, after the temperature, in transformers' order. Floating sums depend on their order and therefore on the device,
+so the filters weigh tokens by integers: floor(exp(scaled - max) * 2^40), with an exponential of IEEE-exact operations
+and sums in int64. The CPU and the GPU then allow the same tokens, always.
 
 All of this is enqueued on the current stream, nothing synchronises with the host, and no shape depends on data, so that
 a draft step can be captured in a CUDA graph. Only log-probabilities, where they are asked for, are waited for.
@@ -24,6 +24,7 @@ from offload_runtime_kernels import gumbel_argmax as noise_ops
 from torch import Tensor
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.grammar import GrammarMatcher, masked
 from offload_runtime.memory import overwrite, upload
 from offload_runtime.penalties import LogitAdjustments
 
@@ -157,8 +158,8 @@ class SlotSampling:
     Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it, and so does
     a logit bias; only `graph_key` decides which kernels run.
 
-    Penalties need the tokens of a row's own path, which the target alone is given (`sample`): drafts and the retrieval
-    verifier go without, which costs acceptance and changes no token.
+    Penalties and grammars need the tokens of a row's own path, which the target alone is given (`sample`): drafts and
+    the retrieval verifier go without, which costs acceptance and changes no token.
 
     Args:
         num_slots: How many there are; each is greedy until it is assigned.
@@ -168,6 +169,7 @@ class SlotSampling:
         keys: [S, 4] int32, device: see `noise_keys`.
         filters: The different filters among the slots, each with its temperature; empty where none excludes a token.
         adjustments: Bias and penalties.
+        matchers: By slot that has a grammar how far its answer has come, which its request sees to.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -176,6 +178,7 @@ class SlotSampling:
         self._kinds: dict[int, SamplingParams] = {}  # of the slots that are held, how they filter
         self.filters: tuple[SamplingParams, ...] = ()
         self.adjustments = LogitAdjustments(num_slots, device)
+        self.matchers: dict[int, GrammarMatcher] = {}
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SlotSampling:
@@ -185,8 +188,9 @@ class SlotSampling:
             slots.assign(slot, one)
         return slots
 
-    def assign(self, slot: int, params: SamplingParams) -> None:
-        """From here on a slot chooses its tokens this way; the others go on as before. Enqueued on the current stream.
+    def assign(self, slot: int, params: SamplingParams, matcher: GrammarMatcher | None = None) -> None:
+        """From here on a slot chooses its tokens this way, as far as `matcher` allows them; the others go on as before.
+        Enqueued on the current stream.
 
         `filters` then holds the different filters of the slots that are held, each with its temperature. It is empty
         where no token is ever excluded.
@@ -197,12 +201,16 @@ class SlotSampling:
         self._kinds[slot] = params.filters_alone
         self._number_filters()
         self.adjustments.assign(slot, params)
+        self.matchers.pop(slot, None)
+        if matcher is not None:
+            self.matchers[slot] = matcher
 
     def release(self, slot: int) -> None:
         """Nobody holds a slot any more, if anybody did: its filters are not run for the others."""
         if self._kinds.pop(slot, None) is not None:
             self._number_filters()
             self.adjustments.release(slot)
+            self.matchers.pop(slot, None)
 
     def _number_filters(self) -> None:
         """Tell the device which of the filters is whose, where there are several."""
@@ -220,7 +228,7 @@ class SlotSampling:
     @property
     def is_plain(self) -> bool:
         """Whether nothing but temperature and noise stands between logits and tokens, of all slots."""
-        return not (self.filters or self.adjustments.biased or self.adjustments.penalised)
+        return not (self.filters or self.adjustments.biased or self.adjustments.penalised or self.matchers)
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
@@ -236,14 +244,16 @@ class SlotSampling:
 
 
 def sample(
-    logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor, paths: Tensor | None = None
-) -> Tensor:
+    logits: Tensor, sampling: SlotSampling, positions: Tensor, slots: Tensor, paths: Tensor | None = None,
+    masks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
     logits: [R, V] bf16, fp16 or fp32, contiguous rows. positions: [R] int32/int64, the absolute position of the token
     being chosen (not of the token that was fed). slots: [R] int32/int64, whose request the row is of. paths: [R, A]
     int32, tokens between those of the sequence that `sampling.adjustments` has seen and the one being chosen, -1 where
-    there are fewer; None leaves penalties out. One device.
+    there are fewer; None leaves penalties out. masks: [R, W] int32, a bit for each token that the row's grammar allows;
+    None leaves grammars out. One device.
     Returns [R] int64: the tokens, lowest index first among equals; -1 for a row with NaN or without any token above
     -inf, from which the caller raises `NumericalError` when it reads the tokens anyway.
     """
@@ -251,11 +261,15 @@ def sample(
     if count > MOST_FILTERED_ROWS and not sampling.is_plain:
         parts = [slice(at, at + MOST_FILTERED_ROWS) for at in range(0, count, MOST_FILTERED_ROWS)]
         return torch.cat([
-            sample(logits[part], sampling, positions[part], slots[part], None if paths is None else paths[part])
+            sample(
+                logits[part], sampling, positions[part], slots[part], None if paths is None else paths[part],
+                None if masks is None else masks[part],
+            )
             for part in parts
         ])  # fmt: skip
     if not sampling.is_plain:
-        logits = sampling.allowed(sampling.adjustments.apply(logits, slots, paths), slots)
+        logits = sampling.adjustments.apply(logits, slots, paths)
+        logits = sampling.allowed(logits if masks is None else masked(logits, masks), slots)
     return noise_ops.gumbel_argmax(logits, positions, slots, sampling.keys)
 
 

@@ -225,8 +225,8 @@ MUTATIONS = (
     Mutation(
         "log-probabilities: those of the row before an accepted proposal's",
         _STEP,
-        "rows += [first, *(first + 1 + node for node in result.path)]",
-        "rows += [first, *(first + node for node in result.path)]",
+        "rows += [first + row for row in path]",
+        "rows += [first + max(0, row - 1) for row in path]",
         ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[ngram]",),
         ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[none]",),
     ),

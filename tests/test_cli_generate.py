@@ -205,6 +205,18 @@ def test_penalties_and_log_probabilities_that_make_no_sense(
     assert words in line and result.exit_code == 2 and not runtime.loads
 
 
+def test_a_schema_is_read_from_its_file(runtime: FakeRuntime, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"type": "object"}')
+    assert generate(runtime, "--prompt", "Hi", "--json-schema", str(tmp_path / "a.json")).exit_code == 0
+    assert runtime.requests[0][1].sampling == SamplingParams(json_schema='{"type": "object"}')
+    runtime.loads.clear()
+    (tmp_path / "b.json").write_text("{")
+    for name, words in (("b.json", "json_schema is not JSON"), ("none.json", "cannot be read: No such file")):
+        refused = generate(runtime, "--prompt", "Hi", "--json-schema", str(tmp_path / name))
+        (line,) = error_lines(refused)
+        assert words in line and refused.exit_code == 2 and not runtime.loads
+
+
 def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path) -> None:
     class Room:
         def check(self, params: GenerationParams) -> None:

@@ -35,20 +35,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": set(),
     "hardware": {PROFILES, "memory", KERNELS},  # for whose products the library has the bits
     "copy": {"memory", "trace", KERNELS},
+    "grammar": {"memory"},
     "penalties": {"memory"},
-    "sampling": {"memory", "penalties", KERNELS},
+    "sampling": {"grammar", "memory", "penalties", KERNELS},
     "weights": {"memory", KERNELS},
     "model": {"kv", "memory", "weights", KERNELS},  # of the caches only what a layer needs of one
     "kv": {"copy", "memory", KERNELS},
     "plan": {"copy", "hardware", "kv", "memory", "model", "runners", "sampling", "weights", KERNELS},
-    "runners": {"copy", "memory", "model", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"memory", "sampling", "runners", "model", "trace"},  # of the model only windows and rows
+    "runners": {"copy", "grammar", "memory", "model", "kv", "sampling", "trace", KERNELS},
+    "speculation": {"grammar", "memory", "sampling", "runners", "model", "trace"},  # of the model only windows and rows
     "engine": {
-        "copy", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",
+        "copy", "grammar", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,
     },
     "verify": {"engine", "kv", "model", "runners", "sampling", "speculation"},
-    "server": {"engine"},
+    "server": {"engine", "grammar"},
     "cli": {"engine", "hardware", "plan", "server", "verify", "__init__"},  # of the package itself the version
     "__init__": {"engine"},
     "__main__": {"cli"},
@@ -296,7 +297,7 @@ def _private_words(source: str) -> set[str]:
 
 
 # Imported where they happen to be there.
-NOT_REQUIRED = {"triton", "matplotlib"}
+NOT_REQUIRED = {"triton", "matplotlib", "llguidance"}
 DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py", "tomli_w": "tomli-w", "prometheus_client": "prometheus-client",
     "sse_starlette": "sse-starlette", "markdown_it": "markdown-it-py",

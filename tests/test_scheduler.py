@@ -127,10 +127,12 @@ def make_tasks(
             SamplingParams(temperature=0.7, seed=number, top_p=0.9, min_p=0.02),
             SamplingParams(presence_penalty=1.5, repetition_penalty=1.2, logit_bias={words[0]: 2.0}),
             SamplingParams(temperature=0.6, seed=number, frequency_penalty=0.8, top_k=40),
-        ][chance.randrange(6)]
+            SamplingParams(temperature=0.9, seed=number, json_schema={"type": "array", "items": {"type": "string"}}),
+        ][chance.randrange(7)]
         stop = ("a",) if number % 5 == 4 else ()
         params = GenerationParams(
-            chance.randint(1, longest), stop, sampling=sampling, ignore_eos=number % 3 > 0,
+            chance.randint(1, longest), stop, sampling=sampling,
+            ignore_eos=number % 3 > 0 and not sampling.has_grammar,
             logprobs=chance.choice([None, None, 2]), **chance.choice(windows),
         )  # fmt: skip
         speculate = number % 7 != 5

@@ -202,7 +202,7 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5000": 1}}, None),
         ({"presence_penalty": 3}, None),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from offload_runtime.cli.terminal import user_path
+from offload_runtime.cli.terminal import read_text, user_path
 from offload_runtime.config import (
     GenerationParams,
     RuntimeConfig,
@@ -82,6 +82,11 @@ def _biases(param: typer.CallbackParam, given: list[str] | None) -> list[tuple[i
         assert match is not None
         pairs.append((int(match[1]), float(match[2])))
     return pairs or None
+
+
+def _schema(param: typer.CallbackParam, file: str | None) -> str | None:
+    """The text of a schema."""
+    return None if file is None else read_text(file, option=param.opts[0])
 
 
 def _devices(param: typer.CallbackParam, text: str) -> str:
@@ -255,6 +260,9 @@ class AnswerOptions(LoadOptions):
     )
     logprobs: int | None = _sampling(
         None, metavar="N", help="With --json tell every token's log-probability, and the N likeliest, up to 20."
+    )
+    json_schema: str | None = _sampling(
+        None, metavar="FILE", callback=_schema, help="The answer is JSON that the schema in this file allows."
     )
     seed: int = _SEED
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")

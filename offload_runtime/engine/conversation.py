@@ -37,7 +37,7 @@ class Conversation:
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
         repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
-        params: GenerationParams | None = None,
+        json_schema: Mapping[str, Any] | str | None = None, params: GenerationParams | None = None,
     ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does, and earlier
         turns count as prompt for penalties.
@@ -50,7 +50,7 @@ class Conversation:
         """
         sampling = SamplingParams(
             temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (),
+            logit_bias or (), json_schema,
         )  # fmt: skip
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params, max_new_tokens=1024)

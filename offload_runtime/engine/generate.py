@@ -24,6 +24,7 @@ from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
     DeviceError,
+    GrammarError,
     NumericalError,
     OffloadError,
     OptionError,
@@ -145,7 +146,7 @@ class Generation:
         try:
             with self.working():
                 results = self._steps.run(running)
-        except NumericalError as error:
+        except (NumericalError, GrammarError) as error:
             assert error.slot is not None
             self._fail(self.running[error.slot], error)  # nothing was committed: the others take the step again
             return True
@@ -208,7 +209,7 @@ class Generation:
         try:
             with self.working():
                 token, logprobs = self._prefill(request)
-        except (ContextLengthError, NumericalError, BudgetError) as error:
+        except (ContextLengthError, NumericalError, GrammarError, BudgetError) as error:
             self._fail(request, error)
             return
         self._meter.begin(request)
@@ -218,7 +219,7 @@ class Generation:
         """Read a prompt; the first token behind it, with its log-probabilities if they are wanted."""
         target, slot, recorder = self._parts.target.runner, request.slot, self._parts.recorder
         proposer, sampling = self._steps.proposer(request), self._parts.sampling
-        sampling.assign(slot, request.params.sampling)
+        sampling.assign(slot, request.params.sampling, request.matcher)
         proposer.join(slot, request.params.sampling)
         logits = target.prefill(slot, request.sequence[request.num_kept :], self._on_layer(request))
         if request.params.max_new_tokens > 1 and proposer.name is not None:

@@ -261,7 +261,7 @@ def _load(
         if check is not None:
             model = plan.target
             special, generation = config.allow_special_tokens, target_source.generation_fields
-            check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation))
+            check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
         planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.on_card(number)

@@ -14,6 +14,7 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
 from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Choice, Tally
 from offload_runtime.weights import Fields, sampling_defaults
@@ -170,24 +171,36 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 @dataclass(frozen=True)
 class PromptRoom:
     """What prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that are
-    reserved, whether messages may spell control tokens, and what the model's `generation_config.json` says."""
+    reserved, whether messages may spell control tokens, what the model's `generation_config.json` says, and the tokens
+    that end an answer."""
 
     tokenizer: Any
     config: ModelConfig
     context_tokens: int
     allow_special_tokens: bool = False
     generation: Fields = field(default_factory=lambda: Fields("", {}))
+    eos_token_ids: frozenset[int] = frozenset()
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
         """As of `Runtime`."""
         return sampling_defaults(self.generation)
 
-    def check(self, params: GenerationParams) -> None:
-        """Raise `OptionError` for a logit bias of a token that the model does not have."""
+    def check(self, params: GenerationParams) -> GrammarMatcher | None:
+        """Judge options by the model: what binds an answer to its schema or grammar, if it has one.
+
+        Raises:
+            OptionError: A logit bias is of a token that the model does not have, or the schema or grammar cannot be
+                followed.
+        """
         for token, _ in params.sampling.biases:
             fine = token < self.config.vocab_size
             require(fine, f"logit_bias of token {token} is outside the vocabulary of {self.config.vocab_size}")
+        return self._grammars.compile(params.sampling) if params.sampling.has_grammar else None
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
 
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt: of text, token ids or chat messages, the last with options of the chat template.
@@ -297,13 +310,14 @@ class Request:
         tokenizer: Turns tokens into text.
         eos_token_ids: Tokens that end the answer, unless `params` ignores them.
         speculate: False decodes plainly, whatever `params` say.
+        matcher: Of the schema or grammar in `params`, as `PromptRoom.check` gives it, for this request alone.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: GenerationParams, tokenizer: Any, eos_token_ids: frozenset[int], *,
-        speculate: bool = True,
+        speculate: bool = True, matcher: GrammarMatcher | None = None,
     ) -> None:  # fmt: skip
-        self.params, self.speculate = params, speculate
+        self.params, self.speculate, self.matcher = params, speculate, matcher
         self.slot = -1  # its batch row in the caches, once it runs
         self.num_kept = 0  # leading tokens of the prompt that its slot holds by then
         self.prompt_tokens = len(prompt)
@@ -346,11 +360,14 @@ class Request:
         self.sequence.append(token)
         if token in self._eos_token_ids:
             return self.finish("stop")
+        complete = self.matcher is not None and self.matcher.advance(token)
         piece, stopped = self._stops.push(self._decoder.push(token))
         self._pieces.append(piece)
         if stopped:
             self.finish_reason = "stop"  # what is held back belongs to the stop string
-        return piece if stopped or self.room >= 0 else piece + self.finish("length")
+        if stopped or (self.room >= 0 and not complete):
+            return piece
+        return piece + self.finish("stop" if complete else "length")
 
     def finish(self, reason: str) -> str:
         """End the answer for this reason; the text that was held back."""

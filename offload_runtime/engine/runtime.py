@@ -72,7 +72,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
         allowed = parts.plan.request.allow_special_tokens
-        self._room = PromptRoom(self.tokenizer, self.config, self.context_tokens, allowed, parts.generation)
+        self._room = PromptRoom(
+            self.tokenizer, self.config, self.context_tokens, allowed, parts.generation, parts.eos_token_ids
+        )
         self.parts = parts  # what generations work with; gone once the runtime is closed
         # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
         # allocator capped. Alive until it is closed.
@@ -180,7 +182,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
         repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
-        params: GenerationParams | None = None,
+        json_schema: Mapping[str, Any] | str | None = None, params: GenerationParams | None = None,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -212,6 +214,8 @@ class Runtime(AbstractContextManager["Runtime"]):
                 all of them before the temperature (see `SamplingParams`).
             logprobs: 0 to 20: the result has every token's log-probability by the model's own distribution, before all
                 of these options, and so many of the likeliest tokens beside it (`TokenLogprobs`).
+            json_schema: The answer is JSON that this schema allows, an object or its text, unless `max_new_tokens` cuts
+                it; `{"type": "object"}` is any object. Needs the extra `[schemas]`.
             params: The options in place of those by name.
 
         Returns:
@@ -223,7 +227,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         sampling = SamplingParams(
             temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (),
+            logit_bias or (), json_schema,
         )  # fmt: skip
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params)
@@ -236,7 +240,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
         tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
         repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
-        params: GenerationParams | None = None,
+        json_schema: Mapping[str, Any] | str | None = None, params: GenerationParams | None = None,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
@@ -245,7 +249,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         sampling = SamplingParams(
             temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (),
+            logit_bias or (), json_schema,
         )  # fmt: skip
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_once(by_name, params)
@@ -262,7 +266,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
         tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None, presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0, repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
-        logprobs: int | None = None,
+        logprobs: int | None = None, json_schema: Mapping[str, Any] | str | None = None,
         params: GenerationParams | Sequence[GenerationParams] | None = None,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
@@ -290,7 +294,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         sampling = SamplingParams(
             temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (),
+            logit_bias or (), json_schema,
         )  # fmt: skip
         by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
         asked = params_of_each(params_once(by_name, params, kind=Any), noise_ids, len(prompts))
@@ -377,11 +381,11 @@ class Runtime(AbstractContextManager["Runtime"]):
     ) -> list[Request]:
         """Requests for prompts and their options."""
         self._require_open()
-        for asked in params:
-            self._room.check(asked)
+        matchers = [self._room.check(asked) for asked in params]
+        eos = self.parts.eos_token_ids
         return [
-            Request(tokens, asked, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
-            for tokens, asked in zip(prompts, params, strict=True)
+            Request(tokens, asked, self.tokenizer, eos, speculate=speculate, matcher=matcher)
+            for tokens, asked, matcher in zip(prompts, params, matchers, strict=True)
         ]
 
     def _begin(
@@ -433,10 +437,11 @@ class Runtime(AbstractContextManager["Runtime"]):
             OptionError, ContextLengthError: As of `stream`.
         """
         self._require_open()
-        self._room.check(params)
+        matcher = self._room.check(params)
         tokens = self._room.fit(prompt, params.max_new_tokens)
         self.parts.windows.settle(params, self.parts.proposer)
-        return Request(tokens, params, self.tokenizer, self.parts.eos_token_ids, speculate=speculate)
+        eos = self.parts.eos_token_ids
+        return Request(tokens, params, self.tokenizer, eos, speculate=speculate, matcher=matcher)
 
     @contextmanager
     def serving(self, hooks: Hooks, *, prefix_cache_bytes: int = 0) -> Iterator[Generation]:

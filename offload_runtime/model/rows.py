@@ -34,6 +34,11 @@ class Window:
         assert self.parents is None or len(self.parents) == len(self.tokens)
 
     @property
+    def all_parents(self) -> Sequence[int]:
+        """`parents`, of a chain as well."""
+        return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+
+    @property
     def depths(self) -> Sequence[int]:
         """Of each token its distance from the committed end, 0 for what follows it directly."""
         return range(len(self.tokens)) if self.parents is None else self._tree_depths
@@ -57,8 +62,7 @@ def paths_below_roots(windows: Sequence[Window]) -> array[int]:
     depth = max(1, *(max(window.depths) for window in windows))
     found, first = array("i", [-1]) * (depth * sum(len(window.tokens) for window in windows)), 0
     for window in windows:
-        parents = range(-1, len(window.tokens) - 1) if window.parents is None else window.parents
-        for t, (parent, above) in enumerate(zip(parents, window.depths, strict=True)):
+        for t, (parent, above) in enumerate(zip(window.all_parents, window.depths, strict=True)):
             if above:
                 at, origin = (first + t) * depth, (first + parent) * depth
                 found[at : at + above - 1] = found[origin : origin + above - 1]

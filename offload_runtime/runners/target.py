@@ -19,6 +19,7 @@ from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
+from offload_runtime.grammar import token_masks
 from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.memory import (
     Card,
@@ -193,8 +194,9 @@ class ModelRunner:
 
         Args:
             sampling: How the tokens of every sequence are chosen; where there are penalties it has seen all tokens up
-                to the first of each window. Where only temperature and noise count they are part of a captured pass;
-                filters and penalties are kernels of many kinds, each of which would need graphs of its own.
+                to the first of each window, and so have the matchers of grammars. Where only temperature and noise
+                count they are part of a captured pass; filters, penalties and masks are kernels of many kinds, each of
+                which would need graphs of its own.
         """
         if self.captured is not None and sampling.is_plain:
             lengths, committed = self._begin(windows, sequences)
@@ -245,8 +247,9 @@ def decided(
 ) -> Decision:  # fmt: skip
     """The token behind each row of logits [N, V] of windows behind so many committed tokens.
 
-    A row's noise is that of the position behind it, so siblings share it, and its penalties count the tokens of its own
-    path. Of these `sampling` has seen all up to the first of each window, behind which the others are.
+    A row's noise is that of the position behind it, so siblings share it, and its penalties and its grammar's mask are
+    by the tokens of its own path. Of these `sampling` has seen all up to the first of each window, behind which the
+    others are. Masks are computed now, while the device works on the logits.
     """
     positions = [start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]
     owners = [sequence for window, sequence in zip(windows, sequences, strict=True) for _ in window.tokens]
@@ -255,7 +258,10 @@ def decided(
     rows = unpack(upload(pack(parts), logits.device), [len(part) for part in parts])
     paths = None if below is None else rows[2].view(len(positions), -1)
     firsts = [0, *accumulate(len(window.tokens) for window in windows[:-1])]
-    return Decision(logits, firsts, sample(logits, sampling, rows[0], rows[1], paths).tolist)
+    matchers, masks = [sampling.matchers.get(sequence) for sequence in sequences], None
+    if any(matchers):
+        masks = token_masks(matchers, [(window.tokens, window.all_parents) for window in windows], logits.device)
+    return Decision(logits, firsts, sample(logits, sampling, rows[0], rows[1], paths, masks).tolist)
 
 
 def _present(logits: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:

@@ -15,17 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from offload_runtime.config import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.errors import OptionError
+from offload_runtime.grammar import json_rule
+from offload_runtime.server.tool_calls import calls_grammar, writes_calls
 
 # What OpenAI's clients send and nothing here depends on.
-_HARMLESS = frozenset({"user", "store", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier",
-                       "prompt_cache_key"})  # fmt: skip
+_HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 # Fields by the name that `SamplingParams` has for them.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
                     "repetition_penalty", "logit_bias")  # fmt: skip
 # What nobody reads yet, with what switches it off. Remove a line to allow its field.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},), "reasoning_effort": (),
-}  # fmt: skip
+_NOT_YET: dict[str, tuple[Any, ...]] = {"reasoning_effort": ()}
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _MOST_LEVELS = 32  # of lists and objects in one another; no message and no tool has as many
@@ -73,6 +72,31 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
+class _JsonSchema(_Body):
+    harmless = frozenset({"name", "description", "strict"})
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Body):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema has a schema where it is the type, and only there")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class AnswerBody(_Body):
     """What requests for answers have in common."""
 
@@ -94,7 +118,7 @@ class AnswerBody(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: Any = None
 
     def params(self, defaults: Mapping[str, Any], room_tokens: int, limit_tokens: int | None) -> GenerationParams:
@@ -126,6 +150,12 @@ class AnswerBody(_Body):
             asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling),
             logprobs=self.num_logprobs,
         )  # fmt: skip
+
+    def bound(self, tokenizer: Any) -> dict[str, Any]:
+        """Fields of `SamplingParams` that say what the answer has to be, of the model with this tokenizer. Raises
+        `RequestError`."""
+        schema = self.response_format and self.response_format.schema_of_answer
+        return {} if schema is None else {"json_schema": schema}
 
     def wanted_tokens(self, most: int) -> int:
         """How long an answer may get, of `most` where the request says nothing."""
@@ -174,6 +204,7 @@ class ChatBody(AnswerBody):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
@@ -200,8 +231,6 @@ class ChatBody(AnswerBody):
 
     @property
     def tool_names(self) -> frozenset[str]:
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError("tool_choice can be auto or none: a call cannot be forced yet", "tool_choice")
         names = []
         for number, tool in enumerate(self.tools or []):
             function = tool.get("function")
@@ -210,6 +239,28 @@ class ChatBody(AnswerBody):
                 raise RequestError(f"tools.{number} is not a function with a name", "tools")
             names.append(name)
         return frozenset() if self.tool_choice == "none" else frozenset(names)
+
+    def bound(self, tokenizer: Any) -> dict[str, Any]:
+        """As of all requests, and the calls: an answer of a schema may be calls instead, where it need not be some."""
+        names, choice, answer = self.tool_names, self.tool_choice, super().bound(tokenizer)
+        if choice in (None, "auto", "none") and not (answer and names and writes_calls(tokenizer)):
+            return answer
+        functions = [tool["function"] for tool in self.tools or []]
+        if isinstance(choice, dict):
+            named = choice.get("function")
+            functions = [one for one in functions if isinstance(named, dict) and one["name"] == named.get("name")]
+        elif choice not in (None, "auto", "required"):
+            functions = []
+        if not functions:
+            raise RequestError("tool_choice is auto, none, required, or the name of one of the tools", "tool_choice")
+        several = self.parallel_tool_calls is not False and not isinstance(choice, dict)
+        try:
+            calls = calls_grammar(tokenizer, functions, several=several)
+        except OptionError as error:
+            raise RequestError(str(error), "tool_choice") from error
+        if answer and choice in (None, "auto"):
+            return {"grammar": f"start: calls | answer\nanswer: {json_rule(answer['json_schema'])}\n{calls}"}
+        return {"grammar": f"start: calls\n{calls}"}
 
 
 class CompletionBody(AnswerBody):

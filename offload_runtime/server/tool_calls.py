@@ -1,4 +1,5 @@
-"""Calls of functions in an answer, as models of three families write them; other text stays text.
+"""Calls of functions in an answer, as models of three families write them: grammars of them, and the calls that were
+written; other text stays text.
 
 Hermes and Qwen: `<tool_call>{"name": …, "arguments": …}</tool_call>`, in the midst of text. Llama 3: the whole answer
 is one object `{"name": …, "parameters": …}`, or several with `;` between them, behind `<|python_tag|>` or not. Mistral:
@@ -14,9 +15,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from offload_runtime.errors import OptionError
+from offload_runtime.grammar import json_rule
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9  # as Mistral's templates demand
 
@@ -103,9 +107,14 @@ _LLAMA = _Format("<|python_tag|>", "", "{", _read_llama)
 _MISTRAL = _Format("[TOOL_CALLS]", "", "", _read_mistral, inner=("[CALL_ID]", "[ARGS]"))
 
 
-def _format_of(chat_template: Any) -> _Format | None:
-    """How a model writes calls, by the template that shows it its own; None where nothing here reads them."""
-    text = chat_template if isinstance(chat_template, str) else json.dumps(chat_template, default=str)
+def _template_text(tokenizer: Any) -> str:
+    """The chat template that shows a model its own calls; of several all."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else json.dumps(template, default=str)
+
+
+def _format_of(text: str) -> _Format | None:
+    """How a model writes calls, by the text of its template; None where nothing here reads them."""
     if "<function=" in text:  # Qwen3-Coder's, which is none of these
         return None
     if "<tool_call>" in text:
@@ -114,6 +123,53 @@ def _format_of(chat_template: Any) -> _Format | None:
         return _MISTRAL
     # Llama 3.2 has no use for the tag, and asks for the object in words.
     return _LLAMA if "<|python_tag|>" in text or '"parameters": dictionary' in text else None
+
+
+def writes_calls(tokenizer: Any) -> bool:
+    """Whether it is known how a model writes calls."""
+    return _format_of(_template_text(tokenizer)) is not None
+
+
+def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+    """A rule `calls`, in llguidance's Lark, of calls as a model writes them.
+
+    Args:
+        tokenizer: The model's.
+        functions: Name and parameters of each, as OpenAI's `function`.
+        several: There may be more than one call.
+
+    Raises:
+        OptionError: It is not known how this model writes calls, or a function cannot be written.
+    """
+    template = _template_text(tokenizer)
+    written = _format_of(template)
+    if written is None:
+        raise OptionError("how this model writes calls of functions is not known: none can be forced")
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    start, end, args, call_id = (
+        f"<[{added[mark]}]>" if mark in added else json.dumps(mark)
+        for mark in (written.start, written.end, "[ARGS]", "[CALL_ID]")
+    )
+    is_named = written is _MISTRAL and "[ARGS]" in template
+    with_id = f"({call_id} /[a-zA-Z0-9]{{{_ID_LENGTH}}}/)? " if "[CALL_ID]" in template else ""
+    rules, choices = list[str](), list[str]()
+    for number, function in enumerate(functions):
+        name, parameters = function["name"], function.get("parameters") or {"additionalProperties": False}
+        if re.fullmatch(r"[\w.-]+", name, re.ASCII) is None or not isinstance(parameters, dict):
+            raise OptionError(f"function {name[:64]!r} needs a name of letters, digits, _, - and ., and a JSON schema")
+        rules.append(f"arguments{number}: {json_rule({'type': 'object', **parameters})}")
+        before = f'{{"name": "{name}", "{"parameters" if written is _LLAMA else "arguments"}": '
+        whole = f"{json.dumps(name)} {with_id}{args} {{}}" if is_named else f'{json.dumps(before)} {{}} "}}"'
+        choices.append(whole.replace("{}", f"arguments{number}"))
+    call, opening, between, closing = f"({' | '.join(choices)})", "", '"; "', ""
+    if written is _HERMES:
+        call, between = f'{start} "\\n" {call} "\\n" {end}', '"\\n"'
+    elif is_named:
+        call, between = f"{start} {call}", ""
+    elif written is _MISTRAL:
+        opening, between, closing = f'{start} " "? "["', '", "', '"]"'
+    more = f"({between} call)*" if several else ""
+    return "\n".join([f"calls: {opening} call {more} {closing}", f"call: {call}", *rules])
 
 
 class ToolCallParser:
@@ -127,7 +183,7 @@ class ToolCallParser:
 
     def __init__(self, tokenizer: Any, tool_names: Iterable[str]) -> None:
         self._names = frozenset(tool_names)
-        self._format = _format_of(getattr(tokenizer, "chat_template", None)) if self._names else None
+        self._format = _format_of(_template_text(tokenizer)) if self._names else None
         self._marks: dict[int, str] = {}
         if self._format is not None:
             marks = {self._format.start, self._format.end, *self._format.inner}

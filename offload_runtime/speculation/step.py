@@ -2,7 +2,8 @@
 
 The target's own sample at each position is *the* token (shared-noise sampling); a proposal only decides whether the
 pass could already use it. So the output is the same for every proposer, and none at all. A tree is walked from its root
-by the target's samples: the child that says what the target says behind a node, and so on.
+by the target's samples: the child that says what the target says behind a node, and so on. Proposals that a request's
+grammar forbids are not verified: the target never says them.
 
 A proposer is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
 serves all requests of a step at once. The rows of a pass are a flat list, each with its request's slot and position, so
@@ -23,6 +24,7 @@ import torch
 
 from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
+from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.model import Window
 from offload_runtime.runners import Decision, ModelRunner, decided
@@ -151,7 +153,8 @@ def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]])
 @dataclass(frozen=True)
 class StepResult:
     """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed, one
-    for each of the tokens but the last; `logprobs` are the tokens', where they were asked for."""
+    for each of the tokens but the last; `logprobs` are the tokens', where they were asked for. Of the proposal nodes
+    that a grammar forbids were not in the pass, and did not agree."""
 
     tokens: list[int]
     proposal: Proposal
@@ -266,30 +269,32 @@ def run_step(
 
     Raises:
         NumericalError: The target's logits of a request are NaN; nothing was committed, for none of them.
+        GrammarError: A request's grammar leaves no token; likewise.
     """
-    cache = target.cache
+    cache, matchers = target.cache, sampling.matchers
     for request in requests:
         committed = cache.length(request.slot)
         assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
         if sampling.adjustments.penalised:
             sampling.adjustments.see(request.slot, request.tokens)
     proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder)
-    windows = [_window(request.tokens[-1], proposal) for request, proposal in zip(requests, proposals, strict=True)]
     slots = [request.slot for request in requests]
+    pruned = [_pruned(proposal, matchers.get(slot)) for slot, proposal in zip(slots, proposals, strict=True)]
+    windows = [_window(request.tokens[-1], kept) for request, (kept, _) in zip(requests, pruned, strict=True)]
     decision = target.decide(windows, slots, sampling)
     if any(proposals):
         draft_ahead(proposer, watch(decision.logits), recorder)
     samples = decision.tokens()
-    results = []
-    for request, proposal, first in zip(requests, proposals, decision.firsts, strict=True):
-        path = accepted_path(proposal, samples[first : first + 1 + len(proposal)])
-        new_tokens = [samples[first], *(samples[first + 1 + node] for node in path)]
-        _require_numbers(new_tokens, len(request.tokens), request.slot)
-        results.append(StepResult(new_tokens, proposal, tuple(path)))
+    results, paths = list[StepResult](), list[list[int]]()  # of each window the rows that decided
+    for request, proposal, (kept, nodes), first in zip(requests, proposals, pruned, decision.firsts, strict=True):
+        path = accepted_path(kept, samples[first : first + 1 + len(kept)])
+        paths.append([0, *(node + 1 for node in path)])
+        new_tokens = [samples[first + row] for row in paths[-1]]
+        _require_tokens(new_tokens, len(request.tokens), request.slot, matchers.get(request.slot))
+        results.append(StepResult(new_tokens, proposal, tuple(nodes[node] for node in path)))
     if logprobs:
-        results = _with_logprobs(decision, slots, results, logprobs)
-    for slot, first, result in zip(slots, decision.firsts, results, strict=True):
-        rows = [0, *(node + 1 for node in result.path)]
+        results = _with_logprobs(decision, slots, results, paths, logprobs)
+    for slot, first, rows in zip(slots, decision.firsts, paths, strict=True):
         if on_logits is not None:
             on_logits(slot, decision.logits[[first + row for row in rows]])
         cache.commit_path(slot, rows)
@@ -312,24 +317,26 @@ def first_token(
 
     Raises:
         NumericalError: They are NaN.
+        GrammarError: The slot's grammar leaves no token.
     """
     position = target.cache.length(slot)
     if sampling.adjustments.penalised:
         assert prompt is not None, "penalties count from the prompt on"
         sampling.adjustments.begin(slot, prompt)
     tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
-    _require_numbers(tokens, position, slot)
+    _require_tokens(tokens, position, slot, sampling.matchers.get(slot))
     return tokens[0]
 
 
 def _with_logprobs(
-    decision: Decision, slots: Sequence[int], results: Sequence[StepResult], wanted: Mapping[int, int]
-) -> list[StepResult]:
+    decision: Decision, slots: Sequence[int], results: Sequence[StepResult], paths: Sequence[Sequence[int]],
+    wanted: Mapping[int, int],
+) -> list[StepResult]:  # fmt: skip
     """The same with the log-probabilities of the tokens of those that want them, by the rows that decided them."""
     rows, tokens = list[int](), list[int]()
-    for slot, first, result in zip(slots, decision.firsts, results, strict=True):
+    for slot, first, result, path in zip(slots, decision.firsts, results, paths, strict=True):
         if slot in wanted:
-            rows += [first, *(first + 1 + node for node in result.path)]
+            rows += [first + row for row in path]
             tokens += result.tokens
     if not rows:
         return list(results)
@@ -369,15 +376,28 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
     return [proposed.get(request.slot, NOTHING) for request in requests]
 
 
+def _pruned(proposal: Proposal, matcher: GrammarMatcher | None) -> tuple[Proposal, Sequence[int]]:
+    """What of a proposal a grammar allows, and which of its nodes these are."""
+    if matcher is None:
+        return proposal, range(len(proposal))
+    states = matcher.states(proposal.tokens, proposal.parents)
+    nodes = [node for node, state in enumerate(states) if state is not None]
+    return proposal.part(nodes), nodes
+
+
 def _window(root: int, proposal: Proposal) -> Window:
     """The last known token with what is proposed behind it; only branches make it a tree."""
     tokens = (root, *proposal.tokens)
     return Window(tokens) if proposal.is_chain else Window(tokens, (-1, *(parent + 1 for parent in proposal.parents)))
 
 
-def _require_numbers(tokens: Sequence[int], first_position: int, slot: int) -> None:
+def _require_tokens(
+    tokens: Sequence[int], first_position: int, slot: int, matcher: GrammarMatcher | None
+) -> None:  # fmt: skip
     """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
     if -1 in tokens:
+        if matcher is not None:
+            matcher.require_next(tokens[: tokens.index(-1)], slot)
         raise NumericalError(
             f"the target's logits at position {first_position + tokens.index(-1)} are NaN: the checkpoint is "
             "damaged, or its weights overflow this dtype (try --dtype bf16 or fp32)",

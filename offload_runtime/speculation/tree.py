@@ -53,6 +53,12 @@ class Proposal:
             places[node] = nodes[key]
         return Proposal(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
 
+    def part(self, nodes: Sequence[int]) -> Proposal:
+        """Some of the nodes, in ascending order and with their parents."""
+        places = {-1: -1} | {node: place for place, node in enumerate(nodes)}
+        chosen = [(self.tokens[node], places[self.parents[node]], self.sources[node]) for node in nodes]
+        return Proposal(*zip(*chosen, strict=True)) if chosen else NOTHING
+
     def __len__(self) -> int:
         return len(self.tokens)
 

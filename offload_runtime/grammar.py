@@ -1,0 +1,186 @@
+"""What an answer is bound to, a JSON schema or a grammar: a mask of the tokens that may come next, for every row.
+
+A grammar binds the target alone. A row's mask is that of its own path, so that its token is the one of plain decoding
+under the same grammar; drafts need not know the grammar, as proposals that it forbids are taken out before the pass.
+Masks are computed on the host once the pass is enqueued, while the device works on it. By llguidance, an extra that is
+imported where somebody asks for a grammar; a compiled one takes up to 50 MB of host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offload_runtime.config import SamplingParams
+from offload_runtime.errors import GrammarError, OptionError
+from offload_runtime.memory import upload
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+# Whatever a schema says of its own: keywords that are not enforced are errors, and white space is a blank or a new line
+# with its indentation, as small models else go on with it to the end of their answers.
+_JSON_OPTIONS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r" |\n[ \t]{0,40}"}
+_MOST_LEXER_STATES = 25_000  # of up to 2 kB
+_WORD_BITS = 32
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON that a schema allows, as a part of a grammar in llguidance's Lark."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+
+
+class GrammarCompiler:
+    """Makes matchers of grammars, for one model. Any thread may call it.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        vocab_size: Of the logits; tokens that the tokenizer does not have are never allowed.
+        eos_token_ids: What may end an answer, where its grammar is satisfied.
+
+    Raises:
+        OptionError: llguidance is not installed, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        try:
+            from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+        except ImportError as error:
+            needed = "json_schema and grammar need llguidance: pip install 'offload-runtime[schemas]'"
+            raise OptionError(needed) from error
+        size, ends = max(vocab_size, len(tokenizer)), sorted(eos_token_ids) or None
+        try:
+            self._tokenizer = LLTokenizer(_without_spellings(tokenizer), size, eos_token=ends)
+        except (ValueError, AttributeError) as error:  # it has no JSON, or one that is not understood
+            raise OptionError(f"answers of this model's tokenizer cannot be bound to a grammar: {error}") from error
+        self._limits = LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
+        self._executor = LLExecutor()
+
+    def compile(self, params: SamplingParams) -> GrammarMatcher:
+        """What binds one answer. Takes a few milliseconds, and up to a second for the largest schemas.
+
+        Raises:
+            OptionError: The schema or grammar is none, or has something that cannot be enforced.
+        """
+        from llguidance import LLMatcher
+
+        try:
+            if params.json_schema is None:
+                name, grammar = "grammar", LLMatcher.grammar_from_lark(params.grammar or "")
+            else:
+                name, schema = "json_schema", str(params.json_schema)
+                grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+        except ValueError as error:
+            raise OptionError(f"json_schema cannot be followed: {error}") from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise OptionError(f"{name} cannot be followed: {_reason(matcher)}")
+        return GrammarMatcher(matcher, self._executor, -(-self._tokenizer.vocab_size // _WORD_BITS))
+
+
+class GrammarMatcher:
+    """How far one answer has come through its grammar. Its methods are for one thread at a time.
+
+    Args:
+        matcher: llguidance's.
+        executor: Computes masks in several threads.
+        num_words: Of a mask, of 32 tokens each.
+    """
+
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, num_words: int) -> None:
+        self._matcher, self.executor, self.num_words = matcher, executor, num_words
+
+    def advance(self, token: int) -> bool:
+        """The answer has got its next token; whether it is complete, so that nothing may follow."""
+        self._matcher.consume_token(token)
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def states(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LLMatcher | None]:
+        """Of nodes that follow the answer so far (-1) or one another the state behind each; None where the grammar
+        forbids it."""
+        found: list[LLMatcher | None] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            before = self._matcher if parent < 0 else found[parent]
+            state = None if before is None else before.deep_copy()
+            found.append(None if state is None or state.try_consume_tokens([token]) != 1 else state)
+        return found
+
+    def rows(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LLMatcher | None]:
+        """The same of a window, whose first token is the answer's last."""
+        return [self._matcher.deep_copy(), *self.states(tokens[1:], [parent - 1 for parent in parents[1:]])]
+
+    def require_next(self, tokens: Sequence[int], slot: int) -> None:
+        """Raise `GrammarError` if there is no token to follow the answer and these."""
+        state = self._matcher.deep_copy()
+        state.consume_tokens(list(tokens))
+        state.compute_bitmask()
+        if state.is_error():
+            raise GrammarError(f"the answer cannot go on as its schema or grammar demands: {_reason(state)}", slot)
+
+
+def token_masks(
+    matchers: Sequence[GrammarMatcher | None], windows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Which tokens may follow each row of windows, one bit a token. Waits for the host's threads, not for the device.
+
+    Args:
+        matchers: Of each window, at least one.
+        windows: Tokens and parents; the first token is the last one that the window's matcher has got.
+        device: Where the masks are wanted; they are enqueued on the current stream.
+
+    Returns:
+        [R, W] int32: all ones for rows without a grammar, none where a grammar cannot go on.
+    """
+    made = [matcher for matcher in matchers if matcher is not None]
+    shape = sum(len(tokens) for tokens, _ in windows), made[0].num_words
+    masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    states: list[tuple[LLMatcher, int]] = []
+    first = 0
+    for matcher, (tokens, parents) in zip(matchers, windows, strict=True):
+        found = [] if matcher is None else matcher.rows(tokens, parents)
+        states += [(state, first + row) for row, state in enumerate(found) if state is not None]
+        first += len(tokens)
+    made[0].executor.unsafe_compute_mask_ptr(states, masks.data_ptr(), masks.stride(0) * masks.element_size(), first)
+    for state, row in states:
+        if state.is_error():  # its mask is not to be trusted
+            masks[row] = 0
+    return upload(masks, device)
+
+
+def masked(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits [R, V] with -inf where masks [R, W] exclude a token."""
+    bits = masks.unsqueeze(-1).bitwise_right_shift(torch.arange(_WORD_BITS, dtype=torch.int32, device=masks.device))
+    excluded = bits.bitwise_and_(1).flatten(1)[:, : logits.shape[1]] == 0
+    return logits.masked_fill(excluded, -torch.inf)
+
+
+def _without_spellings(tokenizer: Any) -> str:
+    """A tokenizer as JSON, but that no text spells its control tokens: else what has to be `"<|im_end|>"` in an answer
+    would be the token, which ends it. Grammars write them by number: `<[2]>`."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, secret, hidden = described["model"], secrets.token_hex(16), dict[str, str]()
+    for token in described["added_tokens"]:
+        if token["special"]:
+            hidden[token["content"]] = token["content"] = secret + token["content"]
+    is_list = isinstance(model["vocab"], list)  # of Unigram
+    pieces = [
+        (hidden.get(piece, piece), value) for piece, value in (model["vocab"] if is_list else model["vocab"].items())
+    ]
+    model["vocab"] = pieces if is_list else dict(pieces)
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    if "merges" in model:
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if hidden.keys().isdisjoint([*pair, "".join(pair)])]
+    return json.dumps({**described, "truncation": None, "padding": None})
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What llguidance says is wrong, without the lines in which it shows where."""
+    return str(matcher.get_error()).split("\n<")[0].split("\n   1 |")[0]
