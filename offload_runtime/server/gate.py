@@ -127,7 +127,11 @@ class Gate:
         if scope["type"] != "http":
             return
 
+        has_begun = False
+
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_begun
+            has_begun = True
             if message["type"] == "http.response.start":
                 names = {name for name, _ in message["headers"]}
                 more = [(name, value) for name, value in _HEADERS if name not in names]
@@ -151,7 +155,12 @@ class Gate:
         if refusal is not None:
             await _refuse(*refusal, send_with_headers)
             return
-        await self._app(scope, receive, send_with_headers)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception:  # a defect of ours, which goes on to the log
+            if not has_begun:
+                await _refuse(500, "the server has failed; its log says where", send_with_headers)
+            raise
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         """Status and message of what is refused by its headers alone."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
 _BACKLOG = 128
+_MOST_CONNECTIONS = 512  # beyond these: 503; a process has 1024 files unless it asks for more
 _LAST_WORDS_S = 5  # for responses that are being sent when all answers have ended
 
 
@@ -43,6 +44,7 @@ class Server(AbstractContextManager["Server"]):
         settings = uvicorn.Config(
             make_app(self._service, config), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
             loop="asyncio", server_header=False, proxy_headers=False, timeout_graceful_shutdown=_LAST_WORDS_S,
+            limit_concurrency=_MOST_CONNECTIONS,
         )  # fmt: skip
         self._uvicorn = uvicorn.Server(settings)
         # Signals are for the main thread, and uvicorn leaves them alone in any other.
