@@ -368,6 +368,19 @@ class HostKVCache(BlockCache):
         self.writes.forget(sequence, block)
         self._epoch += 1
 
+    def begin_restore(self, sequence: int, length: int) -> None:
+        check_capacity(length, self.capacity_tokens)
+        self.truncate(sequence, self._lengths[sequence])
+        self.blocks.grow(sequence, length // BLOCK_TOKENS, in_background=True)  # at once: long runs are fast copies
+
+    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
+        if layer in self._resident:
+            return self._resident[layer][sequence, block]
+        if block < self.writes.arrived[sequence]:
+            memory = self.blocks.memory(layer, sequence, range(block, block + 1))
+            return memory.view(self._dtype).view(block_shape(self._config))
+        return self._ring[layer][sequence, block % self._ring_blocks]
+
     def close(self) -> None:
         self.writes.engine.close()
         self.blocks.close()
