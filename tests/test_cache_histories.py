@@ -19,7 +19,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
-from offload_runtime.kv.device import StreamingDraftCache, kept_positions
+from offload_runtime.kv.device import StreamingDraftCache, block_shape, kept_positions
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from tests.helpers.attention_cases import int32

@@ -492,6 +492,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         with self._locked(), ExitStack() as stack:
             store, prefixes = self._store(prefix_cache_bytes), None
             if sessions is not None:
+                nbytes = self.config.num_layers * self.plan.target.kv_block_bytes
+                fine = sessions_bytes is None or sessions_bytes >= nbytes
+                require(fine, f"sessions are blocks of {format_bytes(nbytes)}: raise --sessions-size")
                 files = stack.enter_context(prefix_files(sessions, sessions_bytes))
                 prefixes = SavedPrefixes(files, session_caches(self.parts))
             self._is_served = True

@@ -163,8 +163,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         require(max_waiting >= 0, f"max_waiting must not be negative, not {max_waiting}")
         self._runtime = runtime
         self._serving = partial(
-            runtime.serving, prefix_cache_bytes=prefix_cache_bytes, sessions=None if sessions is None else Path(sessions),
-            sessions_bytes=sessions_bytes,
+            runtime.serving, prefix_cache_bytes=prefix_cache_bytes, sessions_bytes=sessions_bytes,
+            sessions=None if sessions is None else Path(sessions),
         )  # fmt: skip
         self._most_tickets, self._max_waiting = runtime.plan.target.batch + max_waiting, max_waiting
         # What threads share, and under the lock of this condition.

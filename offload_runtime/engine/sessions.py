@@ -244,7 +244,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
     return blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def read_conversation(path: Path) -> dict[str, Any]:
+def read_conversation(path: Path) -> Any:
     """What a file says, without the blocks.
 
     Raises:
@@ -253,15 +253,12 @@ def read_conversation(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise OptionError(f"{path} cannot be read: it is not a regular file")
-        record = json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
     # Arrays nested thousands deep, integers of thousands of digits, a name with a NUL.
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
-    if not isinstance(record, dict):
-        raise OptionError(f"{path} is not a saved conversation: it needs version 1 and a list of messages")
-    return record
 
 
 class SavedSession:

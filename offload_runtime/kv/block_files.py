@@ -221,4 +221,4 @@ def _staging(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Saved
 
 
 def _bytes_of(layer: torch.Tensor) -> memoryview:
-    return memoryview(layer.view(-1).view(torch.uint8).numpy())
+    return layer.view(-1).view(torch.uint8).numpy().data

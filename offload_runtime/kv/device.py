@@ -101,7 +101,7 @@ class KVCache(LayerCache, Protocol):
 class BlockCache:
     """What caches of whole sequences have in common: how long these are, the rows of the running pass and how far its
     windows reach, who is told about full blocks, and the tables through which blocks are found. Subclasses provide
-    `store`, where keys and values are written, and `_block`, and enter their blocks into the tables.
+    `store`, where keys and values are written, `commit` and `_block`, and enter their blocks into the tables.
 
     Args:
         config: The model's shape.
@@ -147,6 +147,9 @@ class BlockCache:
 
     def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
         """A block with committed tokens, or the next one, wherever it lies: [2, H_kv, 256, D]."""
+        raise NotImplementedError
+
+    def commit(self, sequence: int, count: int) -> None:
         raise NotImplementedError
 
     def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
