@@ -21,14 +21,15 @@ Reply = TokenStream
 class Sessions(Protocol):
     """Keeps what caches hold of conversations; see `Runtime`."""
 
-    def save_session(self, path: Path, conversation: Conversation, text: str, tokens: tuple[int, ...]) -> None:
-        """Save a conversation, the text that it is to the model, and its tokens."""
+    def save_session(
+        self, path: Path, record: Mapping[str, Any], text: str, tokens: tuple[int, ...], *, owner: object
+    ) -> None:
+        """Save what `to_json` gives, the text that it is to the model, its tokens, and what the caches hold of them if
+        that was left there by `owner`."""
 
-    def load_session(
-        self, path: Path, conversation: Conversation, record: Mapping[str, Any]
-    ) -> tuple[str, tuple[int, ...]]:
-        """Bring the caches to what was saved; that text and its tokens, of which there are none where the messages are
-        all that there is."""
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...]]:
+        """Bring the caches to what was saved, for `owner`; that text and its tokens, of which there are none where a
+        file (`record`) has messages alone."""
 
 
 class Conversation:
@@ -114,7 +115,7 @@ class Conversation:
             StorageError: It cannot be written, is no regular file, or another process uses it; what was there stays.
         """
         assert self._sessions is not None
-        self._sessions.save_session(Path(path), self, *self._seen)
+        self._sessions.save_session(Path(path), self.to_json(), *self._seen, owner=self)
 
     def load(self, path: str | Path) -> int:
         """Go on from a conversation that was saved. Its answers have the bits that they would have had, and the next
@@ -133,7 +134,7 @@ class Conversation:
         assert self._sessions is not None
         record = read_conversation(path := Path(path))
         messages = _messages_of(record)
-        text, tokens = self._sessions.load_session(path, self, record)
+        text, tokens = self._sessions.load_session(path, record, owner=self)
         self._begin_with(messages, text, tokens)
         return len(tokens)
 

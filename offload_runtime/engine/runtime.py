@@ -271,20 +271,20 @@ class Runtime(AbstractContextManager["Runtime"]):
         conversation.load(path)
         return conversation
 
-    def save_session(self, path: Path, conversation: Conversation, text: str, tokens: tuple[int, ...]) -> None:
+    def save_session(
+        self, path: Path, record: Mapping[str, Any], text: str, tokens: tuple[int, ...], *, owner: object
+    ) -> None:
         """What `Conversation.save` does."""
         with self._locked():
             self._require_open()
             slot, held, prompt_tokens = 0, 0, len(tokens)
-            if self._current is not None and self._cache_owner is conversation:
+            if self._current is not None and self._cache_owner is owner:
                 slot, held, prompt_tokens = self._current.prefix_cache.find(tokens)
             saved = SavedText(text, tokens, prompt_tokens)
             with device_errors(self.device):
-                save_session(path, conversation.to_json(), saved, self.parts, slot=slot, held=held)
+                save_session(path, record, saved, self.parts, slot=slot, held=held)
 
-    def load_session(
-        self, path: Path, conversation: Conversation, record: Mapping[str, Any]
-    ) -> tuple[str, tuple[int, ...]]:
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...]]:
         """What `Conversation.load` does with what its file says."""
         if not has_blocks(path, record):
             return "", ()
@@ -294,7 +294,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             saved = session.saved
             if self._cache_owner is not None:  # whose keys and values give way only to what is whole
                 session.verify()
-            generation = self._begin([], Hooks(), owner=conversation)
+            generation = self._begin([], Hooks(), owner=owner)
             session.restore(generation.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
         return saved.text, saved.tokens
 
@@ -494,7 +494,8 @@ class Runtime(AbstractContextManager["Runtime"]):
             if sessions is not None:
                 nbytes = self.config.num_layers * self.plan.target.kv_block_bytes
                 fine = sessions_bytes is None or sessions_bytes >= nbytes
-                require(fine, f"sessions are blocks of {format_bytes(nbytes)}: raise --sessions-size")
+                sizes = f"{format_bytes(sessions_bytes or 0)} hold none of {format_bytes(nbytes)}"
+                require(fine, f"sessions are blocks of 256 tokens, and {sizes}: raise --sessions-size")
                 files = stack.enter_context(prefix_files(sessions, sessions_bytes))
                 prefixes = SavedPrefixes(files, session_caches(self.parts))
             self._is_served = True

@@ -26,7 +26,7 @@ from offload_runtime.config import GB, regular_file, write_atomically
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
-from offload_runtime.kv import BlockFiles, block_names
+from offload_runtime.kv import BlockFiles, BlockLayout, block_names
 from offload_runtime.kv.device import block_shape
 from offload_runtime.runners import DraftKVState
 from offload_runtime.weights import CheckpointSource
@@ -67,11 +67,13 @@ class SessionCache:
         model: Whose it is.
         kind: All that its keys and values depend on, besides tokens and frequencies.
         draft_state: What it holds, of a draft's; None of the target's.
+        locks: Whether memory may be page-locked for blocks on their way.
     """
 
     model: LoadedModel
     kind: str
     draft_state: DraftKVState | None = None
+    locks: bool = False
 
     def names(self, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
         """What the blocks of a text are called, whose prompt had so many tokens."""
@@ -85,37 +87,39 @@ class SessionCache:
             if device.type == "cuda":  # a draft has a stream of its own
                 torch.cuda.synchronize(device)
         cache = self.model.runner.cache
-        files.save(names, *self._layout, lambda block, to: cache.save_block(slot, block, to))
+        files.save(names, self._layout, lambda block, to: cache.save_block(slot, block, to))
 
     def restore(self, files: BlockFiles, slot: int, tokens: Sequence[int], names: Sequence[str]) -> None:
         """Bring a slot, which holds whole blocks of these tokens or nothing, to all of them. What came before an error
         stays. Raises as `BlockFiles.read`, and `ContextLengthError`."""
         cache = self.model.runner.cache
         cache.begin_restore(slot, len(tokens))
-        for saved in files.read(names[cache.length(slot) // BLOCK_TOKENS :], *self._layout):
-            cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
+        try:
+            for saved in files.read(names[cache.length(slot) // BLOCK_TOKENS :], self._layout):
+                cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
+        finally:
             if self.draft_state is not None:
                 self.draft_state.restored(slot, tokens[: cache.length(slot)])
 
     def verify(self, files: BlockFiles, names: Sequence[str]) -> None:
         """Raise `SessionError` unless all of these blocks are there and whole."""
-        for _ in files.read(names, *self._layout):
+        for _ in files.read(names, self._layout):
             pass
 
     @property
-    def _layout(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a block."""
+    def _layout(self) -> BlockLayout:
         config = self.model.config
-        return (config.num_layers, *block_shape(config)), self.model.plan.dtype
+        return BlockLayout((config.num_layers, *block_shape(config)), self.model.plan.dtype, self.locks)
 
 
 def session_caches(parts: RuntimeParts) -> dict[str, SessionCache]:
     """The caches whose blocks sessions have: `target`, and `draft` where there is one. Raises as `made_with`."""
     made = made_with(parts)
-    caches = {"target": SessionCache(parts.target, json.dumps(made))}
+    locks = parts.budget.device.type == "cuda" and parts.plan.request.pinned_bytes is None
+    caches = {"target": SessionCache(parts.target, json.dumps(made), locks=locks)}
     if parts.draft is not None and (state := parts.proposer.draft_state) is not None:
         of_draft = made | {"model": _fingerprint(parts.plan.request.draft), "cache": parts.draft.plan.cache}
-        caches["draft"] = SessionCache(parts.draft, json.dumps(of_draft), state)
+        caches["draft"] = SessionCache(parts.draft, json.dumps(of_draft), state, locks)
     return caches
 
 
@@ -247,13 +251,15 @@ def _checksum(record: Mapping[str, Any]) -> str:
 def read_conversation(path: Path) -> Any:
     """What a file says, without the blocks.
 
+    Returns:
+        What its JSON is; None where it is no regular file.
+
     Raises:
         OptionError: It cannot be read, or is no saved conversation.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OptionError(f"{path} cannot be read: it is not a regular file")
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        is_other = path.exists() and not path.is_file()  # one that may keep whoever reads it waiting
+        return None if is_other else json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
     # Arrays nested thousands deep, integers of thousands of digits, a name with a NUL.
@@ -329,4 +335,4 @@ class SavedSession:
 
 def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
     """Whether there is more than messages: a file from elsewhere, or whose blocks were deleted, has no more."""
-    return "session" in record and _directory(path.resolve()).is_dir()
+    return "session" in record and any(_directory(path.resolve()).glob("*.kv"))

@@ -16,7 +16,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import write_atomically, writing
 from offload_runtime.errors import SessionError, StorageError
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.memory import check_host_memory
+from offload_runtime.memory import HostArena, Registrar, check_host_memory, touch
 
 _DIGEST_BYTES = 20
 # A block, or what a process that was killed has left of one.
@@ -52,6 +53,21 @@ def block_names(kind: str, tokens: Sequence[int]) -> list[str]:
         before = blake2b(before + own, digest_size=_DIGEST_BYTES).digest()
         names.append(before.hex())
     return names
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """What a block is on its way: `shape` [L, 2, H_kv, 256, D] and `dtype`; `locks` says whether the host memory that
+    it passes through is page-locked, if the system allows it, for a GPU's full speed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    locks: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of a block."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class BlockFiles(AbstractContextManager["BlockFiles"]):
@@ -94,15 +110,12 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
                     os.utime(self._path(name))
         return count
 
-    def save(
-        self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, copy: Callable[[int, SavedBlock], None]
-    ) -> None:  # fmt: skip
+    def save(self, names: Sequence[str], layout: BlockLayout, copy: Callable[[int, SavedBlock], None]) -> None:
         """Write the blocks that are not here, from the first one on as many as the limit allows.
 
         Args:
             names: Of a text's blocks, all from the first one on.
-            shape: Of a block, [L, 2, H_kv, 256, D].
-            dtype: Of keys and values.
+            layout: Of each.
             copy: Copies a block, by its index, to host memory.
 
         Raises:
@@ -110,11 +123,13 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             BudgetError: There is no host memory for what is on its way.
         """
         missing = [(index, name) for index, name in enumerate(names) if name not in self._sizes]
-        nbytes, all_names = math.prod(shape) * dtype.itemsize + _FOOTER.size, set(names)
+        nbytes, all_names = layout.nbytes + _FOOTER.size, set(names)
         self.find(names)
-        free = deque(_staging(shape, dtype, len(missing)))
-        with ThreadPoolExecutor(max(1, len(free)), thread_name_prefix="kv-files") as pool:
-            jobs = deque[tuple[Future[None], SavedBlock]]()
+        with (
+            _staging(layout, len(missing)) as buffers,
+            ThreadPoolExecutor(_MOST_STAGED, thread_name_prefix="kv-files") as pool,
+        ):
+            free, jobs = deque(buffers), deque[tuple[Future[None], SavedBlock]]()
             for index, name in missing:
                 if not self._make_room(nbytes, all_names):
                     break
@@ -129,15 +144,17 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             for job, _ in jobs:
                 job.result()
 
-    def read(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> Iterator[SavedBlock]:
+    def read(self, names: Sequence[str], layout: BlockLayout) -> Iterator[SavedBlock]:
         """The blocks, in host memory, each until the next one is asked for. Arguments as of `save`.
 
         Raises:
             SessionError: One is not here, or damaged.
             BudgetError: As of `save`.
         """
-        buffers = _staging(shape, dtype, len(names))
-        with ThreadPoolExecutor(max(1, len(buffers)), thread_name_prefix="kv-files") as pool:
+        with (
+            _staging(layout, len(names)) as buffers,
+            ThreadPoolExecutor(_MOST_STAGED, thread_name_prefix="kv-files") as pool,
+        ):
             jobs = deque(pool.submit(self._read, name, to) for name, to in zip(names, buffers, strict=False))
             for index in range(len(names)):
                 jobs.popleft().result()
@@ -212,12 +229,23 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             raise SessionError(f"{path} is damaged: its checksum is another one")
 
 
-def _staging(shape: Sequence[int], dtype: torch.dtype, count: int) -> list[SavedBlock]:
-    """Host memory for blocks on their way, of which there are so many."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    count = min(count, max(2, min(_MOST_STAGED, _STAGING_BYTES // nbytes)))
-    check_host_memory(count * nbytes, what="reading or writing a session")
-    return [torch.empty(tuple(shape), dtype=dtype).unbind() for _ in range(count)]
+@contextmanager
+def _staging(layout: BlockLayout, count: int) -> Iterator[list[SavedBlock]]:
+    """Host memory for blocks on their way, if there are any; `count` at the most."""
+    count = min(count, max(2, min(_MOST_STAGED, _STAGING_BYTES // layout.nbytes)))
+    if not count:
+        yield []
+        return
+    check_host_memory(count * layout.nbytes, what="reading or writing a session")
+    arena = HostArena(count * layout.nbytes, name="blocks of a session")
+    touch([arena])
+    if layout.locks:
+        arena.lock(Registrar())
+    try:
+        pieces = arena.buffer[: count * layout.nbytes].view(layout.dtype).view(count, *layout.shape)
+        yield [piece.unbind() for piece in pieces.unbind()]
+    finally:
+        arena.close()
 
 
 def _bytes_of(layer: torch.Tensor) -> memoryview:

@@ -107,10 +107,11 @@ class BlockCache:
         config: The model's shape.
         capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         batch: Sequences.
+        device: Where passes run.
     """
 
-    def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int, device: torch.device) -> None:
+        self._config, self._device = config, device
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self.observers: list[BlockObserver] = []
@@ -130,15 +131,22 @@ class BlockCache:
 
     def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
         for layer, target in enumerate(to):
-            target.copy_(self._block(layer, sequence, block))
+            target.copy_(self._block(layer, sequence, block), non_blocking=True)
+        self._wait()
 
     def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
         block, rest = divmod(self._lengths[sequence], BLOCK_TOKENS)
         assert not rest and 0 < count <= BLOCK_TOKENS
         self.begin_window([sequence], [count])
         for layer, source in enumerate(saved):
-            self._block(layer, sequence, block).copy_(source)
+            self._block(layer, sequence, block).copy_(source, non_blocking=True)
+        self._wait()
         self.commit(sequence, count)
+
+    def _wait(self) -> None:
+        """Until the copies are done that the current stream has been given."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention to all that queries see, which lies in one place."""
@@ -179,7 +187,7 @@ class DeviceKVCache(BlockCache):
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
         name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch)
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
         self.spare_slots = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_slots)
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
         shape = (config.num_layers, batch, blocks, *block_shape(config))

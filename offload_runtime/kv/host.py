@@ -70,12 +70,11 @@ class HostKVCache(BlockCache):
         piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,
         locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch)
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
         # Lends device memory that nothing else uses during a prefill, uint8 [nbytes], or None when it has less. It is
         # the lender's again when the prefill ends, its contents lost.
         self.borrow_workspace: Callable[[int], torch.Tensor | None] = lambda nbytes: None
         self._dtype = dtype
-        self._device = budget.device
         self._block_bytes = block_bytes(config, dtype)
         self._piece_blocks = piece_bytes // self._block_bytes
         assert self._piece_blocks > 0, "a slot must hold a block"
