@@ -92,13 +92,21 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
                 self._lock.acquire()
             except Timeout:
                 raise StorageError(f"{directory} is in use by another process: {way_out}") from None
-            blocks = list[tuple[int, str, int]]()
-            for entry in os.scandir(directory):
-                if (ours := _FILE.fullmatch(entry.name)) and ours[2]:
-                    os.unlink(entry)
-                elif ours:
-                    blocks.append((entry.stat().st_mtime_ns, ours[1], entry.stat().st_size))
-        self._sizes = {name: size for _, name, size in sorted(blocks)}  # the least recently used one comes first
+            try:
+                self._sizes = self._scan()  # the least recently used one comes first
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def _scan(self) -> dict[str, int]:
+        """The bytes of the blocks that are here, by their names; what was left half written is deleted."""
+        blocks = list[tuple[int, str, int]]()
+        for entry in os.scandir(self._directory):
+            if (ours := _FILE.fullmatch(entry.name)) and ours[2]:
+                os.unlink(entry)
+            elif ours:
+                blocks.append((entry.stat().st_mtime_ns, ours[1], entry.stat().st_size))
+        return {name: size for _, name, size in sorted(blocks)}
 
     def find(self, names: Sequence[str]) -> int:
         """How many leading ones of these are here; this uses them."""
@@ -125,10 +133,7 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
         missing = [(index, name) for index, name in enumerate(names) if name not in self._sizes]
         nbytes, all_names = layout.nbytes + _FOOTER.size, set(names)
         self.find(names)
-        with (
-            _staging(layout, len(missing)) as buffers,
-            ThreadPoolExecutor(_MOST_STAGED, thread_name_prefix="kv-files") as pool,
-        ):
+        with _staging(layout, len(missing)) as buffers, _threads() as pool:
             free, jobs = deque(buffers), deque[tuple[Future[None], SavedBlock]]()
             for index, name in missing:
                 if not self._make_room(nbytes, all_names):
@@ -151,10 +156,7 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             SessionError: One is not here, or damaged.
             BudgetError: As of `save`.
         """
-        with (
-            _staging(layout, len(names)) as buffers,
-            ThreadPoolExecutor(_MOST_STAGED, thread_name_prefix="kv-files") as pool,
-        ):
+        with _staging(layout, len(names)) as buffers, _threads() as pool:
             jobs = deque(pool.submit(self._read, name, to) for name, to in zip(names, buffers, strict=False))
             for index in range(len(names)):
                 jobs.popleft().result()
@@ -227,6 +229,10 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             raise SessionError(f"{path} cannot be read ({error.strerror or error})") from error
         if footer != _FOOTER.pack(_MAGIC, name.encode(), checksum):
             raise SessionError(f"{path} is damaged: its checksum is another one")
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_STAGED, thread_name_prefix="kv-files")
 
 
 @contextmanager
