@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import struct
+import time
 import zlib
 from array import array
 from collections import deque
@@ -111,11 +112,12 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
     def find(self, names: Sequence[str]) -> int:
         """How many leading ones of these are here; this uses them."""
         count = next((index for index, name in enumerate(names) if name not in self._sizes), len(names))
-        for name in reversed(names[:count]):  # what goes first has none behind it
+        now_ns = time.time_ns()
+        for number, name in enumerate(reversed(names[:count])):  # what goes first has none behind it
             self._sizes[name] = self._sizes.pop(name)
             if self._most_bytes is not None:
                 with suppress(OSError):
-                    os.utime(self._path(name))
+                    os.utime(self._path(name), ns=(now_ns, now_ns + number))
         return count
 
     def save(self, names: Sequence[str], layout: BlockLayout, copy: Callable[[int, SavedBlock], None]) -> None:
@@ -132,7 +134,6 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
         """
         missing = [(index, name) for index, name in enumerate(names) if name not in self._sizes]
         nbytes, all_names = layout.nbytes + _FOOTER.size, set(names)
-        self.find(names)
         with _staging(layout, len(missing)) as buffers, _threads() as pool:
             free, jobs = deque(buffers), deque[tuple[Future[None], SavedBlock]]()
             for index, name in missing:
@@ -148,6 +149,7 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
                 jobs.append((pool.submit(self._write, name, layers), layers))
             for job, _ in jobs:
                 job.result()
+        self.find(names)
 
     def read(self, names: Sequence[str], layout: BlockLayout) -> Iterator[SavedBlock]:
         """The blocks, in host memory, each until the next one is asked for. Arguments as of `save`.
