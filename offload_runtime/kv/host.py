@@ -20,6 +20,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
+from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.kv.device import (
     BlockCache,
     allocate_zeros,
@@ -372,10 +373,14 @@ class HostKVCache(BlockCache):
         self.truncate(sequence, self._lengths[sequence])
         self.blocks.grow(sequence, length // BLOCK_TOKENS, in_background=True)  # at once: long runs are fast copies
 
+    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+        self.writes.settle(sequence, block)
+        super().save_block(sequence, block, to)
+
     def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
         if layer in self._resident:
             return self._resident[layer][sequence, block]
-        if block < self.writes.arrived[sequence]:
+        if block < self._ring_from[sequence]:
             memory = self.blocks.memory(layer, sequence, range(block, block + 1))
             return memory.view(self._dtype).view(block_shape(self._config))
         return self._ring[layer][sequence, block % self._ring_blocks]
