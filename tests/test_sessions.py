@@ -121,6 +121,13 @@ def test_saving_again_writes_what_is_new(runtime: Runtime, tmp_path: Path) -> No
     conversation.save(path)
     assert kept and all(file.exists() for file in kept)
     assert runtime.load_conversation(path).num_tokens == conversation.num_tokens
+    # What has never been saved is read again, by the tokens that it was.
+    other, before = tmp_path / "other.json", conversation.num_tokens
+    conversation.save(other)
+    assert not blocks(other)
+    later = runtime.conversation()
+    assert later.load(other) == 0 and later.num_tokens == before
+    assert say(later, "and now?")[0] == say(conversation, "and now?")[0]
     conversation.reset()
     conversation.save(path)
     assert not blocks(path) and runtime.load_conversation(path).messages == conversation.messages
@@ -193,7 +200,7 @@ def test_another_model_dtype_or_length_is_refused(runtime: Runtime, target: Path
     begin(runtime).save(path)
     other = write_checkpoint(tmp_path / "other", seed=9, num_layers=2, context=CONTEXT)
     for model, options, error, message in (
-        (other, {}, SessionError, "another model"), (target, {"dtype": "bf16"}, SessionError, "float32, and here"),
+        (other, {}, SessionError, "another model"), (target, {"dtype": "bf16"}, SessionError, "another dtype .float32, and"),
         (target, {"context": 300}, ContextLengthError, "raise --context"),
     ):  # fmt: skip
         with load(model, **{"draft": "none", "context": CONTEXT, **options}) as wrong:

@@ -37,12 +37,12 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
         api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
         allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
         max_waiting=options.max_waiting, prefix_cache_bytes=options.prefix_cache_bytes or 0,
-        sessions=options.sessions, sessions_bytes=options.sessions_bytes or ServerConfig.sessions_bytes,
+        sessions=options.sessions, sessions_bytes=options.sessions_bytes,
         max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
         max_seconds=options.max_seconds, grace_s=options.grace_s,
     )  # fmt: skip
     if options.sessions is not None:
-        prefix_files(options.sessions, None).close()  # in use, or not to be written: found out before loading
+        prefix_files(options.sessions).close()  # in use, or not to be written: found out before loading
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (

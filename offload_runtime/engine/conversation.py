@@ -27,9 +27,9 @@ class Sessions(Protocol):
         """Save what `to_json` gives, the text that it is to the model, its tokens, and what the caches hold of them if
         that was left there by `owner`."""
 
-    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...]]:
-        """Bring the caches to what was saved, for `owner`; that text and its tokens, of which there are none where a
-        file (`record`) has messages alone."""
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
+        """Bring the caches to what was saved, for `owner`: that text and its tokens, none where a file (`record`) has
+        messages alone, and how many of them need not be read again."""
 
 
 class Conversation:
@@ -122,7 +122,7 @@ class Conversation:
         one reads nothing that had been read before.
 
         Returns:
-            Tokens that need not be read again: none where a file has messages alone.
+            Tokens that need not be read again: none where there are no blocks, such as in a file from elsewhere.
 
         Raises:
             OptionError: It cannot be read, or is something else.
@@ -134,9 +134,9 @@ class Conversation:
         assert self._sessions is not None
         record = read_conversation(path := Path(path))
         messages = _messages_of(record)
-        text, tokens = self._sessions.load_session(path, record, owner=self)
+        text, tokens, num_held = self._sessions.load_session(path, record, owner=self)
         self._begin_with(messages, text, tokens)
-        return len(tokens)
+        return num_held
 
     def restore(self, saved: Any) -> None:
         """Go on from what `to_json` gave.

@@ -42,6 +42,7 @@ from offload_runtime.engine.sessions import (
     save_session,
     session_caches,
     session_files,
+    text_without_blocks,
 )
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts
@@ -284,10 +285,11 @@ class Runtime(AbstractContextManager["Runtime"]):
             with device_errors(self.device):
                 save_session(path, record, saved, self.parts, slot=slot, held=held)
 
-    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...]]:
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
         """What `Conversation.load` does with what its file says."""
+        self._require_open()
         if not has_blocks(path, record):
-            return "", ()
+            return *text_without_blocks(record, self.parts), 0
         with self._locked(), device_errors(self.device), session_files(path) as files:
             self._require_open()
             session = SavedSession(path, record, files, self.parts)
@@ -296,7 +298,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 session.verify()
             generation = self._begin([], Hooks(), owner=owner)
             session.restore(generation.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
-        return saved.text, saved.tokens
+        return saved.text, saved.tokens, session.held_tokens
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,

@@ -20,7 +20,6 @@ from offload_runtime.config import GenerationParams, require, require_type
 from offload_runtime.engine.generate import Generation, Hooks
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.engine.sessions import SESSIONS_BYTES
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError
 from offload_runtime.sampling import TokenLogprobs
@@ -146,7 +145,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             blocks come. Only with the KV cache on the device: in host memory slots alone keep theirs.
         sessions: A directory for such blocks, of the draft's cache, too: they are written when slots lose them and when
             the scheduler is closed, which passes wait for, and are found again by the next process. None: none.
-        sessions_bytes: Most that they may take; those that were used least recently go first.
+        sessions_bytes: Most that they may take, those that were used least recently go first; None is 64 GB.
 
     Raises:
         OptionError: The runtime is closed, or served by another scheduler, or `prefix_cache_bytes` does nothing here.
@@ -155,10 +154,10 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     def __init__(
         self, runtime: Runtime, *, max_waiting: int = 64, prefix_cache_bytes: int = 0,
-        sessions: str | Path | None = None, sessions_bytes: int = SESSIONS_BYTES,
+        sessions: str | Path | None = None, sessions_bytes: int | None = None,
     ) -> None:  # fmt: skip
         require_type("max_waiting", max_waiting, int)
-        require_type("sessions_bytes", sessions_bytes, int)
+        require_type("sessions_bytes", sessions_bytes, int | None)
         require_type("prefix_cache_bytes", prefix_cache_bytes, int)
         require(max_waiting >= 0, f"max_waiting must not be negative, not {max_waiting}")
         self._runtime = runtime

@@ -34,10 +34,8 @@ from offload_runtime.weights import CheckpointSource
 # To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
 _ARITHMETIC = 1
 # What a server's blocks may take where nobody says how much.
-SESSIONS_BYTES = 64 * GB
+_SERVER_BYTES = 64 * GB
 _WAY_OUT = "nothing was changed, choose another place"
-# What must be equal, and what it is called where it is not.
-_MUST_BE_EQUAL = {"model": "model", "dtype": "dtype", "device": "type of device", "arithmetic": "version"}
 
 
 def made_with(parts: RuntimeParts) -> dict[str, str]:
@@ -48,15 +46,15 @@ def made_with(parts: RuntimeParts) -> dict[str, str]:
     """
     device, cpu = parts.budget.device, torch.backends.cpu.get_cpu_capability()
     return {
-        "model": _fingerprint(parts.plan.request.target), "dtype": str(parts.plan.target.dtype).removeprefix("torch."),
+        "model": _opened(parts.plan.request.target).fingerprint, "dtype": str(parts.plan.target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
         "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
     }  # fmt: skip
 
 
-def _fingerprint(source: Any) -> str:
+def _opened(source: Any) -> CheckpointSource:
     assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
-    return source.fingerprint
+    return source
 
 
 @dataclass(frozen=True)
@@ -118,14 +116,15 @@ def session_caches(parts: RuntimeParts) -> dict[str, SessionCache]:
     locks = parts.budget.device.type == "cuda" and parts.plan.request.pinned_bytes is None
     caches = {"target": SessionCache(parts.target, json.dumps(made), locks=locks)}
     if parts.draft is not None and (state := parts.proposer.draft_state) is not None:
-        of_draft = made | {"model": _fingerprint(parts.plan.request.draft), "cache": parts.draft.plan.cache}
+        of_draft = made | {"model": _opened(parts.plan.request.draft).fingerprint, "cache": parts.draft.plan.cache}
         caches["draft"] = SessionCache(parts.draft, json.dumps(of_draft), state, locks)
     return caches
 
 
-def prefix_files(directory: Path, most_bytes: int | None) -> BlockFiles:
+def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
     """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
-    return BlockFiles(directory, way_out="choose another directory for --sessions", most_bytes=most_bytes)
+    way_out = "choose another directory for --sessions"
+    return BlockFiles(directory, way_out=way_out, most_bytes=most_bytes or _SERVER_BYTES)
 
 
 class SavedPrefixes:
@@ -154,21 +153,21 @@ class SavedPrefixes:
         """Bring a slot, which holds some of a prompt's first tokens, to all whole blocks that there are of it, but for
         its last token."""
         for cache in self._caches:
-            state, target = cache.draft_state, cache.model.runner.cache
+            state, kv = cache.draft_state, cache.model.runner.cache
             names = cache.names(prompt[:-1], len(prompt))[: (len(prompt) - 1) // BLOCK_TOKENS]
             count = self._files.find(names)
-            held = target.length(slot) if state is None else state.num_held(slot, prompt)
-            if count * BLOCK_TOKENS <= held or count * BLOCK_TOKENS > target.capacity_tokens:
+            held = kv.length(slot) if state is None else state.num_held(slot, prompt)
+            if not held < count * BLOCK_TOKENS <= kv.capacity_tokens:
                 continue
             if state is not None:
                 state.catch_up(slot, ())
             else:
-                target.truncate(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
+                kv.truncate(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
             try:
                 cache.restore(self._files, slot, prompt[: count * BLOCK_TOKENS], names[:count])
             except SessionError as error:
                 logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
-                self._files.delete(names[target.length(slot) // BLOCK_TOKENS : count])
+                self._files.delete(names[kv.length(slot) // BLOCK_TOKENS : count])
             except BudgetError as error:
                 logging.getLogger(__name__).warning("%s", error)
 
@@ -233,8 +232,9 @@ def save_session(
             cache.save(files, slot, names)
             held_by[name], needed = count, needed + names
         record = {**conversation, "session": {
-            "made_with": made_with(parts), "text": saved.text, "tokens": " ".join(map(str, tokens)),
-            "prompt_tokens": saved.prompt_tokens, "held": held_by,
+            "name": Path(_opened(parts.plan.request.target).reference).name, "made_with": made_with(parts),
+            "text": saved.text, "tokens": " ".join(map(str, tokens)), "prompt_tokens": saved.prompt_tokens,
+            "held": held_by,
         }}  # fmt: skip
         record["session"]["checksum"] = _checksum(record)
         write_atomically(path, json.dumps(record, indent=1), way_out=_WAY_OUT)
@@ -246,6 +246,14 @@ def _checksum(record: Mapping[str, Any]) -> str:
     session = {name: value for name, value in record["session"].items() if name != "checksum"}
     content = json.dumps({**record, "session": session}, sort_keys=True)
     return blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether a file is as it was written."""
+    try:
+        return bool(record["session"]["checksum"] == _checksum(record))
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def read_conversation(path: Path) -> Any:
@@ -279,25 +287,28 @@ class SavedSession:
     Raises:
         SessionError: It is damaged, or of another model, dtype, type of GPU or version.
         ContextLengthError: The runtime was loaded for fewer tokens.
+
+    Attributes:
+        saved: What the messages are to the model.
+        held_tokens: Of these tokens, those that need not be read again.
     """
 
     def __init__(self, path: Path, record: Mapping[str, Any], files: BlockFiles, parts: RuntimeParts) -> None:
         self._files, self._way_out = files, f"delete {_directory(path.resolve())} to have its messages read again"
         session, made = record["session"], made_with(parts)
-        try:
-            fine = session["checksum"] == _checksum(record)
-        except (KeyError, TypeError, AttributeError):
-            fine = False
-        self._require(fine, f"{path} is damaged, or was changed by hand")
-        for name, other in _MUST_BE_EQUAL.items():
-            was, now = session["made_with"].get(name), made[name]
-            self._require(was == now, f"{path} was saved with another {other} ({was}, and here it is {now})")
-        tokens = tuple(map(int, session["tokens"].split()))
-        self.saved = SavedText(session["text"], tokens, session["prompt_tokens"])
+        self._require(_is_whole(record), f"{path} is damaged, or was changed by hand")
+        was = session["made_with"]
+        self._require(was["model"] == made["model"], f"{path} was saved with another model ({session['name']})")
+        for name in ("dtype", "device", "arithmetic"):
+            differs = f"another {name} ({was[name]}, and here it is {made[name]})"
+            self._require(was[name] == made[name], f"{path} was saved with {differs}")
+        self.saved = _saved_text(session)
+        tokens = self.saved.tokens
         capacity = parts.target.runner.cache.capacity_tokens
         if len(tokens) > capacity:
             raise ContextLengthError(f"{path} has {len(tokens)} tokens and the context {capacity}: raise --context")
         # Of each cache as many leading tokens as it was saved with; a draft that is another one reads them itself.
+        self.held_tokens = session["held"]["target"]
         self._caches = list[tuple[SessionCache, Sequence[int], list[str]]]()
         for name, cache in session_caches(parts).items():
             own = tokens[: session["held"].get(name, 0)]
@@ -333,6 +344,20 @@ class SavedSession:
             raise SessionError(f"{error}: {self._way_out}") from error
 
 
+def _saved_text(session: Mapping[str, Any]) -> SavedText:
+    return SavedText(session["text"], tuple(map(int, session["tokens"].split())), session["prompt_tokens"])
+
+
 def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
-    """Whether there is more than messages: a file from elsewhere, or whose blocks were deleted, has no more."""
+    """Whether a file has more than messages and their tokens: one from elsewhere, or whose blocks were deleted, does
+    not."""
     return "session" in record and any(_directory(path.resolve()).glob("*.kv"))
+
+
+def text_without_blocks(record: Mapping[str, Any], parts: RuntimeParts) -> tuple[str, tuple[int, ...]]:
+    """What a session without blocks has been to the model, and its tokens; nothing where that was another model, or
+    the file was changed by hand, so that there are messages alone."""
+    if not _is_whole(record) or record["session"]["made_with"]["model"] != made_with(parts)["model"]:
+        return "", ()
+    saved = _saved_text(record["session"])
+    return saved.text, saved.tokens

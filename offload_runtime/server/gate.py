@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_runtime.config import GB, require, require_positive, require_types
+from offload_runtime.config import require, require_positive, require_types
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -67,7 +67,7 @@ class ServerConfig:
     max_waiting: int = 64
     prefix_cache_bytes: int = 0
     sessions: Path | None = None
-    sessions_bytes: int = 64 * GB
+    sessions_bytes: int | None = None
     max_tokens: int | None = None
     max_body_bytes: int = 8_000_000
     max_seconds: float = 3600.0
