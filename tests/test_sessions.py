@@ -200,7 +200,8 @@ def test_another_model_dtype_or_length_is_refused(runtime: Runtime, target: Path
     begin(runtime).save(path)
     other = write_checkpoint(tmp_path / "other", seed=9, num_layers=2, context=CONTEXT)
     for model, options, error, message in (
-        (other, {}, SessionError, "another model"), (target, {"dtype": "bf16"}, SessionError, "another dtype .float32, and"),
+        (other, {}, SessionError, "another model .*two_layer_target"),
+        (target, {"dtype": "bf16"}, SessionError, "another dtype .float32, and here it is bfloat16"),
         (target, {"context": 300}, ContextLengthError, "raise --context"),
     ):  # fmt: skip
         with load(model, **{"draft": "none", "context": CONTEXT, **options}) as wrong:

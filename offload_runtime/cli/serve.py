@@ -68,7 +68,7 @@ def _stopping_signals() -> Iterator[tuple[threading.Event, threading.Event]]:
     """Ctrl-C and SIGTERM as a wish, from the second on as an order.
 
     While the model is loaded either interrupts that as Ctrl-C does everywhere. An order ends the process as the signal
-    would have: what it holds on cards and host is the system's again, and it keeps nothing on disk.
+    would have: what it holds on cards and host is the system's again, and on disk are blocks that are whole.
 
     Yields:
         What the caller sets once it waits for the wish, and what is set by the wish.

@@ -46,7 +46,8 @@ def made_with(parts: RuntimeParts) -> dict[str, str]:
     """
     device, cpu = parts.budget.device, torch.backends.cpu.get_cpu_capability()
     return {
-        "model": _opened(parts.plan.request.target).fingerprint, "dtype": str(parts.plan.target.dtype).removeprefix("torch."),
+        "model": _opened(parts.plan.request.target).fingerprint,
+        "dtype": str(parts.plan.target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
         "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
     }  # fmt: skip
