@@ -310,7 +310,7 @@ def test_who_is_killed_leaves_a_whole_session(runtime: Runtime, tmp_path: Path) 
                 later = conversation
 
     seen = set()
-    for _ in range(25):
+    for _ in range(15):
         with forked(work):
             time.sleep(chance.uniform(0.02, 0.25))
         later = runtime.load_conversation(path)
@@ -320,7 +320,7 @@ def test_who_is_killed_leaves_a_whole_session(runtime: Runtime, tmp_path: Path) 
         assert not list(Path(f"{path}.kv").glob("*.part"))
         if later.num_tokens > CONTEXT - 60:
             conversation.save(path)
-    assert len(seen) > 5
+    assert len(seen) > 3
 
 
 # --- a server
