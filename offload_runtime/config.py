@@ -14,7 +14,7 @@ import reprlib
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -141,10 +141,10 @@ def regular_file(path: Path, *, way_out: str) -> Path:
     return real
 
 
-def write_atomically(path: Path, content: str | bytes, *, way_out: str) -> None:
+def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *, way_out: str) -> None:
     """Write a regular file, text as UTF-8, so that a reader sees the old one or the whole new one, never a part.
 
-    Symbolic links stay, and what they lead to is written.
+    Symbolic links stay, and what they lead to is written. What is not text comes in pieces.
 
     Raises:
         StorageError: The disk is full or the place cannot be written, with the `way_out`; what was there is then
@@ -156,7 +156,7 @@ def write_atomically(path: Path, content: str | bytes, *, way_out: str) -> None:
         descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name[:50]}-", suffix=".part")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                file.writelines([content.encode()] if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, real)

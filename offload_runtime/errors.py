@@ -47,6 +47,10 @@ class StorageError(OffloadError):
     """Writing to disk failed (disk full, no permission); nothing half-written is kept."""
 
 
+class SessionError(OffloadError):
+    """A saved session is damaged or incomplete, or of another model, dtype, type of GPU or version."""
+
+
 class VocabularyMismatchError(OffloadError):
     """The draft model does not share the target's vocabulary, so its proposals mean nothing."""
 

@@ -19,7 +19,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
-from offload_runtime.kv.device import StreamingDraftCache, kept_positions
+from offload_runtime.kv.device import StreamingDraftCache, block_shape, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from tests.helpers.attention_cases import int32
@@ -157,14 +157,17 @@ def test_blocks_that_come_back_are_as_those_that_were_written() -> None:
     played = Played()
     played.prefill(0, 700)
     played.prefill(1, 300)
-    saved = [played.cache.save_block(0, block) for block in range(2)]
+    saved = [torch.empty(LAYERS, *block_shape(CONFIG)).unbind() for _ in range(2)]
+    for block, to in enumerate(saved):
+        played.cache.save_block(0, block, to)
     kept = played.expected[0][: 2 * BLOCK_TOKENS]
     played.cut(0, 3)
     played.prefill(0, 500)
     played.cut(1, 0)
-    played.cache.restore_blocks(1, saved[:1])
-    played.cache.restore_blocks(1, saved[1:])
-    played.expected[1] = kept
+    played.cache.begin_restore(1, 2 * BLOCK_TOKENS - 3)
+    played.cache.restore_block(1, saved[0], BLOCK_TOKENS)
+    played.cache.restore_block(1, saved[1], BLOCK_TOKENS - 3)
+    played.expected[1] = kept[:-3]
     played.check()
     played.window(1, 8, range(5))
     played.check()
@@ -234,6 +237,20 @@ class PlayedOnHost:
         self.cache.truncate(0, length)
         del self.expected[length:]
 
+    def save_and_restore(self) -> None:
+        """All blocks leave, the open one as well, another text is written, and they come back."""
+        kept = self.expected[:]
+        saved = [torch.empty(LAYERS, *block_shape(CONFIG)).unbind() for _ in range(num_blocks(len(kept)))]
+        for block, to in enumerate(saved):
+            self.cache.save_block(0, block, to)
+        self.cut(0)
+        self.grow(600)
+        self.cut(0)
+        self.cache.begin_restore(0, len(kept))
+        for block, to in enumerate(saved):
+            self.cache.restore_block(0, to, min(BLOCK_TOKENS, len(kept) - block * BLOCK_TOKENS))
+        self.expected = kept
+
     def check(self, *, on_host: int) -> None:
         """A pass that streams the first `on_host` blocks finds these there, and everything else in the ring."""
         assert self.cache.length(0) == len(self.expected)
@@ -274,6 +291,14 @@ def test_a_cut_behind_what_the_ring_holds(on_host: PlayedOnHost, kept: int) -> N
     on_host.check_all()
 
 
+def test_blocks_in_host_memory_that_come_back(on_host: PlayedOnHost) -> None:
+    for length in (1700, 1792, 3, 2048):
+        on_host.grow(length)
+        on_host.save_and_restore()
+        on_host.check_all()
+        on_host.cut(length // 2)
+
+
 def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
     """Its write is late, and what is on the host is still what was cut."""
     gate = threading.Event()
@@ -299,7 +324,9 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(["grow", "window", "cut", "drain"]), st.integers(0, 900)), max_size=10),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["grow", "window", "cut", "drain", "restore"]), st.integers(0, 900)), max_size=10
+    ),
     seed=st.integers(0, 9), reorders=st.booleans(),
 )  # fmt: skip
 def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reorders: bool) -> None:
@@ -320,6 +347,8 @@ def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reo
             played.window(count, 7 * amount % (count + 1))
         elif action == "cut":
             played.cut(max(0, length - amount))
+        elif action == "restore":
+            played.save_and_restore()
         else:
             played.engine.drain()
         played.check_all()

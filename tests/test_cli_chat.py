@@ -177,6 +177,30 @@ def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["broken.json", "my chat.json"]
 
 
+def test_a_session_goes_on_where_it_was_and_is_saved_after_every_answer(runtime: FakeRuntime, tmp_path: Path) -> None:
+    path, other = tmp_path / "chat.json", tmp_path / "other.json"
+    chat(runtime, "--session", str(path), "--system", "Be brief.", turns="one\n")
+    result = chat(runtime, "--session", str(path), turns=f"two\n/save\n/save {other}\n/reset\nthree\n/reset\n")
+    assert f"loaded 3 messages from {path}\n" in result.stderr and f"saved 5 messages to {path}\n" in result.stderr
+    messages = [message["content"] for message in json.loads(path.read_text())["messages"]]
+    assert messages == ["Be brief.", "three", "Hello"] and len(json.loads(other.read_text())["messages"]) == 5
+    result = chat(runtime, "--session", str(path), "--system", "Be long.", turns="four\n")
+    assert result.exit_code == 2 and "another system prompt" in error_lines(result)[0]
+    assert error_lines(chat(runtime, turns="/save\n"))[0].startswith("error: /save needs the name of a file")
+
+
+def test_a_session_that_cannot_be_saved_costs_a_line_each(
+    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = chat(runtime, "--session", str(tmp_path / "chat.json"), "--json", turns="one\ntwo\n")
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2
+    assert ["No space left" in line for line in error_lines(result)] == [True, True]
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}'], ids=lambda raw: repr(raw[:9])
 )

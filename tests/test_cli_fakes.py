@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,9 @@ import typer
 
 from offload_runtime.cli.app import app
 from offload_runtime.cli.options import with_options
-from offload_runtime.config import GenerationParams, RuntimeConfig
+from offload_runtime.config import GenerationParams, RuntimeConfig, write_atomically
 from offload_runtime.engine import GenerationResult, GenerationStats
+from offload_runtime.engine.sessions import read_conversation
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.speculation import Acceptance
 
@@ -242,10 +245,13 @@ class FakeConversation:
     def set_system(self, text: str | None) -> None:
         self.messages = [] if text is None else [{"role": "system", "content": text}]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"messages": self.messages}
+    def save(self, path: Path) -> None:
+        content = json.dumps({"messages": self.messages})
+        write_atomically(path, content, way_out="nothing was changed, choose another place")
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def load(self, path: Path) -> int:
+        saved = read_conversation(path)
         if not isinstance(saved, dict) or "messages" not in saved:
             raise OptionError("this is not a saved conversation")
         self.messages = saved["messages"]
+        return self.num_tokens

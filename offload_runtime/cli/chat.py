@@ -5,16 +5,17 @@ The session below knows nothing of terminals: it takes one turn's text, which is
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
 from offload_runtime.cli.options import SAMPLING_OPTIONS, ChatOptions, sampling_values, with_sampling_option
-from offload_runtime.config import GenerationParams, format_bytes, require, require_unicode, write_atomically
+from offload_runtime.config import GenerationParams, format_bytes, require, require_unicode
 from offload_runtime.errors import OffloadError, OptionError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
 
     show_progress = not options.no_progress
     with (
+        nullcontext() if options.session is None else _only_here(options.session),
         terminal.only_json(options.as_json) as output,
         load_runtime(config, engine, explain=options.explain, show_progress=show_progress, check=check) as runtime,
     ):
@@ -41,14 +43,23 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
         if line is not None:
             terminal.status_line(line)
         session = ChatSession(runtime, runtime.conversation(options.system), options, output)
+        if options.session is not None:
+            session.resume(options.session)
         converse = _converse_at_terminal if interactive else _converse_through_pipe
         converse(session)
+
+
+def _only_here(path: Path) -> AbstractContextManager[object]:
+    """While a session is used no other process may use it, which is found out before a model is loaded."""
+    from offload_runtime.engine.sessions import session_files
+
+    return session_files(path)
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
     """Read turns from the terminal until Ctrl-D, `/exit`, or Ctrl-C twice in a row."""
     terminal.status_line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    with_files = [name for name, command in COMMANDS.items() if command.argument == "FILE"]
+    with_files = [name for name, command in COMMANDS.items() if "FILE" in command.argument]
     settings = [f"/set {name}" for name in SAMPLING_OPTIONS]
     read = terminal.line_editor([*COMMANDS, *settings], with_files)
     # A Ctrl-C at the empty prompt leaves when the key before it was a Ctrl-C too, be it one that stopped an answer.
@@ -84,7 +95,8 @@ def _converse_through_pipe(session: ChatSession) -> None:
 
 @dataclass
 class ChatSession:
-    """One conversation and the way its answers are printed. Owns nothing but the last answer's figures.
+    """One conversation and the way its answers are printed. Owns nothing but the last answer's figures, and where the
+    conversation is saved after every turn (`path`).
 
     With `--json` each answer is one object, with what there is to tell of the run, on `output`.
     """
@@ -95,6 +107,16 @@ class ChatSession:
     output: TextIO
     last_stats: GenerationStats | None = None
     num_regenerated: int = 0
+    path: Path | None = None
+
+    def resume(self, path: Path) -> None:
+        """Go on from a file, if it is there, and save to it from now on."""
+        if path.exists():
+            asked = self.conversation.messages
+            _load(self, str(path))
+            fine = asked == [message for message in self.conversation.messages if message["role"] == "system"]
+            require(fine or not asked, f"{path} has another system prompt: drop --system, or see /system in the chat")
+        self.path = path
 
     def take(self, text: str) -> bool:
         """Answer a message or obey a `/command` (`//…` is a message that begins with a slash); returns False when the
@@ -159,7 +181,16 @@ class ChatSession:
             cut = f"cut after {result.stats.new_tokens} tokens: /set max-new-tokens N allows more"
             figures.append("the context is full: /reset starts over" if used >= reserved else cut)
         terminal.status_line(answer_line(result, *figures))
+        self.keep()
         return result.finish_reason != "interrupted"
+
+    def keep(self) -> None:
+        """Save the turn, where turns are saved; the conversation goes on if that fails."""
+        try:
+            if self.path is not None:
+                self.conversation.save(self.path)
+        except OffloadError as error:
+            terminal.error_line(error)
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
         for result in answers:  # there is one, or none where an error came before it
@@ -208,6 +239,7 @@ def _undo(session: ChatSession, argument: str) -> None:
     dropped = terminal.one_line(session.conversation.undo())
     shown = dropped if len(dropped) <= 60 else f"{dropped[:60]}…"
     terminal.status_line(f"dropped your last message and its answer: {shown}")
+    session.keep()
 
 
 def _set(session: ChatSession, argument: str) -> None:
@@ -238,22 +270,18 @@ def _stats(session: ChatSession, argument: str) -> None:
 
 
 def _save(session: ChatSession, argument: str) -> None:
-    path = terminal.user_path(argument)
-    record = json.dumps(session.conversation.to_json(), indent=1)
-    write_atomically(path, record, way_out="nothing was changed, choose another place")
+    path = terminal.user_path(argument) if argument else session.path
+    if path is None:
+        raise OptionError("/save needs the name of a file: /save FILE (or start with --session FILE)")
+    session.conversation.save(path)
     terminal.status_line(f"saved {_count(session)} to {path}")
 
 
 def _load(session: ChatSession, argument: str) -> None:
     path = terminal.user_path(argument)
-    text = terminal.read_text(path)
-    try:
-        # Arrays nested thousands deep end in a RecursionError; no conversation looks like that.
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a ValueError of integers of thousands of digits, too
-        raise OptionError(f"{path} is not a saved conversation: {error}") from error
-    session.conversation.restore(record)
-    terminal.status_line(f"loaded {_count(session)} from {path}")
+    kept = session.conversation.load(path)
+    again = "" if kept or not session.conversation.messages else "; what was said is read again"
+    terminal.status_line(f"loaded {_count(session)} from {path}{again}")
 
 
 def _count(session: ChatSession) -> str:
@@ -274,7 +302,7 @@ COMMANDS = {
     "/reset": Command("", "forget the conversation, keep the system prompt", _reset),
     "/system": Command("[TEXT]", "show the system prompt, or set it and start over (none removes it)", _system),
     "/stats": Command("", "figures of the last answer, and where the weights live", _stats),
-    "/save": Command("FILE", "write the conversation as JSON", _save),
+    "/save": Command("[FILE]", "keep the conversation, with what was read of it", _save),
     "/load": Command("FILE", "go on with a saved conversation", _load),
     "/exit": Command("", "leave", _exit),
 }

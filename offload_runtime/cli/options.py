@@ -320,6 +320,7 @@ class ChatOptions(AnswerOptions):
     min_p: float = _min_p(None)
     repetition_penalty: float = _repetition_penalty(None)
     system: str | None = _text(help="What the model is told before the first turn.")
+    session: Path | None = _file(help="Go on from this file if it is there, and save to it after every answer.")
 
     def with_defaults(self, named: Mapping[str, float]) -> tuple[ChatOptions, str | None]:
         """The same with what the user left open, as the model's makers `named` it or else the command's own; and a line
@@ -419,6 +420,13 @@ class ServeOptions(LoadOptions):
     prefix_cache_bytes: int | None = _limits(
         None, "--prefix-cache", metavar="SIZE", parser=str, callback=_given(parse_bytes),
         help="Host memory, beyond --ram, for keys and values that a slot loses to another prompt.",
+    )  # fmt: skip
+    sessions: Path | None = _file(
+        metavar="DIR", help="Keep what was read of prompts in this directory, for the next process."
+    )
+    sessions_bytes: int | None = _limits(
+        None, "--sessions-size", metavar="SIZE", parser=str, callback=_given(parse_bytes),
+        help="What --sessions may hold, 64GB by itself; what was used least recently goes first.",
     )  # fmt: skip
     max_tokens: int | None = _limits(
         None, min=1, metavar="N", help="Longest answer; by itself, what the context holds."

@@ -359,7 +359,7 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
     figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.removeprefix(".").lower())
-    write_atomically(path, picture.getvalue(), way_out=_PLOT_ELSEWHERE)
+    write_atomically(path, [picture.getvalue()], way_out=_PLOT_ELSEWHERE)
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:

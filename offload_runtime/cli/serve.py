@@ -15,6 +15,7 @@ from typing import Any
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import ServeOptions
+from offload_runtime.config import require
 from offload_runtime.server import require_extra
 
 _KEY_VARIABLE = "OFFLOAD_RUNTIME_API_KEY"
@@ -23,7 +24,10 @@ _KEY_VARIABLE = "OFFLOAD_RUNTIME_API_KEY"
 def serve(options: ServeOptions, *, engine: Any = None) -> None:
     """Answer requests of OpenAI's API, and with a page to chat with at /."""
     config = options.config  # judged before anything is loaded
+    fine = options.sessions is not None or options.sessions_bytes is None
+    require(fine, "--sessions-size does nothing without --sessions: add it, or drop this")
     require_extra()
+    from offload_runtime.engine.sessions import prefix_files
     from offload_runtime.server.gate import ServerConfig
     from offload_runtime.server.run import Server
 
@@ -33,9 +37,12 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
         api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
         allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
         max_waiting=options.max_waiting, prefix_cache_bytes=options.prefix_cache_bytes or 0,
+        sessions=options.sessions, sessions_bytes=options.sessions_bytes,
         max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
         max_seconds=options.max_seconds, grace_s=options.grace_s,
     )  # fmt: skip
+    if options.sessions is not None:
+        prefix_files(options.sessions).close()  # in use, or not to be written: found out before loading
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (
@@ -61,7 +68,7 @@ def _stopping_signals() -> Iterator[tuple[threading.Event, threading.Event]]:
     """Ctrl-C and SIGTERM as a wish, from the second on as an order.
 
     While the model is loaded either interrupts that as Ctrl-C does everywhere. An order ends the process as the signal
-    would have: what it holds on cards and host is the system's again, and it keeps nothing on disk.
+    would have: what it holds on cards and host is the system's again, and on disk are blocks that are whole.
 
     Yields:
         What the caller sets once it waits for the wish, and what is set by the wish.

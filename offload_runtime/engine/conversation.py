@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from offload_runtime.config import GenerationParams, SamplingParams, params_once, require, require_unicode
 from offload_runtime.engine.generate import OnProgress, TokenStream
 from offload_runtime.engine.request import PromptRoom
+from offload_runtime.engine.sessions import read_conversation
 from offload_runtime.errors import ContextLengthError, OptionError
 
 _ROLES = ("system", "user", "assistant")
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
 Reply = TokenStream
 _Seen = tuple[str, tuple[int, ...]]  # text, and its tokens
+
+
+class Sessions(Protocol):
+    """Keeps what caches hold of conversations; see `Runtime`."""
+
+    def save_session(
+        self, path: Path, record: Mapping[str, Any], text: str, tokens: tuple[int, ...], *, owner: object
+    ) -> None:
+        """Save what `to_json` gives, the text that it is to the model, its tokens, and what the caches hold of them if
+        that was left there by `owner`."""
+
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
+        """Bring the caches to what was saved, for `owner`: that text and its tokens, none where a file (`record`) has
+        messages alone, and how many of them need not be read again."""
 
 
 class Conversation:
@@ -24,10 +40,14 @@ class Conversation:
         room: What prompts have to go with.
         start: `Runtime.start`.
         system: What the model is told first, or None.
+        sessions: What saves it, and loads others; None where nothing does.
     """
 
-    def __init__(self, room: PromptRoom, start: Callable[..., TokenStream], system: str | None = None) -> None:
-        self._room, self._start = room, start
+    def __init__(
+        self, room: PromptRoom, start: Callable[..., TokenStream], system: str | None = None,
+        sessions: Sessions | None = None,
+    ) -> None:  # fmt: skip
+        self._room, self._start, self._sessions = room, start, sessions
         self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for those who go back
         self.set_system(system)
 
@@ -125,24 +145,62 @@ class Conversation:
         """The messages, ready to be saved."""
         return {"version": 1, "messages": [dict(message) for message in self.messages]}
 
+    def save(self, path: str | Path) -> None:
+        """Save the conversation: in a file its messages, as `to_json` gives them, and their tokens; in the directory
+        `path`.kv beside it keys and values, of which a later save adds what is new. Whatever happens meanwhile, the
+        session that was there before or the new one is whole.
+
+        Raises:
+            StorageError: It cannot be written, is no regular file, or another process uses it; what was there stays.
+        """
+        assert self._sessions is not None
+        self._sessions.save_session(Path(path), self.to_json(), *self._seen, owner=self)
+
+    def load(self, path: str | Path) -> int:
+        """Go on from a conversation that was saved. Its answers have the bits that they would have had, and the next
+        one reads nothing that had been read before.
+
+        Returns:
+            Tokens that need not be read again: none where there are no blocks, such as in a file from elsewhere.
+
+        Raises:
+            OptionError: It cannot be read, or is something else.
+            SessionError: It is damaged, or of another model, dtype, type of GPU or version.
+            StorageError: Another process uses it.
+            ContextLengthError: It is longer than the context.
+            After each of them the conversation is as before.
+        """
+        assert self._sessions is not None
+        record = read_conversation(path := Path(path))
+        messages = _messages_of(record)
+        text, tokens, num_held = self._sessions.load_session(path, record, owner=self)
+        self._earlier.clear()
+        self._begin_with(messages, text, tokens)
+        return num_held
+
     def restore(self, saved: Any) -> None:
         """Go on from what `to_json` gave.
 
         Raises:
             OptionError: It is something else; the conversation is as before.
         """
-        messages = saved.get("messages") if isinstance(saved, dict) else None
-        if not isinstance(messages, list) or saved.get("version") != 1:
-            raise OptionError("this is not a saved conversation: it needs version 1 and a list of messages")
-        for number, message in enumerate(messages):
-            fine = isinstance(message, dict) and message.get("role") in _ROLES
-            fine = fine and isinstance(message.get("content"), str)
-            require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
-            require_unicode(f"message {number} of the saved conversation", message["content"])
-        self._begin_with([{"role": message["role"], "content": message["content"]} for message in messages])
+        self._begin_with(_messages_of(saved))
 
     def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
         apart from it."""
         self.messages, self._seen = messages, (text, tokens)
         self._earlier = {count: seen for count, seen in self._earlier.items() if text and count < len(messages)}
+
+
+def _messages_of(saved: Any) -> list[dict[str, str]]:
+    """The messages of a conversation that was saved. Raises `OptionError`."""
+    messages = saved.get("messages") if isinstance(saved, dict) else None
+    if not isinstance(messages, list) or saved.get("version") != 1:
+        raise OptionError("this is not a saved conversation: it needs version 1 and a list of messages")
+    for number, message in enumerate(messages):
+        fine = isinstance(message, dict) and message.get("role") in _ROLES
+        fine = fine and isinstance(message.get("content"), str)
+        require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
+        require_unicode(f"message {number} of the saved conversation", message["content"])
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

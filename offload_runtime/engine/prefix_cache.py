@@ -1,6 +1,7 @@
 """The prefix cache: slots keep the keys and values of requests that have ended, and the longest beginning of a prompt
 that one of them still holds is not read again. A store in host memory, if there is one, holds blocks that slots have
-lost, and gives them back to a prompt of which it knows more than any slot.
+lost, and gives them back to a prompt of which it knows more than any slot; so does a directory, which outlives the
+process.
 
 By one arithmetic what is kept has the bits of what would be computed anew. A slot without a running request costs no
 pass anything: passes attend to, and stream, the keys and values of the requests that they are about.
@@ -12,13 +13,15 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.engine.sessions import SavedPrefixes
 from offload_runtime.errors import BudgetError
-from offload_runtime.kv import BlockStore, DeviceKVCache
+from offload_runtime.kv import BlockStore
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.kv.multi_card import MultiCardKVCache
+from offload_runtime.kv.device import block_shape
 from offload_runtime.memory import check_host_memory
 
 
@@ -37,10 +40,14 @@ class PrefixCache:
         target: Whose cache it is.
         num_slots: Of the cache. They are taken for empty, whatever they hold.
         store: Of blocks that they have lost, where the cache is on the device; None for none.
+        prefixes: The same on disk.
     """
 
-    def __init__(self, target: LoadedModel, num_slots: int, store: BlockStore | None = None) -> None:
-        self._target, self._store = target, store
+    def __init__(
+        self, target: LoadedModel, num_slots: int, store: BlockStore | None = None,
+        prefixes: SavedPrefixes | None = None,
+    ) -> None:  # fmt: skip
+        self._target, self._store, self._prefixes = target, store, prefixes
         self._slots = dict.fromkeys(range(num_slots), _Held())  # the least recently used one comes first
 
     def join(self, sequence: Sequence[int], free: Collection[int]) -> tuple[int, int]:
@@ -59,14 +66,17 @@ class PrefixCache:
         stored: Sequence[SavedBlock] = ()
         if self._store is not None:
             stored = self._store.find(self._target.rope.frequency_set(len(sequence)), sequence[:-1])
-            self._save(slot, kept[slot], self._store)  # which may drive out what was found
+        self._save(slot, kept[slot])  # which may drive out what was found
         self.forget(slot)  # until the cache has no more than what is shared
         cache.truncate(slot, kept[slot])
         if len(stored) * BLOCK_TOKENS > kept[slot]:
-            assert isinstance(cache, DeviceKVCache | MultiCardKVCache)
             whole = kept[slot] // BLOCK_TOKENS
             cache.truncate(slot, whole * BLOCK_TOKENS)
-            cache.restore_blocks(slot, stored[whole:])
+            cache.begin_restore(slot, len(stored) * BLOCK_TOKENS)
+            for block in stored[whole:]:
+                cache.restore_block(slot, block, BLOCK_TOKENS)
+        if self._prefixes is not None:
+            self._prefixes.restore(slot, sequence)
         self._hold(slot, _Held(sequence, len(sequence)))
         return slot, cache.length(slot)
 
@@ -78,20 +88,46 @@ class PrefixCache:
         """What the slot holds is of no use."""
         self._slots[slot] = _Held()
 
-    def _save(self, slot: int, kept: int, store: BlockStore) -> None:
-        """Let the store have a slot's blocks if any but those of the first `kept` tokens are lost, as long as there is
-        host memory."""
+    def save_all(self) -> None:
+        """Let the directory have what slots hold, if there is one."""
+        for slot, (tokens, prompt_tokens) in self._slots.items():
+            if self._prefixes is not None:
+                self._prefixes.save(slot, tokens, prompt_tokens)
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, int, int]:
+        """The slot that holds the longest beginning of a text, how many tokens it has of that, and how many the prompt
+        had by which they are rotated."""
+        kept = {slot: self._num_equal(slot, tokens) for slot in self._slots}
+        slot = max(kept, key=lambda one: kept[one])
+        return slot, kept[slot], self._slots[slot].prompt_tokens
+
+    def clear(self, tokens: Sequence[int], prompt_tokens: int) -> int:
+        """Empty the slot that was used least recently, for a text that is brought there from elsewhere; which it is."""
+        slot = next(iter(self._slots))
+        self._target.runner.cache.truncate(slot, 0)
+        self._hold(slot, _Held(tokens, prompt_tokens))
+        return slot
+
+    def _save(self, slot: int, kept: int) -> None:
+        """Let the store and the directory have a slot's blocks if any but those of the first `kept` tokens are lost, as
+        long as there is host memory."""
         (tokens, prompt_tokens), cache, target = self._slots[slot], self._target.runner.cache, self._target
         held = min(cache.length(slot), len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
 
         def save(block: int) -> SavedBlock:
             check_host_memory(target.config.num_layers * target.plan.kv_block_bytes, what="the prefix cache")
-            assert isinstance(cache, DeviceKVCache | MultiCardKVCache)
-            return cache.save_block(slot, block)
+            shape = target.config.num_layers, *block_shape(target.config)
+            saved = torch.empty(shape, dtype=target.plan.dtype).unbind()
+            cache.save_block(slot, block, saved)
+            return saved
 
-        if held > kept:
+        if held <= kept:
+            return
+        if self._store is not None:
             with suppress(BudgetError):
-                store.put(target.rope.frequency_set(prompt_tokens), tokens[:held], save)
+                self._store.put(target.rope.frequency_set(prompt_tokens), tokens[:held], save)
+        if self._prefixes is not None:
+            self._prefixes.save(slot, tokens, prompt_tokens)
 
     def _hold(self, slot: int, held: _Held) -> None:
         # At once: an interruption must not lose a slot.
@@ -99,8 +135,13 @@ class PrefixCache:
 
     def _num_shared(self, slot: int, prompt: Sequence[int]) -> int:
         """Leading tokens of a prompt, but for its last, that a slot holds rotated as this prompt wants them."""
-        (tokens, prompt_tokens), rope = self._slots[slot], self._target.rope
+        prompt_tokens, rope = self._slots[slot].prompt_tokens, self._target.rope
         if rope.frequency_set(prompt_tokens) != rope.frequency_set(len(prompt)):
             return 0
-        most = min(self._target.runner.cache.length(slot), len(tokens), len(prompt) - 1)
-        return next((place for place in range(most) if tokens[place] != prompt[place]), most)
+        return min(self._num_equal(slot, prompt), len(prompt) - 1)
+
+    def _num_equal(self, slot: int, text: Sequence[int]) -> int:
+        """Leading tokens of a text that a slot holds."""
+        tokens = self._slots[slot].tokens
+        most = min(self._target.runner.cache.length(slot), len(tokens), len(text))
+        return next((place for place in range(most) if tokens[place] != text[place]), most)

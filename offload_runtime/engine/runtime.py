@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,22 @@ from offload_runtime.config import (
     require_type,
 )
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream
+from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.prefix_cache import PrefixCache
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
+from offload_runtime.engine.sessions import (
+    SavedPrefixes,
+    SavedSession,
+    SavedText,
+    has_blocks,
+    prefix_files,
+    save_session,
+    session_caches,
+    session_files,
+    text_without_blocks,
+)
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.hardware import MachineProfile
@@ -257,7 +268,41 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its keys and values between turns."""
-        return Conversation(self._room, self.start, system)
+        return Conversation(self._room, self.start, system, self)
+
+    def load_conversation(self, path: str | Path) -> Conversation:
+        """A chat that goes on from one that was saved. Raises as `Conversation.load`."""
+        conversation = self.conversation()
+        conversation.load(path)
+        return conversation
+
+    def save_session(
+        self, path: Path, record: Mapping[str, Any], text: str, tokens: tuple[int, ...], *, owner: object
+    ) -> None:
+        """What `Conversation.save` does."""
+        with self._locked():
+            self._require_open()
+            slot, held, prompt_tokens = 0, 0, len(tokens)
+            if self._current is not None and self._cache_owner is owner:
+                slot, held, prompt_tokens = self._current.prefix_cache.find(tokens)
+            saved = SavedText(text, tokens, prompt_tokens)
+            with device_errors(self.device):
+                save_session(path, record, saved, self.parts, slot=slot, held=held)
+
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
+        """What `Conversation.load` does with what its file says."""
+        self._require_open()
+        if not has_blocks(path, record):
+            return *text_without_blocks(record, self.parts), 0
+        with self._locked(), device_errors(self.device), session_files(path) as files:
+            self._require_open()
+            session = SavedSession(path, record, files, self.parts)
+            saved = session.saved
+            if self._cache_owner is not None:  # whose keys and values give way only to what is whole
+                session.verify()
+            generation = self._begin([], Hooks(), owner=owner)
+            session.restore(generation.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
+        return saved.text, saved.tokens, session.held_tokens
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -390,16 +435,17 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def _begin(
         self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None, *,
-        owner: object | None = None, store: BlockStore | None = None,
+        owner: object | None = None, store: BlockStore | None = None, prefixes: SavedPrefixes | None = None,
     ) -> Generation:  # fmt: skip
         """The current generation from here on, whose requests are all that the cache and its slots are used for. What
-        the slots hold is kept for `owner`, if that is whose the generation before was; what they lose is for `store`.
+        the slots hold is kept for `owner`, if that is whose the generation before was; what they lose is for `store`
+        and `prefixes`.
         """
         self._require_open()
         parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
         for request in requests:
             parts.windows.settle(request.params, parts.proposer)
-        prefix_cache = PrefixCache(parts.target, self.plan.target.batch, store)
+        prefix_cache = PrefixCache(parts.target, self.plan.target.batch, store, prefixes)
         if self._current is not None and owner is not None and self._cache_owner is owner:
             prefix_cache = self._current.prefix_cache
         self._let_go_of_current()
@@ -444,14 +490,27 @@ class Runtime(AbstractContextManager["Runtime"]):
         return Request(tokens, params, self.tokenizer, eos, speculate=speculate, matcher=matcher)
 
     @contextmanager
-    def serving(self, hooks: Hooks, *, prefix_cache_bytes: int = 0) -> Iterator[Generation]:
+    def serving(
+        self, hooks: Hooks, *, prefix_cache_bytes: int = 0, sessions: Path | None = None,
+        sessions_bytes: int | None = None,
+    ) -> Iterator[Generation]:  # fmt: skip
         """The runtime for the thread that calls, until it is done: a generation that requests may join. Calls in
         progress are waited for; meanwhile others raise an `OptionError`. See `Scheduler`."""
-        with self._locked():
-            store = self._store(prefix_cache_bytes)
+        with self._locked(), ExitStack() as stack:
+            store, prefixes = self._store(prefix_cache_bytes), None
+            if sessions is not None:
+                nbytes = self.config.num_layers * self.plan.target.kv_block_bytes
+                fine = sessions_bytes is None or sessions_bytes >= nbytes
+                sizes = f"{format_bytes(sessions_bytes or 0)} hold none of {format_bytes(nbytes)}"
+                require(fine, f"sessions are blocks of 256 tokens, and {sizes}: raise --sessions-size")
+                files = stack.enter_context(prefix_files(sessions, sessions_bytes))
+                prefixes = SavedPrefixes(files, session_caches(self.parts))
             self._is_served = True
             try:
-                yield self._begin([], hooks, store=store)
+                generation = self._begin([], hooks, store=store, prefixes=prefixes)
+                yield generation
+                with generation.working():
+                    generation.prefix_cache.save_all()
             finally:
                 self._is_served = False
                 self._let_go_of_current()

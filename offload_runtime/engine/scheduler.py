@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from offload_runtime.config import GenerationParams, require, require_type
 from offload_runtime.engine.generate import Generation, Hooks
@@ -142,16 +143,28 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         prefix_cache_bytes: Host memory for blocks of 256 tokens that slots lose to other prompts, which are copied back
             for prompts that begin so; 0 is off. It comes on top of what `ram` limits, is not page-locked, and grows as
             blocks come. Only with the KV cache on the device: in host memory slots alone keep theirs.
+        sessions: A directory for such blocks, of the draft's cache, too: they are written when slots lose them and when
+            the scheduler is closed, which passes wait for, and are found again by the next process. None: none.
+        sessions_bytes: Most that they may take, those that were used least recently go first; None is 64 GB.
 
     Raises:
         OptionError: The runtime is closed, or served by another scheduler, or `prefix_cache_bytes` does nothing here.
+        StorageError: `sessions` cannot be written, or another process uses it.
     """
 
-    def __init__(self, runtime: Runtime, *, max_waiting: int = 64, prefix_cache_bytes: int = 0) -> None:
+    def __init__(
+        self, runtime: Runtime, *, max_waiting: int = 64, prefix_cache_bytes: int = 0,
+        sessions: str | Path | None = None, sessions_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         require_type("max_waiting", max_waiting, int)
+        require_type("sessions_bytes", sessions_bytes, int | None)
         require_type("prefix_cache_bytes", prefix_cache_bytes, int)
         require(max_waiting >= 0, f"max_waiting must not be negative, not {max_waiting}")
-        self._runtime, self._prefix_cache_bytes = runtime, prefix_cache_bytes
+        self._runtime = runtime
+        self._serving = partial(
+            runtime.serving, prefix_cache_bytes=prefix_cache_bytes, sessions_bytes=sessions_bytes,
+            sessions=None if sessions is None else Path(sessions),
+        )  # fmt: skip
         self._most_tickets, self._max_waiting = runtime.plan.target.batch + max_waiting, max_waiting
         # What threads share, and under the lock of this condition.
         self._changed = threading.Condition()
@@ -244,7 +257,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         generation: Generation | None = None
         try:
             hooks = Hooks(on_end=lambda *ended: self._ended.append(ended))
-            with self._runtime.serving(hooks, prefix_cache_bytes=self._prefix_cache_bytes) as generation:
+            with self._serving(hooks) as generation:
                 self._begun.set()
                 while self._has_work(generation):
                     self._step(generation)

@@ -1,5 +1,6 @@
 """Keys and values of committed and tentative tokens, in blocks of 256 tokens: on the device, or in host memory."""
 
+from offload_runtime.kv.block_files import BlockFiles, BlockLayout, block_names
 from offload_runtime.kv.block_store import BlockStore
 from offload_runtime.kv.device import DeviceKVCache, KVCache, LayerCache, block_bytes, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-# A block of a sequence, of every card its layers: [L, 2, H_kv, 256, D] each, host.
+# A block of a sequence: of every layer its keys and values, [2, H_kv, 256, D], host.
 SavedBlock = Sequence[torch.Tensor]
 
 

@@ -84,6 +84,16 @@ class KVCache(LayerCache, Protocol):
     def truncate(self, sequence: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence."""
 
+    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+        """Copy a block with committed tokens to host memory; waits for it."""
+
+    def begin_restore(self, sequence: int, length: int) -> None:
+        """Saved blocks will make a sequence so long: make room for them. Raises as `begin_prefill`."""
+
+    def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
+        """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
+        until they are there."""
+
     def close(self) -> None:
         """Give host memory back."""
 
@@ -91,16 +101,17 @@ class KVCache(LayerCache, Protocol):
 class BlockCache:
     """What caches of whole sequences have in common: how long these are, the rows of the running pass and how far its
     windows reach, who is told about full blocks, and the tables through which blocks are found. Subclasses provide
-    `store`, where keys and values are written, and enter their blocks into the tables.
+    `store`, where keys and values are written, `commit` and `_block`, and enter their blocks into the tables.
 
     Args:
         config: The model's shape.
         capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         batch: Sequences.
+        device: Where passes run.
     """
 
-    def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int, device: torch.device) -> None:
+        self._config, self._device = config, device
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self.observers: list[BlockObserver] = []
@@ -118,10 +129,36 @@ class BlockCache:
             check_capacity(self._ends[sequence], self.max_tokens_with_draft)
         self._rows = slice(None)
 
+    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+        for layer, target in enumerate(to):
+            target.copy_(self._block(layer, sequence, block), non_blocking=True)
+        self._wait()
+
+    def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
+        block, rest = divmod(self._lengths[sequence], BLOCK_TOKENS)
+        assert not rest and 0 < count <= BLOCK_TOKENS
+        self.begin_window([sequence], [count])
+        for layer, source in enumerate(saved):
+            self._block(layer, sequence, block).copy_(source, non_blocking=True)
+        self._wait()
+        self.commit(sequence, count)
+
+    def _wait(self) -> None:
+        """Until the copies are done that the current stream has been given."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention to all that queries see, which lies in one place."""
         scale, window = self._config.attention_scale, self._config.layer_windows[layer]
         return attention(q, kv, rows, scale=scale, sliding_window=window)
+
+    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
+        """A block with committed tokens, or the next one, wherever it lies: [2, H_kv, 256, D]."""
+        raise NotImplementedError
+
+    def commit(self, sequence: int, count: int) -> None:
+        raise NotImplementedError
 
     def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Tell the observers about blocks that have become full."""
@@ -150,7 +187,7 @@ class DeviceKVCache(BlockCache):
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
         name: str = "KV cache", spare_slots: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch)
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
         self.spare_slots = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_slots)
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
         shape = (config.num_layers, batch, blocks, *block_shape(config))
@@ -207,25 +244,11 @@ class DeviceKVCache(BlockCache):
         assert 0 <= length <= self._lengths[sequence]
         self._lengths[sequence] = length
 
-    def save_block(self, sequence: int, block: int) -> SavedBlock:
-        """A copy of a full block in ordinary host memory; waits for it."""
-        assert block < self._lengths[sequence] // BLOCK_TOKENS
-        saved = torch.empty((self._data.shape[0], *self._data.shape[3:]), dtype=self._data.dtype)
-        for target, layer in zip(saved, self._data, strict=True):  # all layers at once would be gathered on the device
-            target.copy_(layer[sequence, block])
-        return [saved]
+    def begin_restore(self, sequence: int, length: int) -> None:
+        check_capacity(length, self.capacity_tokens)
 
-    def restore_blocks(self, sequence: int, blocks: Sequence[SavedBlock]) -> None:
-        """Commit blocks that were saved behind the committed ones, which are whole blocks too; enqueues copies on the
-        current stream."""
-        first, rest = divmod(self._lengths[sequence], BLOCK_TOKENS)
-        count = len(blocks) * BLOCK_TOKENS
-        assert not rest
-        check_capacity(self._lengths[sequence] + count, self.capacity_tokens)
-        for block, (saved,) in enumerate(blocks, start=first):
-            for layer, source in zip(self._data, saved, strict=True):
-                layer[sequence, block].copy_(source, non_blocking=True)
-        self.commit(sequence, count)
+    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
+        return self._data[layer, sequence, block]
 
     def close(self) -> None:
         pass

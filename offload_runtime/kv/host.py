@@ -20,6 +20,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
+from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.kv.device import (
     BlockCache,
     allocate_zeros,
@@ -70,12 +71,11 @@ class HostKVCache(BlockCache):
         piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,
         locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch)
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
         # Lends device memory that nothing else uses during a prefill, uint8 [nbytes], or None when it has less. It is
         # the lender's again when the prefill ends, its contents lost.
         self.borrow_workspace: Callable[[int], torch.Tensor | None] = lambda nbytes: None
         self._dtype = dtype
-        self._device = budget.device
         self._block_bytes = block_bytes(config, dtype)
         self._piece_blocks = piece_bytes // self._block_bytes
         assert self._piece_blocks > 0, "a slot must hold a block"
@@ -367,6 +367,23 @@ class HostKVCache(BlockCache):
         self._lengths[sequence] = length
         self.writes.forget(sequence, block)
         self._epoch += 1
+
+    def begin_restore(self, sequence: int, length: int) -> None:
+        check_capacity(length, self.capacity_tokens)
+        self.truncate(sequence, self._lengths[sequence])
+        self.blocks.grow(sequence, length // BLOCK_TOKENS, in_background=True)  # at once: long runs are fast copies
+
+    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+        self.writes.settle(sequence, block)
+        super().save_block(sequence, block, to)
+
+    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
+        if layer in self._resident:
+            return self._resident[layer][sequence, block]
+        if block < self._ring_from[sequence]:
+            memory = self.blocks.memory(layer, sequence, range(block, block + 1))
+            return memory.view(self._dtype).view(block_shape(self._config))
+        return self._ring[layer][sequence, block % self._ring_blocks]
 
     def close(self) -> None:
         self.writes.engine.close()

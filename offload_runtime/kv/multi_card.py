@@ -11,7 +11,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.kv.device import DeviceKVCache, KVCache, LayerCache, check_capacity
+from offload_runtime.kv.device import KVCache, LayerCache, check_capacity
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import check_growth
 from offload_runtime.kv.retrieval import RetrievalCache
@@ -71,9 +71,13 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
 
     def begin_prefill(self, sequence: int, count: int) -> None:
         check_capacity(self.length(sequence) + count, self.capacity_tokens)
-        # What a card makes is touched in the background: the next one would still see it among what is available.
-        check_growth(sum(one.growth_bytes(sequence, count) for one in self.caches if isinstance(one, HostKVCache)))
+        self._check_growth(sequence, count)
         self._for_each_card(lambda cache: cache.begin_prefill(sequence, count))
+
+    def _check_growth(self, sequence: int, count: int) -> None:
+        """Refuse what the host has no room for on all cards together. What one makes is touched in the background: the
+        next one would still see it among what is available."""
+        check_growth(sum(one.growth_bytes(sequence, count) for one in self.caches if isinstance(one, HostKVCache)))
 
     def end_prefill(self, sequence: int, count: int) -> None:
         self._for_each_card(lambda cache: cache.end_prefill(sequence, count))
@@ -87,24 +91,21 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
     def truncate(self, sequence: int, length: int) -> None:
         self._for_each_card(lambda cache: cache.truncate(sequence, length))
 
-    def save_block(self, sequence: int, block: int) -> SavedBlock:
-        """As of `DeviceKVCache`, of caches on devices."""
+    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+        shares = iter(self._shares(to))
+        self._for_each_card(lambda cache: cache.save_block(sequence, block, next(shares)))
 
-        def save(cache: KVCache) -> SavedBlock:
-            assert isinstance(cache, DeviceKVCache)
-            return cache.save_block(sequence, block)
+    def begin_restore(self, sequence: int, length: int) -> None:
+        self._check_growth(sequence, length - self.length(sequence))
+        self._for_each_card(lambda cache: cache.begin_restore(sequence, length))
 
-        return [one for saved in self._for_each_card(save) for one in saved]
+    def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
+        shares = iter(self._shares(saved))
+        self._for_each_card(lambda cache: cache.restore_block(sequence, next(shares), count))
 
-    def restore_blocks(self, sequence: int, blocks: Sequence[SavedBlock]) -> None:
-        """As of `DeviceKVCache`, of caches on devices."""
-        of_cards = iter(zip(*blocks, strict=True))
-
-        def restore(cache: KVCache) -> None:
-            assert isinstance(cache, DeviceKVCache)
-            cache.restore_blocks(sequence, [[one] for one in next(of_cards)])
-
-        self._for_each_card(restore)
+    def _shares(self, saved: SavedBlock) -> list[SavedBlock]:
+        """Each card's layers of a block."""
+        return [[saved[layer] for layer in self._partition.layers_of(card)] for card in self._partition.cards]
 
     def close(self) -> None:
         self._for_each_card(lambda cache: cache.close())

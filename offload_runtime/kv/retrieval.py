@@ -329,6 +329,8 @@ class RetrievedDraftCache(RetrievalCache):
         self.capacity_tokens, self.max_tokens_with_draft = full.capacity_tokens, full.max_tokens_with_draft
         self.length, self.commit, self.commit_path = full.length, full.commit, full.commit_path
         self.observers, self.close = full.observers, full.close
+        self.save_block, self.restore_block = full.save_block, full.restore_block
+        self.begin_restore = full.begin_restore
         self._whole = False  # the running pass attends to everything
 
     def begin_prefill(self, sequence: int, count: int) -> None:

@@ -1,6 +1,7 @@
 """Runners: tokens in, logits or samples out. They join weights in motion, decoder and cache into passes."""
 
 from offload_runtime.runners.draft import DraftModel
+from offload_runtime.runners.draft_kv import DraftKVState
 from offload_runtime.runners.draft_tree import Asked, Branch, Children, DraftTree
 from offload_runtime.runners.graphs import (
     StepGraphs,

@@ -87,6 +87,17 @@ class DraftKVState:
         """Whether the cache has the keys of exactly these tokens."""
         return self._num_shared(sequence, tokens) == len(tokens) == len(self._cached[sequence])
 
+    def num_held(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Leading tokens of a text that the cache holds the keys of, all of which it has kept."""
+        if self.starts[sequence]:
+            return 0
+        self._agreed[sequence] = 0  # it may be another text
+        return min(self._num_shared(sequence, tokens), self._runner.cache.length(sequence))
+
+    def restored(self, sequence: int, tokens: Sequence[int]) -> None:
+        """The cache has been given the keys of these tokens, and of no others."""
+        self._cached[sequence], self._agreed[sequence] = list(tokens), 0
+
     def _num_shared(self, sequence: int, tokens: Sequence[int]) -> int:
         """Leading tokens of a text whose keys the cache holds. What was compared before is not looked at again: a text
         of 120K tokens would take longer than a step."""

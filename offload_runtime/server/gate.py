@@ -14,6 +14,7 @@ import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offload_runtime.config import require, require_positive, require_types
@@ -50,7 +51,7 @@ class ServerConfig:
         allowed_hosts: Names in the Host header besides `host` and those of loopback.
         cors_origins: Origins whose pages may ask, such as `https://chat.example`.
         max_waiting: Requests that may wait for a slot; further ones are told to come back.
-        prefix_cache_bytes: As of `Scheduler`.
+        prefix_cache_bytes: As of `Scheduler`, and `sessions` and `sessions_bytes`.
         max_tokens: Most tokens of an answer; None is as many as the context has room for.
         max_body_bytes: Largest body of a request.
         max_seconds: After so long an answer ends as it is, the time that it waited included; so does reading a body,
@@ -65,6 +66,8 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     max_waiting: int = 64
     prefix_cache_bytes: int = 0
+    sessions: Path | None = None
+    sessions_bytes: int | None = None
     max_tokens: int | None = None
     max_body_bytes: int = 8_000_000
     max_seconds: float = 3600.0

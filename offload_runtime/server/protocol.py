@@ -53,6 +53,7 @@ def ending_of(result: GenerationResult, *, has_calls: bool, seed: int, noise_id:
     accepted = dict(stats.accepted_by_source)
     figures = {
         "seed": seed, "noise_id": noise_id, "finish_reason": reason, "passes": stats.passes,
+        "kept_tokens": stats.kept_tokens,
         "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s,
         "sources": {**accepted, "target": len(result.tokens) - sum(accepted.values())},
         "link_share": share, "link_gbps": stats.link_gbps, "link_peak_gbps": stats.link_peak_gbps,

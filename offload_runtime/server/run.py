@@ -59,7 +59,8 @@ class Server(AbstractContextManager["Server"]):
         finish within `grace_s`."""
         config = self._config
         with Scheduler(
-            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes
+            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes,
+            sessions=config.sessions, sessions_bytes=config.sessions_bytes,
         ) as scheduler:  # fmt: skip
             self._service.begin(runtime, scheduler, model)
             try:

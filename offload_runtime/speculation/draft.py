@@ -20,7 +20,7 @@ from operator import neg
 import torch
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import Asked, Branch, Children, DraftModel, DraftTree, ModelRunner
+from offload_runtime.runners import Asked, Branch, Children, DraftKVState, DraftModel, DraftTree, ModelRunner
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
@@ -110,6 +110,10 @@ class TreeDraftProposer(Proposer):
         self._expected: dict[int, float] = {}
         self._going_on: list[int] = []  # sequences whose windows are being verified
         self._best_rate = _FIRST_RATE  # how probable the best child of a node is
+
+    @property
+    def draft_state(self) -> DraftKVState | None:
+        return self._chains.draft_state
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return ("chain", "tree") if self._chains.modes(texts) else ()
@@ -391,6 +395,10 @@ class DraftProposer(Proposer):
 
     def __init__(self, draft: ModelRunner, *, vocab_size: int, batch: int = 1) -> None:
         self.model = DraftModel(draft, vocab_size=vocab_size, batch=batch)
+
+    @property
+    def draft_state(self) -> DraftKVState | None:
+        return self.model.texts
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self.model.room, texts)

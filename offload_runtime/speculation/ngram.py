@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from offload_runtime.config import SamplingParams
+from offload_runtime.runners import DraftKVState
 from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
 from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer
 from offload_runtime.speculation.tree import Proposal
@@ -236,6 +237,10 @@ class WithNgrams(Proposer):
     def __init__(self, draft: Proposer, ngrams: NgramProposer, *, alone: bool = True) -> None:
         self.draft, self.ngrams, self._alone, self.name = draft, ngrams, alone, draft.name
         self._drafted = False  # in the last step, or to be next
+
+    @property
+    def draft_state(self) -> DraftKVState | None:
+        return self.draft.draft_state
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         drafts = self.draft.modes(texts)

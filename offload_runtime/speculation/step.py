@@ -27,7 +27,7 @@ from offload_runtime.errors import NumericalError
 from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.model import Window
-from offload_runtime.runners import Decision, ModelRunner, decided
+from offload_runtime.runners import Decision, DraftKVState, ModelRunner, decided
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
@@ -106,6 +106,11 @@ class Proposer:
 
     # Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none.
     name: str | None = None
+
+    @property
+    def draft_state(self) -> DraftKVState | None:
+        """What the cache of its draft holds of every slot; None without a draft model."""
+        return None
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         """The ways to propose (see `Choice`) that have any idea of what follows one of these texts, which are all there

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offload_runtime.config import SamplingParams
-from offload_runtime.runners import DeviceWindow, DraftModel, GuessTree, WindowInput, WindowOutput
+from offload_runtime.runners import DeviceWindow, DraftKVState, DraftModel, GuessTree, WindowInput, WindowOutput
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer, chains_where
 from offload_runtime.speculation.tree import Proposal
@@ -48,6 +48,10 @@ class TriForceProposer(Proposer):
         self.num_steps = 0  # of the retrieval verifier since nobody had joined, each of all sequences
         # Of every slot that has joined, the steps of the verifier that were counted, and what was proposed to them.
         self._proposed: dict[int, tuple[int, int]] = {}
+
+    @property
+    def draft_state(self) -> DraftKVState | None:
+        return None if self._draft is None else self._draft.texts
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         return chains_where(self._room, texts)

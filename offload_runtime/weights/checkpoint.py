@@ -6,6 +6,8 @@ checkpoint is refused before gigabytes are read and memory is reserved.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import mmap
 import struct
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ _LEFTOVERS = (
     ".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight",
     "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight",
 )  # fmt: skip
+# Of a tensor that a fingerprint looks at, three times.
+_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class CheckpointSource(DescribedModel):
         fills: What reads each tensor of `checkpoint_tensors(config())`, in the order of the files.
         tokenizer: Reads transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none.
         generation: The content of `generation_config.json`; None where there is none.
+        stored: All tensors of its files; none where the weights are made.
     """
 
     reference: str
@@ -74,6 +80,7 @@ class CheckpointSource(DescribedModel):
     fills: Mapping[str, Fill]
     tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
+    stored: tuple[StoredTensor, ...] = field(default=(), kw_only=True)
 
     @property
     def generation_fields(self) -> Fields:
@@ -90,6 +97,27 @@ class CheckpointSource(DescribedModel):
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**self.settings)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this model from every other one, wherever its files lie: a hash of the configuration and, of each
+        tensor, of its name, how it is stored, and three pieces of its content. Reads no more than that: all of a large
+        model would take as long as loading it. Weights that are made go by what they are called.
+
+        Raises:
+            CheckpointError: A file cannot be read any more.
+        """
+        found = hashlib.blake2b(json.dumps(self.settings, sort_keys=True, default=str).encode(), digest_size=16)
+        if not self.stored:
+            found.update(self.reference.encode())
+        for tensor in sorted(self.stored, key=attrgetter("name")):
+            found.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.nbytes)).encode())
+            size = min(tensor.nbytes, _SAMPLE_BYTES)
+            for skip in (0, (tensor.nbytes - size) // 2, tensor.nbytes - size):
+                piece = bytearray(size)
+                tensor.read_into(memoryview(piece), skip)
+                found.update(piece)
+        return found.hexdigest()
 
 
 def sampling_defaults(generation: Fields) -> dict[str, float]:

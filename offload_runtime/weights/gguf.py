@@ -376,4 +376,6 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
         fills[name] = _GgufFill(tensor, config.head_dim if permuted else None)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
-    return CheckpointSource(config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds)
+    return CheckpointSource(
+        config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds, stored=(*header.tensors.values(),)
+    )  # fmt: skip

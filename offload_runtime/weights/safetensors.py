@@ -190,6 +190,7 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     settings = read_json(directory / "config.json")
     config, quantisation = model_config_from_json(settings, str(directory)), quantisation_of(settings, str(directory))
     stored = {name: tensor for path in _shard_paths(directory) for name, tensor in read_header(path).items()}
+    in_files = tuple(stored.values())
     if quantisation is not None:
         stored = gather(stored, config, quantisation)
         if quantisation.activations:
@@ -204,4 +205,6 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
     kinds = {name: tensor.form for name, tensor in quantised.items()}
-    return CheckpointSource(config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds)
+    return CheckpointSource(
+        config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files
+    )  # fmt: skip

@@ -1,0 +1,364 @@
+"""Sessions: keys and values on disk, so that nothing is read again that was read before.
+
+Of a conversation FILE has the messages and the tokens that they are, and the directory FILE.kv its blocks. A save adds
+the blocks that are new, then replaces FILE, then deletes what nobody needs any more: whenever a process is killed, the
+old session or the new one is whole. A server has blocks alone, of all prompts in one directory.
+
+Kept are the target's blocks, and the draft's where its cache holds all of a text. What a retrieval verifier knows of
+chunks is made anew of each block as it comes; a streaming draft reads the few tokens that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import GB, regular_file, write_atomically
+from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.engine.steps import RuntimeParts
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
+from offload_runtime.kv import BlockFiles, BlockLayout, block_names
+from offload_runtime.kv.device import block_shape
+from offload_runtime.runners import DraftKVState
+from offload_runtime.weights import CheckpointSource
+
+# To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
+_ARITHMETIC = 1
+# What a server's blocks may take where nobody says how much.
+_SERVER_BYTES = 64 * GB
+_WAY_OUT = "nothing was changed, choose another place"
+
+
+def made_with(parts: RuntimeParts) -> dict[str, str]:
+    """All that the bits of the target's keys and values depend on besides the tokens.
+
+    Raises:
+        CheckpointError: The model's files cannot be read any more.
+    """
+    device, cpu = parts.budget.device, torch.backends.cpu.get_cpu_capability()
+    return {
+        "model": _opened(parts.plan.request.target).fingerprint,
+        "dtype": str(parts.plan.target.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
+        "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
+    }  # fmt: skip
+
+
+def _opened(source: Any) -> CheckpointSource:
+    assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
+    return source
+
+
+@dataclass(frozen=True)
+class SessionCache:
+    """A model's cache, whose blocks go to files and come from there.
+
+    Attributes:
+        model: Whose it is.
+        kind: All that its keys and values depend on, besides tokens and frequencies.
+        draft_state: What it holds, of a draft's; None of the target's.
+        locks: Whether memory may be page-locked for blocks on their way.
+    """
+
+    model: LoadedModel
+    kind: str
+    draft_state: DraftKVState | None = None
+    locks: bool = False
+
+    def names(self, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
+        """What the blocks of a text are called, whose prompt had so many tokens."""
+        # How a draft was rotated changes no token.
+        frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
+        return block_names(f"{self.kind} {frequencies}", tokens)
+
+    def save(self, files: BlockFiles, slot: int, names: Sequence[str]) -> None:
+        """Save those of a slot's blocks that are not there yet. Raises as `BlockFiles.save`."""
+        for device in self.model.runner.decoder.partition.devices:
+            if device.type == "cuda":  # a draft has a stream of its own
+                torch.cuda.synchronize(device)
+        cache = self.model.runner.cache
+        files.save(names, self._layout, lambda block, to: cache.save_block(slot, block, to))
+
+    def restore(self, files: BlockFiles, slot: int, tokens: Sequence[int], names: Sequence[str]) -> None:
+        """Bring a slot, which holds whole blocks of these tokens or nothing, to all of them. What came before an error
+        stays. Raises as `BlockFiles.read`, and `ContextLengthError`."""
+        cache = self.model.runner.cache
+        cache.begin_restore(slot, len(tokens))
+        try:
+            for saved in files.read(names[cache.length(slot) // BLOCK_TOKENS :], self._layout):
+                cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
+        finally:
+            if self.draft_state is not None:
+                self.draft_state.restored(slot, tokens[: cache.length(slot)])
+
+    def verify(self, files: BlockFiles, names: Sequence[str]) -> None:
+        """Raise `SessionError` unless all of these blocks are there and whole."""
+        for _ in files.read(names, self._layout):
+            pass
+
+    @property
+    def _layout(self) -> BlockLayout:
+        config = self.model.config
+        return BlockLayout((config.num_layers, *block_shape(config)), self.model.plan.dtype, self.locks)
+
+
+def session_caches(parts: RuntimeParts) -> dict[str, SessionCache]:
+    """The caches whose blocks sessions have: `target`, and `draft` where there is one. Raises as `made_with`."""
+    made = made_with(parts)
+    locks = parts.budget.device.type == "cuda" and parts.plan.request.pinned_bytes is None
+    caches = {"target": SessionCache(parts.target, json.dumps(made), locks=locks)}
+    if parts.draft is not None and (state := parts.proposer.draft_state) is not None:
+        of_draft = made | {"model": _opened(parts.plan.request.draft).fingerprint, "cache": parts.draft.plan.cache}
+        caches["draft"] = SessionCache(parts.draft, json.dumps(of_draft), state, locks)
+    return caches
+
+
+def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
+    """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
+    way_out = "choose another directory for --sessions"
+    return BlockFiles(directory, way_out=way_out, most_bytes=most_bytes or _SERVER_BYTES)
+
+
+class SavedPrefixes:
+    """Blocks of all prompts that a server has read, in a directory. What cannot be written, or is damaged, is told to
+    the log: a request is never refused for it.
+
+    Args:
+        files: Where they are.
+        caches: Whose they are, by `session_caches`.
+    """
+
+    def __init__(self, files: BlockFiles, caches: Mapping[str, SessionCache]) -> None:
+        self._files, self._caches = files, caches.values()
+
+    def save(self, slot: int, tokens: Sequence[int], prompt_tokens: int) -> None:
+        """Save whole blocks of a slot, of which the target's cache may hold the first tokens only."""
+        for cache in self._caches:
+            state, length = cache.draft_state, cache.model.runner.cache.length(slot)
+            held = min(length, len(tokens)) if state is None else state.num_held(slot, tokens)
+            try:
+                cache.save(self._files, slot, cache.names(tokens[:held], prompt_tokens)[: held // BLOCK_TOKENS])
+            except (StorageError, BudgetError) as error:
+                logging.getLogger(__name__).warning("%s", error)
+
+    def restore(self, slot: int, prompt: Sequence[int]) -> None:
+        """Bring a slot, which holds some of a prompt's first tokens, to all whole blocks that there are of it, but for
+        its last token."""
+        for cache in self._caches:
+            state, kv = cache.draft_state, cache.model.runner.cache
+            names = cache.names(prompt[:-1], len(prompt))[: (len(prompt) - 1) // BLOCK_TOKENS]
+            count = self._files.find(names)
+            held = kv.length(slot) if state is None else state.num_held(slot, prompt)
+            if not held < count * BLOCK_TOKENS <= kv.capacity_tokens:
+                continue
+            if state is not None:
+                state.catch_up(slot, ())
+            else:
+                kv.truncate(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
+            try:
+                cache.restore(self._files, slot, prompt[: count * BLOCK_TOKENS], names[:count])
+            except SessionError as error:
+                logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
+                self._files.delete(names[kv.length(slot) // BLOCK_TOKENS : count])
+            except BudgetError as error:
+                logging.getLogger(__name__).warning("%s", error)
+
+
+# --- conversations
+
+
+@dataclass(frozen=True)
+class SavedText:
+    """What a session has besides the messages.
+
+    Attributes:
+        text: That the messages are, as far as the model has seen or said it.
+        tokens: That this text is.
+        prompt_tokens: Of the newest prompt, by which keys are rotated.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+
+
+@contextmanager
+def session_files(path: Path) -> Iterator[BlockFiles]:
+    """The blocks of the session in a file, which no other process may write or read meanwhile.
+
+    Raises:
+        StorageError: It cannot be written, or is in use.
+    """
+    with BlockFiles(_directory(regular_file(path, way_out=_WAY_OUT)), way_out=_WAY_OUT) as files:
+        yield files
+
+
+def _directory(real: Path) -> Path:
+    return real.with_name(f"{real.name}.kv")
+
+
+def save_session(
+    path: Path, conversation: Mapping[str, Any], saved: SavedText, parts: RuntimeParts, *, slot: int, held: int
+) -> None:
+    """Save a conversation, and what caches hold of it.
+
+    Args:
+        path: Its file.
+        conversation: The messages, as `Conversation.to_json` gives them.
+        saved: What they are to the model.
+        parts: Of the runtime.
+        slot: Of the caches.
+        held: Tokens that the target's cache has there.
+
+    Raises:
+        StorageError: It cannot be written, or is in use; what was saved before is there as it was.
+    """
+    tokens, held_by, needed = saved.tokens, dict[str, int](), list[str]()
+    with session_files(path) as files:
+        for name, cache in session_caches(parts).items():
+            state = cache.draft_state
+            count = held if state is None else state.num_held(slot, tokens)
+            whole = cache.names(tokens, saved.prompt_tokens)[: len(tokens) // BLOCK_TOKENS]
+            count = max(count, files.find(whole) * BLOCK_TOKENS)  # where another call has used the cache since
+            names = cache.names(tokens[:count], saved.prompt_tokens)
+            cache.save(files, slot, names)
+            held_by[name], needed = count, needed + names
+        record = {**conversation, "session": {
+            "name": Path(_opened(parts.plan.request.target).reference).name, "made_with": made_with(parts),
+            "text": saved.text, "tokens": " ".join(map(str, tokens)), "prompt_tokens": saved.prompt_tokens,
+            "held": held_by,
+        }}  # fmt: skip
+        record["session"]["checksum"] = _checksum(record)
+        write_atomically(path, json.dumps(record, indent=1), way_out=_WAY_OUT)
+        files.delete_others(needed)
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    """Of all but the checksum."""
+    session = {name: value for name, value in record["session"].items() if name != "checksum"}
+    content = json.dumps({**record, "session": session}, sort_keys=True)
+    return blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether a file is as it was written."""
+    try:
+        return bool(record["session"]["checksum"] == _checksum(record))
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
+def read_conversation(path: Path) -> Any:
+    """What a file says, without the blocks.
+
+    Returns:
+        What its JSON is; None where it is no regular file.
+
+    Raises:
+        OptionError: It cannot be read, or is no saved conversation.
+    """
+    try:
+        is_other = path.exists() and not path.is_file()  # one that may keep whoever reads it waiting
+        return None if is_other else json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
+    # Arrays nested thousands deep, integers of thousands of digits, a name with a NUL.
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{path} is not a saved conversation: {error}") from error
+
+
+class SavedSession:
+    """A conversation whose keys and values are there, and of this very run's kind.
+
+    Args:
+        path: Its file.
+        record: What that says.
+        files: Its blocks.
+        parts: Of the runtime.
+
+    Raises:
+        SessionError: It is damaged, or of another model, dtype, type of GPU or version.
+        ContextLengthError: The runtime was loaded for fewer tokens.
+
+    Attributes:
+        saved: What the messages are to the model.
+        held_tokens: Of these tokens, those that need not be read again.
+    """
+
+    def __init__(self, path: Path, record: Mapping[str, Any], files: BlockFiles, parts: RuntimeParts) -> None:
+        self._files, self._way_out = files, f"delete {_directory(path.resolve())} to have its messages read again"
+        session, made = record["session"], made_with(parts)
+        self._require(_is_whole(record), f"{path} is damaged, or was changed by hand")
+        was = session["made_with"]
+        self._require(was["model"] == made["model"], f"{path} was saved with another model ({session['name']})")
+        for name in ("dtype", "device", "arithmetic"):
+            differs = f"another {name} ({was[name]}, and here it is {made[name]})"
+            self._require(was[name] == made[name], f"{path} was saved with {differs}")
+        self.saved = _saved_text(session)
+        tokens = self.saved.tokens
+        capacity = parts.target.runner.cache.capacity_tokens
+        if len(tokens) > capacity:
+            raise ContextLengthError(f"{path} has {len(tokens)} tokens and the context {capacity}: raise --context")
+        # Of each cache as many leading tokens as it was saved with; a draft that is another one reads them itself.
+        self.held_tokens = session["held"]["target"]
+        self._caches = list[tuple[SessionCache, Sequence[int], list[str]]]()
+        for name, cache in session_caches(parts).items():
+            own = tokens[: session["held"].get(name, 0)]
+            names = cache.names(own, self.saved.prompt_tokens)
+            is_there = files.find(names) == len(names)
+            self._require(is_there or cache.draft_state is not None, f"blocks of {path} are missing")
+            if is_there and len(own) <= cache.model.runner.cache.capacity_tokens:
+                self._caches.append((cache, own, names))
+
+    def verify(self) -> None:
+        """Raise `SessionError` unless every block is whole: before anything is given up for it."""
+        for cache, _, names in self._caches:
+            with self._refusing():
+                cache.verify(self._files, names)
+
+    def restore(self, slot: int) -> None:
+        """Bring the caches to it, in an empty slot. Raises as `verify`."""
+        for cache, tokens, names in self._caches:
+            if cache.draft_state is not None:
+                cache.draft_state.catch_up(slot, ())
+            with self._refusing():
+                cache.restore(self._files, slot, tokens, names)
+
+    def _require(self, fine: bool, message: str) -> None:
+        if not fine:
+            raise SessionError(f"{message}: {self._way_out}")
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except SessionError as error:
+            raise SessionError(f"{error}: {self._way_out}") from error
+
+
+def _saved_text(session: Mapping[str, Any]) -> SavedText:
+    return SavedText(session["text"], tuple(map(int, session["tokens"].split())), session["prompt_tokens"])
+
+
+def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a file has more than messages and their tokens: one from elsewhere, or whose blocks were deleted, does
+    not."""
+    return "session" in record and any(_directory(path.resolve()).glob("*.kv"))
+
+
+def text_without_blocks(record: Mapping[str, Any], parts: RuntimeParts) -> tuple[str, tuple[int, ...]]:
+    """What a session without blocks has been to the model, and its tokens; nothing where that was another model, or
+    the file was changed by hand, so that there are messages alone."""
+    if not _is_whole(record) or record["session"]["made_with"]["model"] != made_with(parts)["model"]:
+        return "", ()
+    saved = _saved_text(record["session"])
+    return saved.text, saved.tokens

@@ -1,0 +1,260 @@
+"""Blocks of keys and values in a directory: a file each, named by a hash of all tokens up to its end.
+
+A file is written once, as a whole or not at all, and never changed: to save a text that has grown adds the blocks that
+are new, and a process that is killed leaves no block that is half there. At the end of each file stands a checksum.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+import struct
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime.config import write_atomically, writing
+from offload_runtime.errors import SessionError, StorageError
+from offload_runtime.kv.block_store import SavedBlock
+from offload_runtime.memory import HostArena, Registrar, check_host_memory, touch
+
+_DIGEST_BYTES = 20
+# A block, or what a process that was killed has left of one.
+_FILE = re.compile(rf"\.?([0-9a-f]{{{2 * _DIGEST_BYTES}}})\.kv(-.*\.part)?")
+# Behind the layers: what kind of file it is, its name, and zlib's CRC-32 of the layers.
+_FOOTER, _MAGIC = struct.Struct(f"<8s{2 * _DIGEST_BYTES}sI"), b"kvblock1"
+# Blocks are on their way at once, a thread each, in so much host memory: enough for a fast disk, and at least two, so
+# that the disk works while one is copied.
+_STAGING_BYTES, _MOST_STAGED = 256 << 20, 8
+
+
+def block_names(kind: str, tokens: Sequence[int]) -> list[str]:
+    """What the blocks of a text are called, the open one at its end included.
+
+    Args:
+        kind: Of its keys and values: those of another kind have other names.
+        tokens: Of the text.
+    """
+    names, before = list[str](), blake2b(kind.encode(), digest_size=_DIGEST_BYTES).digest()
+    for first in range(0, len(tokens), BLOCK_TOKENS):
+        own = array("q", tokens[first : first + BLOCK_TOKENS]).tobytes()
+        before = blake2b(before + own, digest_size=_DIGEST_BYTES).digest()
+        names.append(before.hex())
+    return names
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """What a block is on its way: `shape` [L, 2, H_kv, 256, D] and `dtype`; `locks` says whether the host memory that
+    it passes through is page-locked, if the system allows it, for a GPU's full speed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    locks: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of a block."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class BlockFiles(AbstractContextManager["BlockFiles"]):
+    """A directory of blocks, which no other process uses until this is closed.
+
+    Args:
+        directory: Made if it is not there; the one that it is in has to be.
+        way_out: What to do where nothing can be written, for messages.
+        most_bytes: That the blocks may take; what was used least recently goes first. None: there is no limit.
+
+    Raises:
+        StorageError: It cannot be written, or is in use.
+    """
+
+    def __init__(self, directory: Path, *, way_out: str, most_bytes: int | None = None) -> None:
+        self._directory, self._way_out, self._most_bytes = directory, way_out, most_bytes
+        with writing(directory, way_out):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            # Of one thread that asks again it is the same lock.
+            self._lock = FileLock(directory / "lock", timeout=0, is_singleton=True)
+            try:
+                self._lock.acquire()
+            except Timeout:
+                raise StorageError(f"{directory} is in use by another process: {way_out}") from None
+            try:
+                self._sizes = self._scan()  # the least recently used one comes first
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def _scan(self) -> dict[str, int]:
+        """The bytes of the blocks that are here, by their names; what was left half written is deleted."""
+        blocks = list[tuple[int, str, int]]()
+        for entry in os.scandir(self._directory):
+            if (ours := _FILE.fullmatch(entry.name)) and ours[2]:
+                os.unlink(entry)
+            elif ours:
+                blocks.append((entry.stat().st_mtime_ns, ours[1], entry.stat().st_size))
+        return {name: size for _, name, size in sorted(blocks)}
+
+    def find(self, names: Sequence[str]) -> int:
+        """How many leading ones of these are here; this uses them."""
+        count = next((index for index, name in enumerate(names) if name not in self._sizes), len(names))
+        now_ns = time.time_ns()
+        for number, name in enumerate(reversed(names[:count])):  # what goes first has none behind it
+            self._sizes[name] = self._sizes.pop(name)
+            if self._most_bytes is not None:
+                with suppress(OSError):
+                    os.utime(self._path(name), ns=(now_ns, now_ns + number))
+        return count
+
+    def save(self, names: Sequence[str], layout: BlockLayout, copy: Callable[[int, SavedBlock], None]) -> None:
+        """Write the blocks that are not here, from the first one on as many as the limit allows.
+
+        Args:
+            names: Of a text's blocks, all from the first one on.
+            layout: Of each.
+            copy: Copies a block, by its index, to host memory.
+
+        Raises:
+            StorageError: The disk is full, or the directory cannot be written; what is here already stays.
+            BudgetError: There is no host memory for what is on its way.
+        """
+        missing = [(index, name) for index, name in enumerate(names) if name not in self._sizes]
+        nbytes, all_names = layout.nbytes + _FOOTER.size, set(names)
+        with _staging(layout, len(missing)) as buffers, _threads() as pool:
+            free, jobs = deque(buffers), deque[tuple[Future[None], SavedBlock]]()
+            for index, name in missing:
+                if not self._make_room(nbytes, all_names):
+                    break
+                if not free:
+                    job, layers = jobs.popleft()
+                    job.result()
+                    free.append(layers)
+                layers = free.popleft()
+                copy(index, layers)
+                self._sizes[name] = nbytes
+                jobs.append((pool.submit(self._write, name, layers), layers))
+            for job, _ in jobs:
+                job.result()
+        self.find(names)
+
+    def read(self, names: Sequence[str], layout: BlockLayout) -> Iterator[SavedBlock]:
+        """The blocks, in host memory, each until the next one is asked for. Arguments as of `save`.
+
+        Raises:
+            SessionError: One is not here, or damaged.
+            BudgetError: As of `save`.
+        """
+        with _staging(layout, len(names)) as buffers, _threads() as pool:
+            jobs = deque(pool.submit(self._read, name, to) for name, to in zip(names, buffers, strict=False))
+            for index in range(len(names)):
+                jobs.popleft().result()
+                layers = buffers[index % len(buffers)]
+                yield layers
+                if (following := index + len(buffers)) < len(names):
+                    jobs.append(pool.submit(self._read, names[following], layers))
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete blocks, as far as the system lets us."""
+        for name in names:
+            self._sizes.pop(name, None)
+            with suppress(OSError):
+                self._path(name).unlink()
+
+    def delete_others(self, names: Collection[str]) -> None:
+        """Keep these alone."""
+        self.delete(self._sizes.keys() - set(names))
+
+    def close(self) -> None:
+        """Let other processes use the directory."""
+        self._lock.release()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.kv"
+
+    def _make_room(self, nbytes: int, but: Collection[str]) -> bool:
+        """Delete what was used least recently, but none of these; whether there is room for so many bytes then."""
+        if self._most_bytes is None:
+            return True
+        held = sum(self._sizes.values())
+        for name in list(self._sizes):
+            if held + nbytes <= self._most_bytes:
+                break
+            if name not in but:
+                held -= self._sizes[name]
+                self.delete([name])
+        return held + nbytes <= self._most_bytes
+
+    def _write(self, name: str, layers: SavedBlock) -> None:
+        def pieces() -> Iterator[bytes | memoryview]:
+            checksum = 0
+            for layer in map(_bytes_of, layers):
+                checksum = zlib.crc32(layer, checksum)
+                yield layer
+            yield _FOOTER.pack(_MAGIC, name.encode(), checksum)
+
+        try:
+            write_atomically(self._path(name), pieces(), way_out=self._way_out)
+        except BaseException:
+            del self._sizes[name]
+            raise
+
+    def _read(self, name: str, layers: SavedBlock) -> None:
+        path, checksum = self._path(name), 0
+        try:
+            about = path.lstat()
+            size = sum(layer.nbytes for layer in layers) + _FOOTER.size
+            if not stat.S_ISREG(about.st_mode) or about.st_size != size:
+                raise SessionError(f"{path} is damaged: it has {about.st_size} bytes of {size}")
+            with path.open("rb") as file:
+                for layer in map(_bytes_of, layers):
+                    file.readinto(layer)  # all of it, most without the buffer
+                    checksum = zlib.crc32(layer, checksum)
+                footer = file.read()
+        except OSError as error:
+            raise SessionError(f"{path} cannot be read ({error.strerror or error})") from error
+        if footer != _FOOTER.pack(_MAGIC, name.encode(), checksum):
+            raise SessionError(f"{path} is damaged: its checksum is another one")
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_STAGED, thread_name_prefix="kv-files")
+
+
+@contextmanager
+def _staging(layout: BlockLayout, count: int) -> Iterator[list[SavedBlock]]:
+    """Host memory for blocks on their way, if there are any; `count` at the most."""
+    count = min(count, max(2, min(_MOST_STAGED, _STAGING_BYTES // layout.nbytes)))
+    if not count:
+        yield []
+        return
+    check_host_memory(count * layout.nbytes, what="reading or writing a session")
+    arena = HostArena(count * layout.nbytes, name="blocks of a session")
+    touch([arena])
+    if layout.locks:
+        arena.lock(Registrar())
+    try:
+        pieces = arena.buffer[: count * layout.nbytes].view(layout.dtype).view(count, *layout.shape)
+        yield [piece.unbind() for piece in pieces.unbind()]
+    finally:
+        arena.close()
+
+
+def _bytes_of(layer: torch.Tensor) -> memoryview:
+    return layer.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,375 @@
+"""Sessions: what was read stays read when a conversation, or a server, goes on in another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime import Conversation, Runtime, Scheduler
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine.sessions import session_files
+from offload_runtime.errors import ContextLengthError, OffloadError, OptionError, SessionError, StorageError
+from offload_runtime.kv import BlockFiles, BlockLayout, block_names
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.server import MODEL, serving
+
+TARGET, CONTEXT = "two_layer_target", 900
+LONG = "the quick brown fox jumps over the lazy dog, " * 30
+TRIFORCE = SpeculationOptions("triforce", budget_tokens=96, chunk_size=8, gamma_draft=4)
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {"draft": "ngram", "kv": "gpu"},
+    "host": {"draft": "ngram", "kv": "host", "resident_layers": 1},
+    "tree": {"kv": "gpu", "resident_layers": 1},
+    "triforce": {"kv": "host", "speculation": TRIFORCE},
+    "streaming draft": {"kv": "gpu", "speculation": SpeculationOptions(draft_cache="streaming", recent_tokens=128)},
+    "retrieval draft": {"kv": "gpu", "speculation": SpeculationOptions(draft_cache="retrieval", budget_tokens=128)},
+    "two cards": {"draft": "none", "kv": "host", "device": "cpu,cpu", "resident_layers": 2},
+}
+loaded = partial(Runtime.load, context=CONTEXT)
+Answer = tuple[list[int], Any, int]  # its tokens, the logits behind them as far as they tell, and what was not read
+
+
+def say(conversation: Conversation, text: str, **options: Any) -> Answer:
+    asked = {"max_new_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 5, "ignore_eos": True, **options}
+    reply = conversation.say(text, **asked)
+    for _ in reply:
+        pass
+    return reply.result.tokens, reply.logprobs, reply.result.stats.kept_tokens
+
+
+def begin(runtime: Runtime) -> Conversation:
+    """A conversation of two turns and two to three blocks."""
+    conversation = runtime.conversation("be brief")
+    for text in (LONG, "a link, a layer"):
+        say(conversation, text)
+    assert conversation.num_tokens > 600
+    return conversation
+
+
+def blocks(path: Path) -> dict[str, int]:
+    """The bytes of a session's blocks, by their names."""
+    return {file.name: file.stat().st_size for file in Path(f"{path}.kv").glob("*.kv")}
+
+
+def check_goes_on(target: Path, path: Path, **options: Any) -> None:
+    """In the same runtime and in another one answers are bit for bit what they would have been, and read as little."""
+    with loaded(target, **options) as runtime:
+        conversation = begin(runtime)
+        conversation.save(path)
+        expected = [say(conversation, text) for text in ("and then?", "and now?")]
+        other = runtime.conversation()
+        say(other, "what does a slot hold?")
+        other.load(path)
+        assert say(other, "and then?") == expected[0]
+        messages = other.messages
+        other.save(path)
+    with loaded(target, **options) as runtime:
+        later = runtime.load_conversation(path)
+        state = runtime.parts.proposer.draft_state
+        if state is not None and state.streaming is None:
+            draft = runtime.parts.draft
+            assert draft is not None and draft.runner.cache.length(0) > 600
+        assert later.messages == messages
+        assert say(later, "and now?") == expected[1]
+    assert expected[0][2] > 600
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loaded_session_goes_on_as_if_it_had_never_ended(target: Path, draft: Path, tmp_path: Path, way: str) -> None:
+    check_goes_on(target, tmp_path / "chat.json", **{"draft": draft, "device": "cpu", **WAYS[way]})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "two cards"])
+def test_a_loaded_session_goes_on_on_a_gpu(target: Path, draft: Path, tmp_path: Path, way: str) -> None:
+    options = {"draft": draft, "device": "cuda", "dtype": "bf16", **WAYS[way]}
+    check_goes_on(target, tmp_path / "chat.json", **options)
+
+
+@pytest.fixture(scope="module")
+def runtime(target: Path) -> Iterator[Runtime]:
+    with load(target, draft="none", context=CONTEXT) as runtime:
+        yield runtime
+
+
+def test_saving_again_writes_what_is_new(runtime: Runtime, tmp_path: Path) -> None:
+    path, conversation = tmp_path / "chat.json", begin(runtime)
+    conversation.save(path)
+    first, times = blocks(path), {file: file.stat().st_mtime_ns for file in Path(f"{path}.kv").glob("*.kv")}
+    assert len(first) == 3
+    say(conversation, "and then?")
+    conversation.save(path)
+    assert len(first.keys() & blocks(path).keys()) == 2 and len(blocks(path)) == 3  # the open block is another one
+    kept = [file for file in times if file.exists()]
+    assert all(file.stat().st_mtime_ns == times[file] for file in kept)
+    # What another call has driven out of the cache is on the disk, and stays.
+    runtime.generate("something else", max_new_tokens=1)
+    conversation.save(path)
+    assert kept and all(file.exists() for file in kept)
+    assert runtime.load_conversation(path).num_tokens == conversation.num_tokens
+    # What has never been saved is read again, by the tokens that it was.
+    other, before = tmp_path / "other.json", conversation.num_tokens
+    conversation.save(other)
+    assert not blocks(other)
+    later = runtime.conversation()
+    assert later.load(other) == 0 and later.num_tokens == before
+    assert say(later, "and now?")[0] == say(conversation, "and now?")[0]
+    conversation.reset()
+    conversation.save(path)
+    assert not blocks(path) and runtime.load_conversation(path).messages == conversation.messages
+
+
+def test_more_blocks_than_are_on_their_way_at_once(tmp_path: Path) -> None:
+    names = block_names("kind", range(30 * 256))
+    layout = BlockLayout((3, 2, 1, 256, 4), torch.float32)
+    content = torch.randn(len(names), *layout.shape)
+
+    def copy(block: int, to: Sequence[torch.Tensor]) -> None:
+        for one, layer in zip(to, content[block], strict=True):
+            one.copy_(layer)
+
+    with BlockFiles(tmp_path, way_out="") as files:
+        for most in (20, 30):
+            files.save(names[:most], layout, copy)
+    with BlockFiles(tmp_path, way_out="") as files:
+        assert files.find(names) == 30 and files.find(block_names("other", range(600))) == 0
+        for expected, found in zip(content, files.read(names, layout), strict=True):
+            assert torch.equal(torch.stack(list(found)), expected)
+
+
+def test_messages_alone_are_read_again(runtime: Runtime, tmp_path: Path) -> None:
+    path, conversation = tmp_path / "chat.json", begin(runtime)
+    path.write_text(json.dumps(conversation.to_json()))
+    later = runtime.conversation()
+    assert later.load(path) == 0 and later.messages == conversation.messages and say(later, "and?")[2] == 0
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def put(path: Path, new: str, old: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "a byte": (lambda path, block: flip(block), "checksum"),
+    "cut": (lambda path, block: os.truncate(block, block.stat().st_size - 1), "bytes of"),
+    "missing": (lambda path, block: block.unlink(), "missing"),
+    "no file": (lambda path, block: block.rename(block.parent.parent / "x") and block.mkdir(), "bytes of"),
+    "another's": (lambda path, block: block.write_bytes(min(block.parent.glob("*.kv")).read_bytes()), "checksum"),
+    "tokens": (lambda path, block: put(path, '"tokens": "1 ', '"tokens": "'), "damaged"),
+    "no kind": (lambda path, block: put(path, '"x"', '"made_with"'), "damaged"),
+    "a word": (lambda path, block: put(path, "be long", "be brief"), "damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_refused_and_costs_nothing(runtime: Runtime, tmp_path: Path, damage: str) -> None:
+    path, conversation = tmp_path / "chat.json", begin(runtime)
+    conversation.save(path)
+    say(conversation, "and then?")
+    work, message = DAMAGES[damage]
+    work(path, max(Path(f"{path}.kv").glob("*.kv")))
+    before, held = conversation.to_json(), conversation.num_tokens
+    with pytest.raises(SessionError, match=f"{message}.*delete .*chat.json.kv to have its messages read again"):
+        conversation.load(path)
+    assert conversation.to_json() == before
+    assert say(conversation, "and now?")[2] == held - 1  # its keys and values, too
+
+
+def test_another_model_dtype_or_length_is_refused(runtime: Runtime, target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    begin(runtime).save(path)
+    other = write_checkpoint(tmp_path / "other", seed=9, num_layers=2, context=CONTEXT)
+    for model, options, error, message in (
+        (other, {}, SessionError, "another model .*two_layer_target"),
+        (target, {"dtype": "bf16"}, SessionError, "another dtype .float32, and here it is bfloat16"),
+        (target, {"context": 300}, ContextLengthError, "raise --context"),
+    ):  # fmt: skip
+        with load(model, **{"draft": "none", "context": CONTEXT, **options}) as wrong:
+            conversation = wrong.conversation()
+            say(conversation, "the fox")
+            before = conversation.to_json()
+            with pytest.raises(error, match=message):
+                conversation.load(path)
+            assert conversation.to_json() == before and say(conversation, "fox")[2] > 0
+
+
+def test_a_model_is_known_by_its_content_wherever_it_lies(target: Path, copy: Path, runtime: Runtime) -> None:
+    def fingerprint(path: Path) -> str:
+        with load(path, draft="none", context=64) as other:
+            source: Any = other.plan.request.target
+            return str(source.fingerprint)
+
+    assert fingerprint(copy) == fingerprint(target)
+    flip(copy / "model.safetensors")
+    assert fingerprint(copy) != fingerprint(target)
+
+
+def test_only_regular_files_are_written(runtime: Runtime, tmp_path: Path) -> None:
+    conversation, path = begin(runtime), tmp_path / "fifo"
+    os.mkfifo(path)
+    for wrong, error in ((path, StorageError), (tmp_path, StorageError), (tmp_path / "absent" / "x", StorageError)):
+        with pytest.raises(error):
+            conversation.save(wrong)
+    with pytest.raises(OptionError):
+        conversation.load(path)
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    conversation.save(link)
+    assert link.is_symlink() and blocks(real) and not Path(f"{link}.kv").exists()
+    assert runtime.load_conversation(link).num_tokens == conversation.num_tokens
+
+
+def test_a_full_disk_keeps_the_old_session(runtime: Runtime, tmp_path: Path) -> None:
+    path, conversation = tmp_path / "chat.json", begin(runtime)
+    conversation.save(path)
+    before = conversation.num_tokens
+    say(conversation, "and then?")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="choose another place"):
+            conversation.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert runtime.load_conversation(path).num_tokens == before
+    conversation.save(path)
+    assert runtime.load_conversation(path).num_tokens == conversation.num_tokens
+
+
+@contextmanager
+def forked(work: Callable[[], object]) -> Iterator[int]:
+    """Another process that works until it is killed, or the block ends."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_two_processes_do_not_share_a_session(runtime: Runtime, tmp_path: Path) -> None:
+    path, conversation = tmp_path / "chat.json", begin(runtime)
+    conversation.save(path)
+    ready, is_held = os.pipe()
+
+    def hold() -> None:
+        with session_files(path):
+            os.write(is_held, b"!")
+            time.sleep(60)
+
+    with forked(hold):
+        assert os.read(ready, 1) == b"!"
+        for work in (conversation.save, conversation.load):
+            with pytest.raises(StorageError, match="in use by another process"):
+                work(path)
+    with session_files(path):  # of one chat that is one
+        conversation.save(path)
+        conversation.load(path)
+
+
+@pytest.mark.slow
+def test_who_is_killed_leaves_a_whole_session(runtime: Runtime, tmp_path: Path) -> None:
+    path, chance = tmp_path / "chat.json", random.Random(5)
+    conversation = begin(runtime)
+    conversation.save(path)
+    tokens = conversation.num_tokens
+
+    def work() -> None:
+        for number in count():
+            if number % 2 == 0:
+                later = runtime.load_conversation(path)
+            say(later, "fox", max_new_tokens=2)
+            later.save(path)
+            if later.num_tokens > CONTEXT - 60:  # and shorter again
+                conversation.save(path)
+                later = conversation
+
+    seen = set()
+    for _ in range(15):
+        with forked(work):
+            time.sleep(chance.uniform(0.02, 0.25))
+        later = runtime.load_conversation(path)
+        seen.add(later.num_tokens)
+        assert later.num_tokens >= tokens
+        later.save(path)
+        assert not list(Path(f"{path}.kv").glob("*.part"))
+        if later.num_tokens > CONTEXT - 60:
+            conversation.save(path)
+    assert len(seen) > 3
+
+
+# --- a server
+
+
+def ask(url_of: Any, *texts: str) -> tuple[str, int]:
+    """What is answered behind a conversation, and how many tokens of it were not read."""
+    messages: Any = [
+        {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate((LONG, *texts))
+    ]
+    answer = url_of.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+    (choice,) = answer.to_dict()["choices"]
+    return choice["message"]["content"], choice["x_stats"]["kept_tokens"]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_a_server_that_is_started_again_reads_nothing_again(target: Path, draft: Path, tmp_path: Path, kv: str) -> None:
+    options = {"kv": kv, "context": CONTEXT, "max_batch": 1, "draft": draft}
+    with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
+        first = ask(served)
+        other = served.chat(messages=[{"role": "user", "content": LONG[5:]}]).json()["choices"][0]  # drives that out
+        expected = ask(served, first[0], "and?")
+    assert first[1] == 0 and expected[1] == 512 and other["x_stats"]["kept_tokens"] < 256
+    kept = list((tmp_path / "kept").glob("*.kv"))
+    assert len(kept) == 2 * 4  # of target and draft, of either text
+    with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
+        state = served.runtime.parts.proposer.draft_state
+        assert ask(served, first[0], "and?") == expected and state is not None
+        with pytest.raises(StorageError, match="in use"), load(target, context=64) as runtime:
+            Scheduler(runtime, sessions=tmp_path / "kept")
+    for file in kept:
+        flip(file)
+    with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
+        assert ask(served, first[0], "and?") == (expected[0], 0)
+        served.chat(messages=[{"role": "user", "content": LONG[5:]}])  # damaged as well, and read again
+    with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
+        assert ask(served, first[0], "and?") == expected
+
+
+@pytest.mark.slow
+def test_a_servers_blocks_keep_to_their_limit(target: Path, tmp_path: Path) -> None:
+    options = {"context": CONTEXT, "max_batch": 1, "draft": "none"}
+    with load(target, **options) as runtime:
+        nbytes = runtime.config.num_layers * runtime.plan.target.kv_block_bytes + 100
+        with pytest.raises(OffloadError, match="hold none of"):
+            Scheduler(runtime, sessions=tmp_path, sessions_bytes=1000)
+    for text, kept in ((LONG, 0), (LONG[9:], 0), (LONG[9:], 512), (LONG, 256)):
+        with serving(target, load_options=options, sessions=tmp_path, sessions_bytes=3 * nbytes) as served:
+            body = served.chat(messages=[{"role": "user", "content": text}]).json()
+        assert body["choices"][0]["x_stats"]["kept_tokens"] == kept
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.kv")) <= 3 * nbytes
