@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.memory import upload
+from offload_runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload_runtime.config import MOST_BIASED, SamplingParams
 from offload_runtime.memory import overwrite, pack, unpack, upload
+from offload_runtime.params import MOST_BIASED, SamplingParams
 
 
 class LogitAdjustments:

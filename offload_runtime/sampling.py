@@ -23,9 +23,9 @@ import torch
 from offload_runtime_kernels import gumbel_argmax as noise_ops
 from torch import Tensor
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.grammar import GrammarMatcher, masked
 from offload_runtime.memory import overwrite, upload
+from offload_runtime.params import SamplingParams
 from offload_runtime.penalties import LogitAdjustments
 
 # A weight of 2^40 for the most likely token resolves probabilities of 1e-12, and 2^22 such tokens still fit an int64.

@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from offload_runtime.config import ModelConfig, SamplingParams, SpeculationOptions
+from offload_runtime.config import ModelConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv import HostKVCache
 from offload_runtime.kv.retrieval import RetrievalPolicy
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.params import SamplingParams
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.runners import likely_parents
 from offload_runtime.speculation import Acceptance, NgramLookup

@@ -10,7 +10,7 @@ import bench_turns
 import pytest
 import torch
 
-from offload_runtime.config import GenerationParams
+from offload_runtime.params import GenerationParams
 from offload_runtime.verify.equality import Transcript
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.model import PassShape, Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import CapturedPasses, ModelRunner, decided
 from offload_runtime.runners.graphs import CAPTURED_ROWS, captured_pass_shape
 from offload_runtime.sampling import SlotSampling

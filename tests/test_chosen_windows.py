@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.steps import WindowLimits, WindowSize
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.speculation import (
     PLAIN,
     Choice,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS
 from offload_runtime.cli.terminal import open_history
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.params import GenerationParams, SamplingParams
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 import offload_runtime
 from offload_runtime.cli.app import app
 from offload_runtime.cli.generate import link_figure
-from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError
+from offload_runtime.params import GenerationParams, SamplingParams
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
 
 NOISE = "a library that cannot keep quiet\n"

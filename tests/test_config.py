@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from offload_runtime import Runtime
 from offload_runtime.config import (
     GB,
-    GenerationParams,
     ModelConfig,
     RuntimeConfig,
-    SamplingParams,
     SpeculationOptions,
     count_or_auto,
     format_bytes,
@@ -28,6 +26,7 @@ from offload_runtime.config import (
     write_atomically,
 )
 from offload_runtime.errors import CheckpointError, OffloadError, OptionError, StorageError
+from offload_runtime.params import GenerationParams, SamplingParams
 
 
 @pytest.mark.parametrize(

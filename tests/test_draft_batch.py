@@ -8,7 +8,7 @@ import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftModel, StepGraphs
 from offload_runtime.runners.token_window import DeviceWindow
 from tests.helpers.assembly import CPU, make_runner

@@ -12,10 +12,10 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.window_steps import StepLayout, StepRotation
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv.device import StreamingDraftCache, kv_cache_bytes, streaming_capacity_tokens
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import (
     DeviceWindow,
     DraftModel,

@@ -11,12 +11,13 @@ import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import ContextLengthError
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.retrieval import RetrievalPolicy, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
+from offload_runtime.params import SamplingParams
 from offload_runtime.plan.memory import ModelPlan, all_resident
 from offload_runtime.runners import DraftModel, ModelRunner, StepGraphs
 from offload_runtime.weights.layout import ModelLayout

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv import LayerCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.model import Decoder, PassRows, Weights
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftTree, ModelRunner
 from offload_runtime.weights.encoding import Weight
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from widening.convert import convert_to_safetensors
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.params import SamplingParams
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import write_noisy_copy
 from tests.helpers.sampling import sample

@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.config import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import ErrorEvent, Runtime, Scheduler
 from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, token_masks
 from offload_runtime.model import Window
+from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
 from offload_runtime.runners import CapturedPasses, ModelRunner, decided
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer, first_token, run_step

@@ -27,9 +27,10 @@ RUNTIME = ROOT / "offload_runtime"
 KERNELS = "offload_runtime_kernels"
 PROFILES = "offload_runtime_profiles"
 
-# What each module may import besides itself, `config` and `errors`, which are free to all. A folder is one module.
+# What each module may import besides itself, and the three that are free to all. A folder is one module.
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
+    "params": set(),
     "errors": set(),
     "memory": {KERNELS},  # for small tensors that go up and down by a kernel
     "trace": set(),
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     PROFILES: set(),
 }  # fmt: skip
-FREE_TO_ALL = {"config", "errors"}
+FREE_TO_ALL = {"config", "errors", "params"}
 WITHOUT_PROJECT_IMPORTS = {"errors", KERNELS, PROFILES}
 
 

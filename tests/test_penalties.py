@@ -20,10 +20,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window, paths_below_roots
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.runners import CapturedPasses, decided
 from offload_runtime.sampling import MOST_FILTERED_ROWS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation import first_token

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_runtime.config import GenerationParams, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.hardware import load_profile, save_profile
 from offload_runtime.model import depths_of
+from offload_runtime.params import GenerationParams
 from offload_runtime.plan import (
     MachineFigures,
     RunPlan,

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from offload_runtime import sampling
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.sampling import (
     MOST_FILTERED_ROWS,
     SlotSampling,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import httpx
 import pytest
 
 from offload_runtime.errors import OptionError
-from offload_runtime.server.gate import Gate
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import Served, ServerConfig, serving
 
@@ -118,21 +116,6 @@ def test_without_named_origins_no_page_of_another_one_may_ask(short_target: Path
         asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
         response = served.http.options("/v1/chat/completions", headers=asked)
         assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
-
-
-def test_a_failure_of_ours_has_openais_shape_and_all_headers() -> None:
-    async def failing(scope: object, receive: object, send: object) -> None:
-        raise ZeroDivisionError
-
-    transport = httpx.ASGITransport(Gate(failing, ServerConfig()), raise_app_exceptions=False)
-
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get("/health")
-
-    response = asyncio.run(ask())
-    assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
-    assert "default-src 'none'" in response.headers["content-security-policy"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "gpu.example", ""])

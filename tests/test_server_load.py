@@ -23,9 +23,9 @@ import pytest
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
-from offload_runtime.config import GenerationParams
 from offload_runtime.engine import ErrorEvent, GenerationResult, Runtime, SchedulerCounters, TokenEvent
 from offload_runtime.errors import BudgetError, NumericalError, OptionError, QueueFullError, UnavailableError
+from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
 from offload_runtime.server.gate import ServerConfig
 from offload_runtime.server.run import Server
@@ -269,6 +269,7 @@ def test_errors_of_a_run_have_a_status(
     with load(short_target, draft="none") as runtime:
         whole, stream = asyncio.run(ask(runtime))
     assert whole.status_code == status and whole.json()["error"]["message"] == message
+    assert "default-src 'none'" in whole.headers["content-security-policy"]
     if status == 429:
         assert whole.headers["retry-after"] == "3"
     if at_once:

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from offload_runtime.config import GenerationParams
 from offload_runtime.engine import EndEvent, GenerationResult, SchedulerCounters, TokenEvent
+from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
 from offload_runtime.server.gate import ServerConfig
 from offload_runtime.server.tool_calls import ToolCallParser

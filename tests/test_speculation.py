@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.model import PassRows, Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftProposer, DraftRequest
 from tests.helpers.assembly import make_runner

@@ -22,10 +22,11 @@ from long_context.session import Decoding, Session, compare, target_acceptance
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from sweep import main
 
-from offload_runtime.config import RuntimeConfig, SamplingParams, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import Proposal, StepResult
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import finding_pieces

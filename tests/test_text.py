@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_runtime.config import GenerationParams
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom, StopStrings
 from offload_runtime.errors import OptionError
+from offload_runtime.params import GenerationParams
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.config import GenerationParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.params import GenerationParams
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
 OTHER = "the lazy dog and the quick"

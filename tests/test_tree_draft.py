@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer, StepResult
 from offload_runtime.speculation.calibration import MatchRates

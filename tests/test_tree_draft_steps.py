@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import DraftRequest, StepWorth, TreeDraftProposer
 from offload_runtime.speculation.calibration import ChildProbabilities
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)

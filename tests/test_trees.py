@@ -11,10 +11,10 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import speculation
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import compact_path
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer
 from tests.helpers.assembly import HostKV, make_runner

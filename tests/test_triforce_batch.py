@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DeviceWindow
 from offload_runtime.speculation import DraftRequest, Proposal
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)

@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
 from offload_runtime.cli.verify import describe_machine, one_card_config, read_prompts, report_tables, verdict_line
-from offload_runtime.config import GenerationParams, RuntimeConfig, SamplingParams
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.model import Window
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify import Fit, compare_one_card, decode_plainly
 from offload_runtime.verify.distribution import GENERATION_TOKENS, fit_generations, fit_rows, total
 from offload_runtime.verify.equality import ScriptedProposer, loaded_proposers, transcribe, verify_identity

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 
 from offload_runtime import sampling
 from offload_runtime.cli.verify import describe_finding, identity_table, verdict_line
-from offload_runtime.config import GenerationParams, SamplingParams
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify.distribution import Fit, fit, fit_row, target_probabilities, total
 from offload_runtime.verify.equality import Finding, IdentityRun, Transcript, compare, resample
 from offload_runtime.verify.report import VerificationReport

@@ -15,13 +15,14 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.select_chunks import different_counts, parts_of, select_chunks
 
-from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyQueues, make_copy_engine
 from offload_runtime.engine.build_proposer import warm_up_verifier
 from offload_runtime.engine.load_model import OpenCard, load_model, warm_up
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import Card, DeviceBudget
 from offload_runtime.model import PassRows
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftModel, ModelRunner, StepGraphs, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.sampling import DIFFERENT_WAYS

@@ -24,9 +24,10 @@ from timing import event_times_ms, measure_copy_gbps
 from widening.made import random_llama
 from widening.shapes import WideShape, shape_named
 
-from offload_runtime.config import GB, ModelConfig, SamplingParams, SpeculationOptions
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import StepGraphs, WindowInput
 from offload_runtime.weights import layer_layout
 

@@ -26,9 +26,9 @@ from common import random_source
 from harness import check_out, emit, provenance
 from long_context.internals import runner_of
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, NgramProposer, Proposer, first_token, run_step

@@ -36,10 +36,11 @@ from long_context.session import Session, compare
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from timing import measure_link_gbps
 
-from offload_runtime.config import GB, SamplingParams, SpeculationOptions
+from offload_runtime.config import GB, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.kv import HostKVCache
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import Proposer
 from offload_runtime.weights import ModelLayout
 

@@ -40,11 +40,11 @@ from common import SHAPES, add_model_options, resident_layers, source_from
 from harness import Check, check_out, emit, percentile, provenance
 from ours_runtime import OurOptions, add_our_options, our_options
 
-from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import EndEvent, ErrorEvent, Runtime, Scheduler, TokenEvent
 from offload_runtime.engine.scheduler import Event
 from offload_runtime.errors import OptionError, UnavailableError
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.weights import CheckpointSource
 
 # Of 8 requests at once, how many times the throughput of one at a time is claimed: of plain decoding, and of a draft.

@@ -30,9 +30,10 @@ from bench_start import Reader, drop
 from common import SHAPES, random_source
 from harness import Check, check_out, emit, percentiles, provenance
 
-from offload_runtime.config import GB, GenerationParams
+from offload_runtime.config import GB
 from offload_runtime.engine import Runtime
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import GenerationParams
 from offload_runtime.weights import open_checkpoint
 
 _LEAST_SHARE = 0.7

@@ -31,10 +31,11 @@ from long_context.internals import ranks_of
 from widening.checkpoint import in_shape, noisy_copy
 from widening.shapes import shape_named
 
-from offload_runtime.config import GB, SamplingParams
+from offload_runtime.config import GB
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import SamplingParams
 from offload_runtime.plan.cost import best_tree_tokens
 from offload_runtime.runners.graphs import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint

@@ -29,10 +29,10 @@ from common import random_source
 from harness import check_out, emit, floats, provenance
 from long_context.internals import runner_of
 
-from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify.equality import Transcript, differing_rows, transcribe
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 

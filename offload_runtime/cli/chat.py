@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
 from offload_runtime.cli.options import SAMPLING_OPTIONS, ChatOptions, sampling_values, with_sampling_option
-from offload_runtime.config import GenerationParams, format_bytes, require, require_unicode
+from offload_runtime.config import format_bytes, require, require_unicode
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.params import GenerationParams
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream

@@ -19,9 +19,7 @@ from typer.models import OptionInfo
 
 from offload_runtime.cli.terminal import read_text, user_path
 from offload_runtime.config import (
-    GenerationParams,
     RuntimeConfig,
-    SamplingParams,
     SpeculationOptions,
     count_or_auto,
     idle_options,
@@ -31,6 +29,7 @@ from offload_runtime.config import (
     require_unicode,
 )
 from offload_runtime.errors import OptionError
+from offload_runtime.params import GenerationParams, SamplingParams
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]

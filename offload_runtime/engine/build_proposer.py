@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
 from offload_runtime.memory import DeviceBudget, on_card
+from offload_runtime.params import SamplingParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
 from offload_runtime.runners import DraftTree, GuessTree, ModelRunner, warm_up_batches, warm_up_lengths

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from offload_runtime.config import GenerationParams, SamplingParams, params_once, require, require_unicode
+from offload_runtime.config import require, require_unicode
 from offload_runtime.engine.generate import OnProgress, TokenStream
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.sessions import read_conversation
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.params import GenerationParams, params_once
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
+
+    from offload_runtime.params import GenerationOptions
 
 _ROLES = ("system", "user", "assistant")
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
@@ -52,12 +58,8 @@ class Conversation:
         self.set_system(system)
 
     def say(
-        self, text: str, *, max_new_tokens: int = 1024, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-        min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
-        json_schema: Mapping[str, Any] | str | None = None, params: GenerationParams | None = None,
+        self, text: str, *, params: GenerationParams | None = None, speculate: bool = True,
+        on_prefill: OnProgress | None = None, **options: Unpack[GenerationOptions],
     ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does, and earlier
         turns count as prompt for penalties.
@@ -68,12 +70,7 @@ class Conversation:
         Raises:
             ContextLengthError: The message leaves no room for an answer; the conversation is as before.
         """
-        sampling = SamplingParams(
-            temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (), json_schema,
-        )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
-        asked = params_once(by_name, params, max_new_tokens=1024)
+        asked = params_once(options, params, max_new_tokens=1024)
         return self._reply(self.messages, self._seen, text, asked, speculate=speculate, on_prefill=on_prefill)
 
     def regenerate(

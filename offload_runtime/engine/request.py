@@ -12,9 +12,10 @@ from typing import Any
 
 from tokenizers import PreTokenizedString, pre_tokenizers
 
-from offload_runtime.config import GenerationParams, ModelConfig, is_of_type, require, require_unicode
+from offload_runtime.config import ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
+from offload_runtime.params import GenerationParams
 from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Choice, Tally
 from offload_runtime.weights import Fields, sampling_defaults

@@ -8,20 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload_runtime.config import (
-    GenerationParams,
     ModelConfig,
     RuntimeConfig,
-    SamplingParams,
     SpeculationOptions,
     count_or_auto,
     format_bytes,
-    params_of_each,
-    params_once,
     parse_bytes,
     parse_sizes,
     require,
@@ -49,10 +45,16 @@ from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.kv import BlockStore
 from offload_runtime.model import Window
+from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.speculation import OnLogits, Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
+
+    from offload_runtime.params import GenerationOptions
 
 # A call that waits for others looks so often whether a scheduler has the runtime now.
 _LOOK_AGAIN_S = 0.1
@@ -188,12 +190,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check))
 
     def stream(
-        self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
-        json_schema: Mapping[str, Any] | str | None = None, params: GenerationParams | None = None,
+        self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
+        on_prefill: OnProgress | None = None, **options: Unpack[GenerationOptions],
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -203,31 +201,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         Args:
             prompt: Text, token ids, or chat messages (`{"role": …, "content": …}`), which go through the model's chat
                 template.
-            max_new_tokens: Tokens to generate unless the model ends earlier.
-            temperature: 0 is greedy.
-            top_k: Only the k most likely tokens; 0 is off.
-            top_p: Only the most likely tokens that hold this probability together; 1 is off.
-            min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
-            seed: Of the sampling noise.
-            stop: A string, or several, that end the text.
-            gamma: Most tokens proposed per pass in a row; None chooses round by round, by what was measured so far.
+            params: The options, in place of those by name.
             speculate: False decodes plainly, one token a pass.
-            ignore_eos: Go on after the end-of-sequence token.
             on_prefill: Called with (layers done, layers) while the prompt is worked on.
-            tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
-                `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
-            noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).
-            presence_penalty: Subtracted from the logit of every token that the answer has already, -2 to 2; 0 is off.
-            frequency_penalty: The same as often as the answer has it.
-            repetition_penalty: Divides positive logits of tokens that prompt or answer have already, and multiplies
-                negative ones, 0.1 to 10; 1 is off.
-            logit_bias: By token id what is added to its logit, -100 (ban it) to 100; comes before the penalties, and
-                all of them before the temperature (see `SamplingParams`).
-            logprobs: 0 to 20: the result has every token's log-probability by the model's own distribution, before all
-                of these options, and so many of the likeliest tokens beside it (`TokenLogprobs`).
-            json_schema: The answer is JSON that this schema allows, an object or its text, unless `max_new_tokens` cuts
-                it; `{"type": "object"}` is any object. Needs the extra `[schemas]`.
-            params: The options in place of those by name.
+            options: By name; see `GenerationOptions`.
 
         Returns:
             An iterator over text; its `result` is there afterwards.
@@ -236,34 +213,20 @@ class Runtime(AbstractContextManager["Runtime"]):
             ContextLengthError: Prompt and `max_new_tokens` exceed the reserved context.
             OptionError: A value makes no sense.
         """
-        sampling = SamplingParams(
-            temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (), json_schema,
-        )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
-        asked = params_once(by_name, params)
+        asked = params_once(options, params)
         tokens = self._room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
     def generate(
-        self, prompt: Prompt, *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
-        tree_nodes: int | None = None, noise_id: int = 0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None, logprobs: int | None = None,
-        json_schema: Mapping[str, Any] | str | None = None, params: GenerationParams | None = None,
+        self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
+        on_prefill: OnProgress | None = None, **options: Unpack[GenerationOptions],
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
         Raises:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
         """
-        sampling = SamplingParams(
-            temperature, top_k, top_p, min_p, seed, noise_id, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (), json_schema,
-        )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
-        asked = params_once(by_name, params)
+        asked = params_once(options, params)
         return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
     def conversation(self, system: str | None = None) -> Conversation:
@@ -305,14 +268,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         return saved.text, saved.tokens, session.held_tokens
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: str | Sequence[str] = (), gamma: int | None = None,
-        speculate: bool = True, ignore_eos: bool = False, on_prefill: OnProgress | None = None,
+        self, prompts: Sequence[Prompt], *, params: GenerationParams | Sequence[GenerationParams] | None = None,
+        noise_ids: Sequence[int] | None = None, speculate: bool = True, on_prefill: OnProgress | None = None,
         on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
-        tree_nodes: int | None = None, noise_ids: Sequence[int] | None = None, presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0, repetition_penalty: float = 1.0, logit_bias: Mapping[int, float] | None = None,
-        logprobs: int | None = None, json_schema: Mapping[str, Any] | str | None = None,
-        params: GenerationParams | Sequence[GenerationParams] | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
 
@@ -337,12 +296,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         require_type("prompts", prompts, Sequence[Any])
         fine = 1 <= len(prompts) <= most
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
-        sampling = SamplingParams(
-            temperature, top_k, top_p, min_p, seed, 0, presence_penalty, frequency_penalty, repetition_penalty,
-            logit_bias or (), json_schema,
-        )  # fmt: skip
-        by_name = GenerationParams(max_new_tokens, stop, gamma, ignore_eos, sampling, tree_nodes, logprobs)
-        asked = params_of_each(params_once(by_name, params, kind=Any), noise_ids, len(prompts))
+        asked = params_of_each(params_once(options, params, kind=Any), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
         hooks = Hooks(on_prefill, on_progress, should_stop)
         with self._locked():

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from offload_runtime.config import GenerationParams, require
+from offload_runtime.config import require
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.request import Request
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.params import GenerationParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (

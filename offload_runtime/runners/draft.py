@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from offload_runtime_kernels.window_steps import StepLayout, StepRotation, StepRows
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
 from offload_runtime.model import PassRows, RowFrequencies
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.guess_tree import GuessTree

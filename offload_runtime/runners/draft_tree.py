@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import packed_words, unpack
 from offload_runtime.model import PassShape, RowFrequencies
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import DraftKVState
 from offload_runtime.runners.graphs import (
     CHILDREN,

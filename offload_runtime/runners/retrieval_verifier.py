@@ -15,10 +15,11 @@ from offload_runtime_kernels.attention_sources import sources_workspace_bytes
 from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
 from offload_runtime_kernels.window_steps import StepRotation
 
-from offload_runtime.config import ModelConfig, SamplingParams
+from offload_runtime.config import ModelConfig
 from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.model import Decoder, PassRows, RopeTable, RowFrequencies, Weights
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.guess_tree import GuessTree
 from offload_runtime.runners.target import window_pass

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.config import GenerationParams
 from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent
 from offload_runtime.errors import UnavailableError
+from offload_runtime.params import GenerationParams
 from offload_runtime.server.protocol import Delta, Ending, ending_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 
-from offload_runtime.config import GenerationParams
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
@@ -31,8 +30,9 @@ from offload_runtime.errors import (
     QueueFullError,
     UnavailableError,
 )
+from offload_runtime.params import GenerationParams
 from offload_runtime.server.answers import Answers, Choice, unless_gone
-from offload_runtime.server.gate import Gate, ServerConfig, error_body
+from offload_runtime.server.gate import App, Gate, ServerConfig, error_body
 from offload_runtime.server.metrics import Metrics
 from offload_runtime.server.protocol import Envelope, usage_of
 from offload_runtime.server.schema import (
@@ -277,7 +277,7 @@ class Service:
         return JSONResponse(body, status, headers)
 
 
-def make_app(service: Service, config: ServerConfig) -> FastAPI:
+def make_app(service: Service, config: ServerConfig) -> App:
     """The application of a service, behind its gate."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)  # whose pages of documentation load from elsewhere
     for path, answer in (
@@ -297,13 +297,13 @@ def make_app(service: Service, config: ServerConfig) -> FastAPI:
 
     for kind in (OffloadError, HTTPException, 404, 405, Exception):
         app.add_exception_handler(kind, respond)
-    app.add_middleware(Gate, config=config)
-    if config.cors_origins:  # around the gate, so that a page can read its refusals, too
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["retry-after"],
-        )  # fmt: skip
-    return app
+    gate = Gate(app, config)
+    if not config.cors_origins:
+        return gate
+    return CORSMiddleware(  # around the gate, so that a page can read its refusals, too
+        gate, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+        expose_headers=["retry-after"],
+    )  # fmt: skip
 
 
 def _constant(content: bytes, media_type: str) -> Callable[[], Any]:

@@ -130,11 +130,7 @@ class Gate:
         if scope["type"] != "http":
             return
 
-        has_begun = False
-
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
-            nonlocal has_begun
-            has_begun = True
             if message["type"] == "http.response.start":
                 names = {name for name, _ in message["headers"]}
                 more = [(name, value) for name, value in _HEADERS if name not in names]
@@ -158,12 +154,7 @@ class Gate:
         if refusal is not None:
             await _refuse(*refusal, send_with_headers)
             return
-        try:
-            await self._app(scope, receive, send_with_headers)
-        except Exception:  # a defect of ours, which goes on to the log
-            if not has_begun:
-                await _refuse(500, "the server has failed; its log says where", send_with_headers)
-            raise
+        await self._app(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         """Status and message of what is refused by its headers alone."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from offload_runtime.config import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
+from offload_runtime.params import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.server.tool_calls import calls_grammar, writes_calls
 
 # What OpenAI's clients send and nothing here depends on.

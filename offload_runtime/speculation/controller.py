@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 
 # Proposals of a window: gamma of a chain, nodes of a tree. Finer steps would tell less than the noise of times.
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

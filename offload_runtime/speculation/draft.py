@@ -19,7 +19,7 @@ from operator import neg
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftKVState, DraftModel, DraftTree, ModelRunner
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth

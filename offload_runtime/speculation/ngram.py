@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
 from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.errors import NumericalError
 from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Decision, DraftKVState, ModelRunner, decided
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DeviceWindow, DraftKVState, DraftModel, GuessTree, WindowInput, WindowOutput
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer, chains_where

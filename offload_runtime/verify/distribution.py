@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer
 from offload_runtime.verify.equality import transcribe

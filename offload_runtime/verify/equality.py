@@ -16,8 +16,8 @@ from itertools import cycle, islice, zip_longest
 
 import torch
 
-from offload_runtime.config import GenerationParams, SamplingParams
 from offload_runtime.engine.runtime import Runtime
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation import NGRAM, DraftRequest, NgramProposer, Proposal, Proposer, drafting
 

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import ModelConfig, SamplingParams, format_bytes
+from offload_runtime.config import ModelConfig, format_bytes
 from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.params import SamplingParams
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown

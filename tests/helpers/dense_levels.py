@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv.retrieval import RetrievalPolicy
+from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import Acceptance
 from tests.helpers.sampling import perturbed_logits, sample
 

@@ -8,8 +8,8 @@ from itertools import count
 
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.speculation import (
     Acceptance,

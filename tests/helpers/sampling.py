@@ -8,8 +8,8 @@ import torch
 from offload_runtime_kernels.gumbel_argmax import gumbel_noise, noise_keys
 
 from offload_runtime import sampling, speculation
-from offload_runtime.config import SamplingParams
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Decision, decided
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, Proposer, StepResult, still_computing

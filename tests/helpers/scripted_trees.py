@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from offload_runtime.config import SamplingParams
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Asked, Children
 from offload_runtime.speculation import Proposer, StepWorth, TreeDraftProposer
 from offload_runtime.speculation.step import Watch

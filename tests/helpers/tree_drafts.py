@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.model import RopeTable, RowBuilder
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftTree, ModelRunner, tree_slots
 from offload_runtime.speculation import CandidateTree, DraftProposer, NgramProposer, TreeDraftProposer
 from tests.helpers.assembly import CHUNK_TOKENS, CPU, Assembled, make_runner

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.kv import DeviceKVCache, HostKVCache
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import (
     Acceptance,

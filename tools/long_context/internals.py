@@ -11,7 +11,7 @@ import torch
 from long_context.policies import chunk_policy
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import GenerationParams, SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.build_proposer import make_proposer
@@ -23,6 +23,7 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import block_shape
 from offload_runtime.kv.multi_card import MultiCardKVCache
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan.cost import usual_acceptance
 from offload_runtime.runners import DraftModel, GuessTree, ModelRunner, likely_parents
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier

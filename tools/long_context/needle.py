@@ -16,9 +16,9 @@ from long_context.policies import CHUNK_POLICIES
 from long_context.rows import Setting
 from long_context.session import Session, compare
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import GuessTree, WindowInput
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Proposer

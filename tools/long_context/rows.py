@@ -14,8 +14,9 @@ from long_context.policies import CHUNK_POLICIES, chunk_policy
 from long_context.session import Decoding, Session, compare, together
 from sweeping.family import Sweep, tokens
 
-from offload_runtime.config import SamplingParams, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import OptionError
+from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import Proposer
 
 CHAIN = "chain"

@@ -14,9 +14,9 @@ import torch
 from harness import percentiles
 from long_context.internals import Levels, join_slots, levels_of, runner_of, slot_sampling, verifier_passes
 
-from offload_runtime.config import SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.runners import WindowInput
 from offload_runtime.speculation import DraftRequest, Proposer, StepResult, run_step
 

@@ -24,8 +24,9 @@ from widening.made import random_llama
 from widening.shapes import WideShape, shape_named
 from widening.stored import STORED, stored_llama
 
-from offload_runtime.config import SamplingParams, parse_bytes, require_positive
+from offload_runtime.config import parse_bytes, require_positive
 from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.params import SamplingParams
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.

@@ -53,16 +53,15 @@ from offload_runtime.config import (
     ENCODE,
     SPECULATION_MODES,
     WEIGHTS,
-    GenerationParams,
     ModelConfig,
     RuntimeConfig,
-    SamplingParams,
     SpeculationOptions,
     idle_options,
 )
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.generate import device_errors
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan.request import check_window, longest_context
 from offload_runtime.speculation import Acceptance, StepResult, first_token, still_computing
 from offload_runtime.weights import open_checkpoint

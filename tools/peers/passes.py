@@ -18,12 +18,13 @@ from long_context.session import Session, compare, together
 from harness import integers, percentiles  # isort: skip (`common` sets the path)
 from timing import measure_copy_gbps, measure_link_gbps  # isort: skip
 
-from offload_runtime.config import GB, SamplingParams
+from offload_runtime.config import GB
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.model import Window
+from offload_runtime.params import SamplingParams
 from offload_runtime.plan import machine_figures, pass_time
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer
 

@@ -28,10 +28,11 @@ from widening.checkpoint import in_shape
 from widening.made import repeated_llama
 from widening.shapes import shape_named
 
-from offload_runtime.config import GB, ModelConfig, SamplingParams, SpeculationOptions
+from offload_runtime.config import GB, ModelConfig, SpeculationOptions
 from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import resolve_device
+from offload_runtime.params import SamplingParams
 from offload_runtime.plan import resolve_dtype
 from offload_runtime.speculation import Proposer
 from offload_runtime.weights import CheckpointSource, layer_layout, open_checkpoint
