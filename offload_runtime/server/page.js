@@ -158,7 +158,10 @@ async function showModel() {
   }
   const response = await fetch("/v1/models", { headers: headers() });
   element("notice").textContent = response.ok ? "" : await errorOf(response);
-  if (response.ok) document.title = element("model").textContent = (await response.json()).data[0].id;
+  if (!response.ok) return;
+  document.title = element("model").textContent = (await response.json()).data[0].id;
+  element("asks-key").hidden = true;
+  element("text").focus();
 }
 
 element("form").addEventListener("submit", (event) => {
