@@ -57,7 +57,9 @@ class Tab(AbstractContextManager["Tab"]):
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
-        self.call("Page.navigate", url=url)
+        failure = self.call("Page.navigate", url=url).get("errorText")
+        if failure:
+            raise ConnectionError(f"{url} cannot be opened: {failure}")
         self.wait_for("document.readyState === 'complete'")
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +71,9 @@ class Tab(AbstractContextManager["Tab"]):
         """What a method of the protocol gives."""
         self._calls += 1
         session = {} if self._session is None else {"sessionId": self._session}
-        self._socket.sendall(json.dumps({"id": self._calls, "method": method, "params": params, **session}).encode() + b"\0")
+        self._socket.sendall(
+            json.dumps({"id": self._calls, "method": method, "params": params, **session}).encode() + b"\0"
+        )
         while True:
             message = self._receive()
             if message.get("id") == self._calls:
@@ -135,3 +139,31 @@ class Tab(AbstractContextManager["Tab"]):
     def picture(self) -> bytes:
         """What the window shows, as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+
+def ask(tab: Tab, message: str) -> None:
+    """Send a message and wait until the answer to it has ended."""
+    tab.type(message)
+    tab.press("Enter")
+    tab.wait_for("document.querySelector('#stop').disabled", wait_s=_ANSWER_S)
+
+
+def main() -> None:
+    """Draw the page after an answer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/", help="where the server is reached")
+    parser.add_argument("--message", action="append", required=True, help="may be repeated")
+    parser.add_argument("--size", type=int, nargs=2, default=(900, 620), metavar=("WIDTH", "HEIGHT"), help="pixels")
+    parser.add_argument("--dark", action="store_true", help="as for those who prefer dark pages")
+    parser.add_argument("--out", type=Path, required=True, help="PNG file")
+    options = parser.parse_args()
+    with Tab(options.url) as tab:
+        tab.resize(*options.size, is_dark=options.dark)
+        tab.wait_for("document.title !== 'offload-runtime'")  # the name of the model
+        for message in options.message:
+            ask(tab, message)
+        options.out.write_bytes(tab.picture())
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 // A chat with the model that this server has: the answer as it streams, coloured by who proposed each token.
 
 const SOURCES = { ngram: "n-grams", draft: "draft", retrieval: "retrieval verifier", target: "target" };
-const CUT = { length: "cut at its longest", interrupted: "cut by the server's clock or its end" };
+const CUT = { length: "token limit reached", interrupted: "ended by the server, which stops or had no more time" };
 const element = (id) => document.getElementById(id);
 let messages = []; // those of the conversation that have an answer, and the one that gets it now
 let running = null; // an AbortController while an answer comes
@@ -76,7 +76,7 @@ function showFigures(line, counts, stats) {
     line.append(" ");
   }
   if (!stats) return;
-  const link = stats.link_share === null ? "nothing streamed" : `link ${Math.round(100 * stats.link_share)} %`;
+  const link = stats.link_share === null ? "link not used" : `link used to ${Math.round(100 * stats.link_share)} %`;
   const parts = [
     `${stats.tokens_per_pass.toFixed(1)} tokens a pass`, link, `${stats.tok_per_s.toFixed(1)} tokens/s`,
     `${stats.seconds.toFixed(1)} s`, `seed ${stats.seed}`,
