@@ -1,7 +1,7 @@
 """The server's page in headless Chromium: what its test drives it with, and a picture of it for the documentation.
 
     offload-runtime serve --target ./model.gguf --port 8000 &
-    python tools/chat_page.py --url http://127.0.0.1:8000/ --message "Why is the sky blue?" --out docs/page.png
+    python tools/chat_page.py --message "Why is the sky blue?" --out docs/page.png
 
 Sends the messages one after the other, waits for each answer, and writes what the window shows then. Needs Debian's
 `chromium`, which is told what to do in the DevTools protocol.
@@ -153,13 +153,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000/", help="where the server is reached")
     parser.add_argument("--message", action="append", required=True, help="may be repeated")
-    parser.add_argument("--size", type=int, nargs=2, default=(900, 620), metavar=("WIDTH", "HEIGHT"), help="pixels")
+    parser.add_argument("--size", type=int, nargs=2, default=(900, 760), metavar=("WIDTH", "HEIGHT"), help="pixels")
     parser.add_argument("--dark", action="store_true", help="as for those who prefer dark pages")
     parser.add_argument("--out", type=Path, required=True, help="PNG file")
     options = parser.parse_args()
     with Tab(options.url) as tab:
         tab.resize(*options.size, is_dark=options.dark)
         tab.wait_for("document.title !== 'offload-runtime'")  # the name of the model
+        tab.evaluate("document.querySelector('#seed').value = 1")
         for message in options.message:
             ask(tab, message)
         options.out.write_bytes(tab.picture())

@@ -76,7 +76,7 @@ function showFigures(line, counts, stats) {
     line.append(" ");
   }
   if (!stats) return;
-  const link = stats.link_share === null ? "link not used" : `link used to ${Math.round(100 * stats.link_share)} %`;
+  const link = stats.link_share === null ? "link not used" : `link ${Math.round(100 * stats.link_share)} % used`;
   const parts = [
     `${stats.tokens_per_pass.toFixed(1)} tokens a pass`, link, `${stats.tok_per_s.toFixed(1)} tokens/s`,
     `${stats.seconds.toFixed(1)} s`, `seed ${stats.seed}`,
