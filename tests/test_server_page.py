@@ -72,17 +72,22 @@ def choose(tab: Tab, *, tokens: int, seed: int) -> None:
 
 
 def test_a_conversation(tab: Tab, served: Served) -> None:
+    def answer_to(*texts: str) -> str:
+        roles = ("user", "assistant") * len(texts)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        answer = served.chat(messages=messages, max_tokens=30, temperature=0.7, seed=1).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    first = "the quick <b>brown</b> fox\njumps over"
     choose(tab, tokens=30, seed=1)
     tab.type("the quick <b>brown</b> fox")
     tab.press("Enter", shift=True)
     ask(tab, "jumps over")
     ask(tab, "and on")
-    assert texts(tab, ".user .said") == ["the quick <b>brown</b> fox\njumps over", "and on"]
+    assert texts(tab, ".user .said") == [first, "and on"]
     assert tab.evaluate("document.querySelectorAll('.said :not(span)').length") == 0
     answers, figures = texts(tab, ".assistant .said"), texts(tab, ".figures")
-    messages = [{"role": "user", "content": texts(tab, ".user .said")[0]}]
-    again = served.chat(messages=messages, max_tokens=30, temperature=0.7, seed=1).json()
-    assert again["choices"][0]["message"]["content"] == answers[0]
+    assert answers == [answer_to(first), answer_to(first, answers[0], "and on")]
     for source in ("draft", "target"):  # half a character is a token without a text
         coloured = len(texts(tab, f".message:nth-child(2) .said .{source}"))
         assert 0 < coloured <= int(texts(tab, f".message:nth-child(2) .figures .{source}")[0].split()[-1])
@@ -90,8 +95,8 @@ def test_a_conversation(tab: Tab, served: Served) -> None:
     assert len(figures) == 2 and all(map(measured.search, figures))
     tab.click("#new")
     assert not texts(tab, ".message")
-    ask(tab, "the quick")
-    assert len(texts(tab, ".message")) == 2
+    ask(tab, "and on")
+    assert texts(tab, ".assistant .said") == [answer_to("and on")]
     assert not tab.problems
     tab.evaluate(
         "document.body.append(Object.assign(document.createElement('script'), { text: 'document.title = 1' }))"
