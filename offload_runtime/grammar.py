@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r" |\n[ \t]{0,40}"}
 _MOST_LEXER_STATES = 25_000  # of up to 2 kB
 _WORD_BITS = 32
+# Matchers that are made of one compiled grammar: those of a request's many answers. They share its lexer, whose states
+# are limited.
+_MOST_COPIES = 64
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -56,31 +60,46 @@ class GrammarCompiler:
         size, ends = max(vocab_size, len(tokenizer)), sorted(eos_token_ids) or None
         try:
             self._tokenizer = LLTokenizer(_without_spellings(tokenizer), size, eos_token=ends)
-        except (ValueError, AttributeError) as error:  # it has no JSON, or one that is not understood
+        except (ValueError, AttributeError, LookupError, TypeError) as error:  # it has no JSON, or one of another kind
             raise OptionError(f"answers of this model's tokenizer cannot be bound to a grammar: {error}") from error
         self._limits = LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
         self._executor = LLExecutor()
+        self._lock = threading.Lock()
+        self._copies: Iterator[LLMatcher] = iter(())
+        self._of: tuple[str | None, str | None] = None, None  # what these are copies of
 
     def compile(self, params: SamplingParams) -> GrammarMatcher:
-        """What binds one answer. Takes a few milliseconds, and up to a second for the largest schemas.
+        """What binds one answer. Takes a few milliseconds, and up to a second for the largest schemas, but nothing for
+        the next ones with the same.
 
         Raises:
             OptionError: The schema or grammar is none, or has something that cannot be enforced.
         """
+        asked = cast("str | None", params.json_schema), params.grammar
+        with self._lock:
+            copy = next(self._copies, None) if asked == self._of else None
+            if copy is None:
+                matcher = self._matcher(*asked)
+                self._of, self._copies = asked, (matcher.deep_copy() for _ in range(_MOST_COPIES))
+                copy = next(self._copies)
+        return GrammarMatcher(copy, self._executor, -(-self._tokenizer.vocab_size // _WORD_BITS))
+
+    def _matcher(self, json_schema: str | None, lark: str | None) -> LLMatcher:
+        """Compiles one of both."""
         from llguidance import LLMatcher
 
+        name = "grammar" if json_schema is None else "json_schema"
         try:
-            if params.json_schema is None:
-                name, grammar = "grammar", LLMatcher.grammar_from_lark(params.grammar or "")
+            if json_schema is None:
+                grammar = LLMatcher.grammar_from_lark(lark or "")
             else:
-                name, schema = "json_schema", str(params.json_schema)
-                grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+                grammar = LLMatcher.grammar_from_json_schema(json_schema, overrides=_JSON_OPTIONS)
         except ValueError as error:
-            raise OptionError(f"json_schema cannot be followed: {error}") from error
+            raise OptionError(f"{name} cannot be followed: {error}") from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise OptionError(f"{name} cannot be followed: {_reason(matcher)}")
-        return GrammarMatcher(matcher, self._executor, -(-self._tokenizer.vocab_size // _WORD_BITS))
+        return matcher
 
 
 class GrammarMatcher:

@@ -139,7 +139,7 @@ def _schema_text(given: Mapping[str, Any] | str | None) -> str | None:
         text = given if isinstance(given, str) else json.dumps(dict(given))
         _require_short("json_schema", text)
         value = json.loads(text)
-    except (TypeError, RecursionError, json.JSONDecodeError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"json_schema is not JSON: {error}") from error
     require(isinstance(value, dict), 'json_schema is not an object such as {"type": "object"}')
     return text

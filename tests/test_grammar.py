@@ -237,6 +237,7 @@ def test_what_cannot_be_followed_is_refused_before_weights_are_read(
         ({"grammar": "\n" * (MOST_GRAMMAR_CHARACTERS + 1)}, f"at most {MOST_GRAMMAR_CHARACTERS}"),
         ({"json_schema": {}, "grammar": "start: /a/"}, "drop one"),
         ({"json_schema": '{"a":' * 20_000 + "{}" + "}" * 20_000}, "json_schema is not JSON"),
+        ({"json_schema": '{"maximum": ' + "9" * 5000 + "}"}, "json_schema is not JSON"),
     ],
 )
 def test_what_is_no_schema_is_refused(asked: dict[str, Any], message: str) -> None:
@@ -409,6 +410,17 @@ def test_tokens_that_are_allowed_make_json_with_every_vocabulary(name: str, tmp_
         is_complete = matcher.advance(tokens[-1])
     assert max(tokens) < len(tokenizer)
     assert_valid(tokenizer.decode(tokens, skip_special_tokens=True), schema)
+
+
+def test_answers_to_one_schema_share_what_is_compiled_and_nothing_else(compiler: GrammarCompiler) -> None:
+    """Also beyond as many as may share it."""
+    params = SamplingParams(json_schema=json.dumps({"enum": ["ab", "cd"]}))
+    found = [compiler.compile(params) for _ in range(150)]
+    first, second = found[0], found[1]
+    quote = next(token for token in range(300) if first.states([token], [-1])[0] is not None)
+    first.advance(quote)
+    assert second.states([quote], [-1])[0] is not None and found[-1].states([quote], [-1])[0] is not None
+    assert first.states([quote], [-1])[0] is None
 
 
 def test_masks_take_no_more_memory_than_is_planned_for_a_row() -> None:

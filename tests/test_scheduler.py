@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -546,3 +547,18 @@ def test_who_cannot_be_let_go_of_is_told_and_the_others_as_well(
         after = Heard()
         scheduler.submit([7, 8, 9], params(3), on_event=after)
         assert len(after.result.tokens) == 3
+
+
+def test_who_finds_no_memory_for_what_it_begins_with_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(target, max_batch=2) as runtime, Scheduler(runtime) as scheduler:
+        long, refused, after = Heard(), Heard(), Heard()
+        scheduler.submit([7, 8, 9], params(40), on_event=long)
+        while not long.tokens:  # which runs when the other one comes
+            time.sleep(0.001)
+        cache = runtime.parts.target.runner.cache
+        monkeypatch.setattr(cache, "truncate", Mock(side_effect=BudgetError("no memory is left")))
+        scheduler.submit([5, 6], params(3), on_event=refused)
+        assert "no memory is left" in str(refused.error)
+        monkeypatch.undo()
+        scheduler.submit([5, 6], params(3), on_event=after)
+        assert len(after.result.tokens) == 3 and len(long.result.tokens) == 40

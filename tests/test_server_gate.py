@@ -38,7 +38,7 @@ def test_with_the_key_everything_is(served: Served) -> None:
     assert served.openai.models.list().data
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/health"])
+@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/page.svg", "/health"])
 def test_page_and_health_need_no_key(served: Served, path: str) -> None:
     response = httpx.get(served.url + path, trust_env=False)
     assert response.status_code == 200

@@ -53,12 +53,14 @@ class MarkdownWriter:
 
     def write(self, piece: str) -> None:
         """Show a piece of the text."""
-        self._pending += terminal.drop_controls(piece)
-        end = _start_of_last_block(self._pending)
+        piece = terminal.drop_controls(piece)
+        self._pending += piece
+        end = _start_of_last_block(self._pending) if "\n" in piece else 0  # the next pass waits for this
         block, self._pending = self._pending[:end], self._pending[end:]
         self._live.start()
-        lines = Text(self._pending.strip("\n")).wrap(self._console, self._console.width)
-        self._live.update(Group(*lines[-max(1, self._console.height - 2) :]))
+        width, height = self._console.size
+        lines = Text(self._pending.strip("\n")[-width * height :]).wrap(self._console, width)
+        self._live.update(Group(*lines[-max(1, height - 2) :]))
         self._print(block)
         self._live.refresh()
 

@@ -344,6 +344,9 @@ SAMPLING_OPTIONS = {
 }
 
 
+_SHOWN = 60  # characters of a value; a schema has more
+
+
 def sampling_values(options: ChatOptions) -> dict[str, str]:
     """How tokens are sampled, by `SAMPLING_OPTIONS`, as the command line has it."""
 
@@ -353,7 +356,10 @@ def sampling_values(options: ChatOptions) -> dict[str, str]:
         if isinstance(value, list | tuple):
             pairs = [f"{one[0]}={one[1]:g}" if isinstance(one, tuple) else repr(one) for one in value]
             return " ".join(pairs) or "none"
-        return f"{value:g}" if isinstance(value, float) else str(value).lower()
+        if isinstance(value, float):
+            return f"{value:g}"
+        text = "none" if value is None else str(value)
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
     values = {name: getattr(options, field) for name, field in SAMPLING_OPTIONS.items()}
     off = SamplingParams()  # what is left open stands for

@@ -203,11 +203,10 @@ class Generation:
     def _admit(self, request: Request) -> Iterator[Piece]:
         """Give a request the free slot that holds most of its prompt, and read the rest."""
         free = [slot for slot in range(self._num_slots) if slot not in self.running]
-        with self.working():
-            request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
-        self.running[request.slot] = request
         try:
             with self.working():
+                request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
+                self.running[request.slot] = request
                 token, logprobs = self._prefill(request)
         except (ContextLengthError, NumericalError, GrammarError, BudgetError) as error:
             self._fail(request, error)
@@ -269,7 +268,8 @@ class Generation:
         failure: OffloadError | None = None
         if request in self.waiting:
             self.waiting.remove(request)
-        elif self.running.pop(request.slot, None) is not None:
+        elif self.running.get(request.slot) is request:  # who got no slot has nothing to leave
+            del self.running[request.slot]
             try:
                 self._leave(request, error)
             except OffloadError as raised:

@@ -205,22 +205,29 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             QueueFullError: As many requests wait as may.
         """
         require_type("params", params, GenerationParams)
+        if params.sampling.has_grammar:  # which takes up to a second to compile
+            with self._changed:
+                self._require_room()
         request = self._runtime.request(list(prompt_tokens), params, speculate=speculate)
         request.started_s = time.perf_counter()
         ticket = Ticket(on_event, partial(self._cancel, request))
         with self._changed:
-            if self._failure is not None:
-                stopped = f"this scheduler has stopped ({self._failure}): make another one"
-                raise UnavailableError(stopped) from self._failure
-            if self._end_s is not None:
-                raise UnavailableError("this scheduler is closed: make another one")
-            if len(self._tickets) >= self._most_tickets:
-                full, retry_after_s = f"{self._max_waiting} requests wait already (max_waiting)", self._retry_after_s
-                raise QueueFullError(f"{full}: try again in {retry_after_s:.1f} s", retry_after_s)
+            self._require_room()
             self._tickets[request] = ticket
             self._submitted.append(request)
             self._changed.notify()
         return ticket
+
+    def _require_room(self) -> None:
+        """Refuse a request that could not be taken now."""
+        if self._failure is not None:
+            stopped = f"this scheduler has stopped ({self._failure}): make another one"
+            raise UnavailableError(stopped) from self._failure
+        if self._end_s is not None:
+            raise UnavailableError("this scheduler is closed: make another one")
+        if len(self._tickets) >= self._most_tickets:
+            full, retry_after_s = f"{self._max_waiting} requests wait already (max_waiting)", self._retry_after_s
+            raise QueueFullError(f"{full}: try again in {retry_after_s:.1f} s", retry_after_s)
 
     @property
     def counters(self) -> SchedulerCounters:

@@ -52,6 +52,7 @@ _PAGE = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
+    "/page.svg": ("page.svg", "image/svg+xml"),
 }
 _PING_S = 15  # proxies give up on silent connections after a minute
 _SEND_S = 60  # for a client that reads no more

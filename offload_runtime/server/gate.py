@@ -26,12 +26,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # What a browser needs before a key can be typed in, and a load balancer has none.
-_OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
+_OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/page.svg", "/health"})
 _HEADERS = (
     (
         b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-        b"form-action 'none'; frame-ancestors 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
