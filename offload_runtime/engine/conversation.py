@@ -175,7 +175,8 @@ class Conversation:
         Raises:
             OptionError: It cannot be read, or is something else.
             SessionError: It is damaged, or of another model, dtype, type of GPU or version.
-            StorageError: Another process uses it.
+            StorageError: Another process uses it, a block cannot be read for now, or beside blocks no lock can be made,
+                such as on a disk that cannot be written.
             ContextLengthError: It is longer than the context.
             After each of them the conversation is as before.
         """
