@@ -28,6 +28,7 @@ GIB = 1 << 30
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
 _SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
 _MOST_BYTES = 10**18  # no machine has as much memory
+_MOST_OF_NAME = 50  # that a file's temporary one has of its name
 
 
 def parse_bytes(text: str | float) -> int:
@@ -151,7 +152,8 @@ def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *,
     real = regular_file(path, way_out=way_out)
     with writing(path, way_out):
         # In the same directory, because a rename is atomic only within one file system; a name has 255 bytes at most.
-        descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name[:50]}-", suffix=".part")
+        prefix = f".{real.name[:_MOST_OF_NAME]}-"
+        descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=prefix, suffix=".part")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.writelines([content.encode()] if isinstance(content, str) else content)
@@ -161,6 +163,16 @@ def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *,
         except BaseException:
             os.unlink(partial)
             raise
+
+
+def delete_leftovers(real: Path) -> None:
+    """Delete what processes that were killed in `write_atomically` have left of a file that nobody is writing now, as
+    far as the system lets us. Those of a long name stay: they may be another file's."""
+    ours = re.compile(rf"\.{re.escape(real.name)}-[a-z0-9_]{{8}}\.part")  # as tempfile names them
+    with suppress(OSError):
+        for entry in os.scandir(real.parent):
+            if len(real.name) < _MOST_OF_NAME and ours.fullmatch(entry.name):
+                os.unlink(entry)
 
 
 def require(fine: bool, message: str) -> None:

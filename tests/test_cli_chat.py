@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typer.testing import CliRunner, Result
 from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS
 from offload_runtime.cli.terminal import open_history
+from offload_runtime.engine.sessions import session_files
+from offload_runtime.errors import StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
@@ -167,7 +170,7 @@ def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
     result = chat(runtime, turns=turns)
     assert result.exit_code == 0
     saved = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "Hello"}]
-    assert json.loads(path.read_text(encoding="utf-8")) == {"messages": saved}
+    assert json.loads(path.read_text(encoding="utf-8")) == {"version": 1, "messages": saved}
     lines = error_lines(result)
     assert len(lines) == 3
     assert "this is not a saved conversation" in lines[0]
@@ -187,6 +190,45 @@ def test_a_session_goes_on_where_it_was_and_is_saved_after_every_answer(runtime:
     result = chat(runtime, "--session", str(path), "--system", "Be long.", turns="four\n")
     assert result.exit_code == 2 and "another system prompt" in error_lines(result)[0]
     assert error_lines(chat(runtime, turns="/save\n"))[0].startswith("error: /save needs the name of a file")
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether another thread, to which locks are as to another process, may not use a session."""
+
+    def ask() -> bool:
+        try:
+            with session_files(path):
+                return False
+        except StorageError:
+            return True
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(ask).result()
+
+
+def test_another_file_that_is_loaded_is_the_session_from_then_on(runtime: FakeRuntime, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.chat", tmp_path / "b.chat"
+    chat(runtime, "--session", str(first), turns="one\n")
+    chat(runtime, "--session", str(second), turns="two\n")
+    used = set()
+    runtime.before_piece = lambda number: used.add((len(runtime.requests), is_in_use(first), is_in_use(second)))
+    turns = f"three\n/load {tmp_path}/absent\n/load {first}\nfour\n/load {second}\nfive\n"
+    result = chat(runtime, "--session", str(first), turns=turns)
+    assert used == {(3, True, False), (4, True, False), (5, False, True)}
+    assert f"loaded 2 messages from {second}; it is saved there from now on\n" in result.stderr
+    said = [[one["content"] for one in json.loads(path.read_text())["messages"][::2]] for path in (first, second)]
+    assert said == [["one", "three", "four"], ["two", "five"]] and not is_in_use(second)
+    assert sorted(os.listdir(tmp_path)) == ["a.chat", "a.chat.kv", "b.chat", "b.chat.kv"]
+
+
+@pytest.mark.parametrize("content", ["# A project", '{"name": "a project"}'])
+def test_what_is_no_session_is_refused_and_left_alone(runtime: FakeRuntime, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    result = chat(runtime, "--session", str(path), turns="one\n")
+    assert result.exit_code == 2 and "not a saved conversation" in error_lines(result)[0] and not runtime.loads
+    chat(runtime, "--session", str(tmp_path / "chat"), turns=f"/load {path}\n")
+    assert sorted(os.listdir(tmp_path)) == ["chat.kv", "file"] and path.read_text() == content
 
 
 def test_a_session_that_cannot_be_saved_costs_a_line_each(
@@ -263,7 +305,7 @@ def test_an_answer_is_given_anew_with_other_noise(runtime: FakeRuntime) -> None:
     assert error_lines(result) == ["error: the conversation has no message yet"]
     asked = [(prompt, params.sampling.temperature, params.sampling.noise_id) for prompt, params in runtime.requests]
     # Noise that no answer had, but for messages, whose answers are those of a conversation without commands.
-    assert asked == [("one", 0.7, 0), ("one", 0.7, 2), ("one", 0.7, 3), ("two", 0.7, 0), ("two", 0.0, 4)]
+    assert asked == [("one", 0.7, 0), ("one", 0.7, 1), ("one", 0.7, 2), ("two", 0.7, 0), ("two", 0.0, 3)]
     assert result.stderr.count("at temperature 0 the answer is always the same: /set temperature 0.7") == 1
     assert "dropped your last message and its answer: two\n" in result.stderr
 

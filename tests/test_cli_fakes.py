@@ -211,6 +211,7 @@ class FakeConversation:
     def __init__(self, runtime: FakeRuntime, system: str | None) -> None:
         self._runtime = runtime
         self.messages: list[dict[str, str]] = []
+        self.num_regenerated = 0
         self.set_system(system)
 
     @property
@@ -229,6 +230,7 @@ class FakeConversation:
     def regenerate(self, params: GenerationParams, **options: Any) -> FakeStream:
         if not any(message["role"] == "user" for message in self.messages):
             raise OptionError("the conversation has no message yet")
+        self.num_regenerated += 1
         before, text = self.messages[:-2], self.messages[-2]["content"]
 
         def settle(answer: str) -> None:
@@ -247,12 +249,9 @@ class FakeConversation:
         self.messages = [] if text is None else [{"role": "system", "content": text}]
 
     def save(self, path: Path) -> None:
-        content = json.dumps({"messages": self.messages})
+        content = json.dumps({"version": 1, "messages": self.messages})
         write_atomically(path, content, way_out="nothing was changed, choose another place")
 
     def load(self, path: Path) -> int:
-        saved = read_conversation(path)
-        if not isinstance(saved, dict) or "messages" not in saved:
-            raise OptionError("this is not a saved conversation")
-        self.messages = saved["messages"]
+        self.messages = read_conversation(path)["messages"]
         return self.num_tokens

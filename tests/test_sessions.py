@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,9 +21,10 @@ import torch
 
 from offload_runtime import Conversation, Runtime, Scheduler
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine.sessions import session_files
+from offload_runtime.engine.sessions import SavedPrefixes, prefix_files, session_caches, session_files
 from offload_runtime.errors import ContextLengthError, OffloadError, OptionError, SessionError, StorageError
 from offload_runtime.kv import BlockFiles, BlockLayout, block_names
+from offload_runtime.params import GenerationParams, SamplingParams
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL, serving
 
@@ -149,6 +151,55 @@ def test_more_blocks_than_are_on_their_way_at_once(tmp_path: Path) -> None:
         assert files.find(names) == 30 and files.find(block_names("other", range(600))) == 0
         for expected, found in zip(content, files.read(names, layout), strict=True):
             assert torch.equal(torch.stack(list(found)), expected)
+
+
+def test_going_back_after_a_load_is_as_before_it(runtime: Runtime, tmp_path: Path) -> None:
+    path, conversation = tmp_path / "chat.json", begin(runtime)
+    options = GenerationParams(12, ignore_eos=True, sampling=SamplingParams(0.8, noise_id=1))
+    list(conversation.regenerate(options))
+    conversation.save(path)
+    anew = conversation.regenerate(options)
+    list(anew)
+    assert conversation.undo() == "a link, a layer" and (held := conversation.num_tokens) > 512
+    expected = say(conversation, "or?")
+    later = runtime.load_conversation(path)
+    assert later.num_regenerated == 1
+    again = later.regenerate(options)
+    list(again)
+    assert again.result.tokens == anew.result.tokens and again.result.stats.kept_tokens > 512
+    later.save(path)
+    later = runtime.load_conversation(path)
+    assert later.undo() == "a link, a layer" and later.num_tokens == held and later.num_regenerated == 2
+    later.save(path)
+    assert len(blocks(path)) == 3
+    later = runtime.load_conversation(path)
+    answer = say(later, "or?")
+    assert answer[:2] == expected[:2] and answer[2] >= held - 1
+    later.undo()
+    assert later.undo() == LONG and later.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"earlier": 3}, {"earlier": [[1, 2]]}, {"earlier": [[1, 2, -3]]}, {"earlier": [[1, 2, "3"]]},
+     {"num_regenerated": -1}, {"num_regenerated": True}],
+    ids=str,
+)  # fmt: skip
+def test_what_a_file_has_besides_messages_is_judged(runtime: Runtime, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path, conversation = tmp_path / "chat.json", runtime.conversation("be brief")
+    path.write_text(json.dumps(conversation.to_json() | wrong))
+    with pytest.raises(OptionError, match="saved conversation"):
+        conversation.load(path)
+    assert conversation.messages[0]["content"] == "be brief" and conversation.num_regenerated == 0
+
+
+def test_what_a_killed_save_left_is_deleted_by_the_next(runtime: Runtime, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    own, anothers = (tmp_path / f".{name}-ab_d1234.part" for name in ("chat.json", "chat.json-b"))
+    for left in (own, anothers):
+        left.touch()
+    runtime.conversation("be brief").save(path)
+    assert not own.exists() and anothers.exists()
 
 
 def test_messages_alone_are_read_again(runtime: Runtime, tmp_path: Path) -> None:
@@ -299,25 +350,29 @@ def test_who_is_killed_leaves_a_whole_session(runtime: Runtime, tmp_path: Path) 
     conversation.save(path)
     tokens = conversation.num_tokens
 
-    def work() -> None:
+    def work(is_saved: int) -> None:
         for number in count():
             if number % 2 == 0:
                 later = runtime.load_conversation(path)
             say(later, "fox", max_new_tokens=2)
             later.save(path)
+            os.write(is_saved, b"!")
             if later.num_tokens > CONTEXT - 60:  # and shorter again
                 conversation.save(path)
                 later = conversation
 
     seen = set()
     for _ in range(15):
-        with forked(work):
-            time.sleep(chance.uniform(0.02, 0.25))
+        has_saved, is_saved = os.pipe()
+        with forked(partial(work, is_saved)), os.fdopen(has_saved, "rb") as saved:
+            os.close(is_saved)
+            assert saved.read(1) == b"!"
+            time.sleep(chance.uniform(0.0, 0.2))
         later = runtime.load_conversation(path)
         seen.add(later.num_tokens)
         assert later.num_tokens >= tokens
         later.save(path)
-        assert not list(Path(f"{path}.kv").glob("*.part"))
+        assert not list(tmp_path.rglob("*.part"))
         if later.num_tokens > CONTEXT - 60:
             conversation.save(path)
     assert len(seen) > 3
@@ -357,8 +412,33 @@ def test_a_server_that_is_started_again_reads_nothing_again(target: Path, draft:
     with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
         assert ask(served, first[0], "and?") == (expected[0], 0)
         served.chat(messages=[{"role": "user", "content": LONG[5:]}])  # damaged as well, and read again
-    with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
-        assert ask(served, first[0], "and?") == expected
+    for tokens in (256, 512):  # the block behind the one that was damaged stayed, was found damaged, and is new then
+        with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
+            assert ask(served, first[0], "and?") == (expected[0], tokens)
+
+
+def test_a_block_that_cannot_be_read_for_now_stays(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def fail(path: Path, *args: Any, **options: Any) -> Any:
+        if path.parent == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, *args, **options)
+
+    with load(target, draft="none", context=CONTEXT) as runtime, prefix_files(tmp_path) as files:
+        saved, cache = SavedPrefixes(files, session_caches(runtime.parts)), runtime.parts.target.runner.cache
+        prompt = runtime.encode(LONG)
+        runtime.generate(prompt, max_new_tokens=1)
+        saved.save(0, prompt, len(prompt))
+        cache.truncate(0, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", fail)
+            saved.restore(0, prompt)
+        assert cache.length(0) == 0 and len(list(tmp_path.glob("*.kv"))) == 2
+        saved.restore(0, prompt)
+        assert cache.length(0) == 512
 
 
 @pytest.mark.slow

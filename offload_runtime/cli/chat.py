@@ -5,10 +5,11 @@ The session below knows nothing of terminals: it takes one turn's text, which is
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -36,25 +37,31 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
 
     show_progress = not options.no_progress
     with (
-        nullcontext() if options.session is None else _only_here(options.session),
+        _only_here(options.session) as held,
         terminal.only_json(options.as_json) as output,
         load_runtime(config, engine, explain=options.explain, show_progress=show_progress, check=check) as runtime,
     ):
         options, line = options.with_defaults(runtime.sampling_defaults)
         if line is not None:
             terminal.status_line(line)
-        session = ChatSession(runtime, runtime.conversation(options.system), options, output)
+        session = ChatSession(runtime, runtime.conversation(options.system), options, output, held=held)
         if options.session is not None:
             session.resume(options.session)
         converse = _converse_at_terminal if interactive else _converse_through_pipe
         converse(session)
 
 
-def _only_here(path: Path) -> AbstractContextManager[object]:
-    """While a session is used no other process may use it, which is found out before a model is loaded."""
-    from offload_runtime.engine.sessions import session_files
+def _only_here(path: Path | None, *, may_begin: bool = True) -> ExitStack:
+    """While a session is used no other process may use it, which is found out before a model is loaded. Beside a file
+    that is something else nothing is made."""
+    from offload_runtime.engine.sessions import read_conversation, session_files
 
-    return session_files(path)
+    held = ExitStack()
+    if path is not None:
+        if not may_begin or os.path.exists(path):
+            read_conversation(path)
+        held.enter_context(session_files(path))
+    return held
 
 
 def _converse_at_terminal(session: ChatSession) -> None:
@@ -97,7 +104,7 @@ def _converse_through_pipe(session: ChatSession) -> None:
 @dataclass
 class ChatSession:
     """One conversation and the way its answers are printed. Owns nothing but the last answer's figures, and where the
-    conversation is saved after every turn (`path`).
+    conversation is saved after every turn (`path`), which is `held` against other processes.
 
     With `--json` each answer is one object, with what there is to tell of the run, on `output`.
     """
@@ -107,8 +114,8 @@ class ChatSession:
     options: ChatOptions
     output: TextIO
     last_stats: GenerationStats | None = None
-    num_regenerated: int = 0
     path: Path | None = None
+    held: ExitStack = field(default_factory=ExitStack)
 
     def resume(self, path: Path) -> None:
         """Go on from a file, if it is there, and save to it from now on."""
@@ -146,10 +153,9 @@ class ChatSession:
 
     def regenerate(self) -> bool:
         """Answer the last message anew, with noise that no answer had; returns as `take` does."""
-        self.num_regenerated += 1
 
         def start(_: str, *, params: GenerationParams, **options: Any) -> TokenStream:
-            sampling = replace(params.sampling, noise_id=self.num_regenerated)
+            sampling = replace(params.sampling, noise_id=self.conversation.num_regenerated + 1)
             reply = self.conversation.regenerate(replace(params, sampling=sampling), **options)
             if sampling.temperature == 0:
                 same = "at temperature 0 the answer is always the same"
@@ -280,9 +286,14 @@ def _save(session: ChatSession, argument: str) -> None:
 
 def _load(session: ChatSession, argument: str) -> None:
     path = terminal.user_path(argument)
-    kept = session.conversation.load(path)
-    again = "" if kept or not session.conversation.messages else "; what was said is read again"
-    terminal.status_line(f"loaded {_count(session)} from {path}{again}")
+    with _only_here(path if session.path else None, may_begin=False) as held:
+        kept = session.conversation.load(path)
+        again = "" if kept or not session.conversation.messages else "; what was said is read again"
+        if session.path is not None:
+            session.held.close()
+            session.held.enter_context(held.pop_all())
+            session.path, again = path, f"{again}; it is saved there from now on"
+        terminal.status_line(f"loaded {_count(session)} from {path}{again}")
 
 
 def _count(session: ChatSession) -> str:

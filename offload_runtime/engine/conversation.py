@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload_runtime.config import require, require_unicode
+from offload_runtime.config import is_of_type, require
 from offload_runtime.engine.generate import OnProgress, TokenStream
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.sessions import read_conversation
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.engine.sessions import messages_of, reading_session
+from offload_runtime.errors import ContextLengthError
 from offload_runtime.params import GenerationParams, params_once
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from offload_runtime.params import GenerationOptions
 
-_ROLES = ("system", "user", "assistant")
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
 Reply = TokenStream
 _Seen = tuple[str, tuple[int, ...]]  # text, and its tokens
@@ -47,6 +46,9 @@ class Conversation:
         start: `Runtime.start`.
         system: What the model is told first, or None.
         sessions: What saves it, and loads others; None where nothing does.
+
+    Attributes:
+        num_regenerated: How often `regenerate` was called; saved with the messages.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Conversation:
         sessions: Sessions | None = None,
     ) -> None:  # fmt: skip
         self._room, self._start, self._sessions = room, start, sessions
+        self.num_regenerated = 0
         self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for those who go back
         self.set_system(system)
 
@@ -83,7 +86,9 @@ class Conversation:
             OptionError: There is no message; ContextLengthError: as of `say`.
         """
         before, seen, text = self._before_last()
-        return self._reply(before, seen, text, params, speculate=speculate, on_prefill=on_prefill)
+        reply = self._reply(before, seen, text, params, speculate=speculate, on_prefill=on_prefill)
+        self.num_regenerated += 1
+        return reply
 
     def undo(self) -> str:
         """Drop the last message and its answer; what came before is not read again. Returns the message.
@@ -139,8 +144,9 @@ class Conversation:
         return len(self._seen[1])
 
     def to_json(self) -> dict[str, Any]:
-        """The messages, ready to be saved."""
-        return {"version": 1, "messages": [dict(message) for message in self.messages]}
+        """The messages and `num_regenerated`, ready to be saved."""
+        messages = [dict(message) for message in self.messages]
+        return {"version": 1, "messages": messages, "num_regenerated": self.num_regenerated}
 
     def save(self, path: str | Path) -> None:
         """Save the conversation: in a file its messages, as `to_json` gives them, and their tokens; in the directory
@@ -151,7 +157,13 @@ class Conversation:
             StorageError: It cannot be written, is no regular file, or another process uses it; what was there stays.
         """
         assert self._sessions is not None
-        self._sessions.save_session(Path(path), self.to_json(), *self._seen, owner=self)
+        text, tokens = self._seen
+        # What was seen of earlier messages, for `undo`, as characters and tokens that all of it begins with.
+        earlier = [
+            [count, len(before), len(its_tokens)] for count, (before, its_tokens) in self._earlier.items()
+            if text.startswith(before) and tokens[: len(its_tokens)] == its_tokens
+        ]  # fmt: skip
+        self._sessions.save_session(Path(path), self.to_json() | {"earlier": earlier}, text, tokens, owner=self)
 
     def load(self, path: str | Path) -> int:
         """Go on from a conversation that was saved. Its answers have the bits that they would have had, and the next
@@ -163,15 +175,19 @@ class Conversation:
         Raises:
             OptionError: It cannot be read, or is something else.
             SessionError: It is damaged, or of another model, dtype, type of GPU or version.
-            StorageError: Another process uses it.
+            StorageError: Another process uses it, a block cannot be read for now, or beside blocks no lock can be made,
+                such as on a disk that cannot be written.
             ContextLengthError: It is longer than the context.
             After each of them the conversation is as before.
         """
         assert self._sessions is not None
-        record = read_conversation(path := Path(path))
-        messages = _messages_of(record)
-        text, tokens, num_held = self._sessions.load_session(path, record, owner=self)
-        self._earlier.clear()
+        with reading_session(path := Path(path)) as record:
+            messages, num_regenerated, earlier = messages_of(record), _count_of(record), record.get("earlier", [])
+            fine = is_of_type(earlier, list[list[int]]) and all(len(one) == 3 and min(one) >= 0 for one in earlier)
+            require(fine, f"{path} is not a saved conversation: `earlier` needs lists of three counts")
+            text, tokens, num_held = self._sessions.load_session(path, record, owner=self)
+        self.num_regenerated = num_regenerated
+        self._earlier = {count: (text[:characters], tokens[:most]) for count, characters, most in earlier}
         self._begin_with(messages, text, tokens)
         return num_held
 
@@ -181,7 +197,8 @@ class Conversation:
         Raises:
             OptionError: It is something else; the conversation is as before.
         """
-        self._begin_with(_messages_of(saved))
+        messages, self.num_regenerated = messages_of(saved), _count_of(saved)
+        self._begin_with(messages)
 
     def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
@@ -190,14 +207,8 @@ class Conversation:
         self._earlier = {count: seen for count, seen in self._earlier.items() if text and count < len(messages)}
 
 
-def _messages_of(saved: Any) -> list[dict[str, str]]:
-    """The messages of a conversation that was saved. Raises `OptionError`."""
-    messages = saved.get("messages") if isinstance(saved, dict) else None
-    if not isinstance(messages, list) or saved.get("version") != 1:
-        raise OptionError("this is not a saved conversation: it needs version 1 and a list of messages")
-    for number, message in enumerate(messages):
-        fine = isinstance(message, dict) and message.get("role") in _ROLES
-        fine = fine and isinstance(message.get("content"), str)
-        require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
-        require_unicode(f"message {number} of the saved conversation", message["content"])
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+def _count_of(saved: Mapping[str, Any]) -> int:
+    """`num_regenerated` of a conversation that was saved; 0 in a file from elsewhere. Raises `OptionError`."""
+    count = saved.get("num_regenerated", 0)
+    require(is_of_type(count, int) and count >= 0, "num_regenerated of the saved conversation is no count")
+    return int(count)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import GB, regular_file, write_atomically
+from offload_runtime.config import GB, delete_leftovers, regular_file, require, require_unicode, write_atomically
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
@@ -36,6 +36,7 @@ _ARITHMETIC = 1
 # What a server's blocks may take where nobody says how much.
 _SERVER_BYTES = 64 * GB
 _WAY_OUT = "nothing was changed, choose another place"
+_ROLES = ("system", "user", "assistant")
 
 
 def made_with(parts: RuntimeParts) -> dict[str, str]:
@@ -82,15 +83,14 @@ class SessionCache:
 
     def save(self, files: BlockFiles, slot: int, names: Sequence[str]) -> None:
         """Save those of a slot's blocks that are not there yet. Raises as `BlockFiles.save`."""
-        for device in self.model.runner.decoder.partition.devices:
-            if device.type == "cuda":  # a draft has a stream of its own
-                torch.cuda.synchronize(device)
+        self._synchronize()
         cache = self.model.runner.cache
         files.save(names, self._layout, lambda block, to: cache.save_block(slot, block, to))
 
     def restore(self, files: BlockFiles, slot: int, tokens: Sequence[int], names: Sequence[str]) -> None:
         """Bring a slot, which holds whole blocks of these tokens or nothing, to all of them. What came before an error
         stays. Raises as `BlockFiles.read`, and `ContextLengthError`."""
+        self._synchronize()  # what is queued for the slot would write over it
         cache = self.model.runner.cache
         cache.begin_restore(slot, len(tokens))
         try:
@@ -104,6 +104,11 @@ class SessionCache:
         """Raise `SessionError` unless all of these blocks are there and whole."""
         for _ in files.read(names, self._layout):
             pass
+
+    def _synchronize(self) -> None:
+        for device in self.model.runner.decoder.partition.devices:
+            if device.type == "cuda":  # a draft has a stream of its own
+                torch.cuda.synchronize(device)
 
     @property
     def _layout(self) -> BlockLayout:
@@ -168,8 +173,8 @@ class SavedPrefixes:
                 cache.restore(self._files, slot, prompt[: count * BLOCK_TOKENS], names[:count])
             except SessionError as error:
                 logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
-                self._files.delete(names[kv.length(slot) // BLOCK_TOKENS : count])
-            except BudgetError as error:
+                self._files.delete([names[kv.length(slot) // BLOCK_TOKENS]])
+            except (StorageError, BudgetError) as error:
                 logging.getLogger(__name__).warning("%s", error)
 
 
@@ -198,7 +203,9 @@ def session_files(path: Path) -> Iterator[BlockFiles]:
     Raises:
         StorageError: It cannot be written, or is in use.
     """
-    with BlockFiles(_directory(regular_file(path, way_out=_WAY_OUT)), way_out=_WAY_OUT) as files:
+    real = regular_file(path, way_out=_WAY_OUT)
+    with BlockFiles(_directory(real), way_out=_WAY_OUT) as files:
+        delete_leftovers(real)
         yield files
 
 
@@ -257,23 +264,50 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
         return False
 
 
+@contextmanager
+def reading_session(path: Path) -> Iterator[Any]:
+    """What a file says, which no other process changes meanwhile where there is a directory of blocks.
+
+    Raises:
+        OptionError: As of `read_conversation`; StorageError: as of `session_files`.
+    """
+    record = read_conversation(path)
+    if not _directory(path.resolve()).is_dir():
+        yield record
+        return
+    with session_files(path):
+        yield read_conversation(path)  # it may have been saved again before
+
+
 def read_conversation(path: Path) -> Any:
     """What a file says, without the blocks.
-
-    Returns:
-        What its JSON is; None where it is no regular file.
 
     Raises:
         OptionError: It cannot be read, or is no saved conversation.
     """
     try:
         is_other = path.exists() and not path.is_file()  # one that may keep whoever reads it waiting
-        return None if is_other else json.loads(path.read_text(encoding="utf-8-sig"))
+        record = None if is_other else json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror or error}") from error
     # Arrays nested thousands deep, integers of thousands of digits, a name with a NUL.
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not a saved conversation: {error}") from error
+    messages_of(record)
+    return record
+
+
+def messages_of(saved: Any) -> list[dict[str, str]]:
+    """The messages of a conversation that was saved. Raises `OptionError`."""
+    messages = saved.get("messages") if isinstance(saved, dict) else None
+    if not isinstance(messages, list) or saved.get("version") != 1:
+        raise OptionError("this is not a saved conversation: it needs version 1 and a list of messages")
+    for number, message in enumerate(messages):
+        fine = isinstance(message, dict) and message.get("role") in _ROLES
+        fine = fine and isinstance(message.get("content"), str)
+        require(fine, f"message {number} of the saved conversation has no role of {_ROLES} or no text")
+        require_unicode(f"message {number} of the saved conversation", message["content"])
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 class SavedSession:

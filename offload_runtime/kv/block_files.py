@@ -156,6 +156,7 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
 
         Raises:
             SessionError: One is not here, or damaged.
+            StorageError: One cannot be read, which may pass.
             BudgetError: As of `save`.
         """
         with _staging(layout, len(names)) as buffers, _threads() as pool:
@@ -227,8 +228,10 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
                     file.readinto(layer)  # all of it, most without the buffer
                     checksum = zlib.crc32(layer, checksum)
                 footer = file.read()
+        except FileNotFoundError as error:
+            raise SessionError(f"{path} is missing") from error
         except OSError as error:
-            raise SessionError(f"{path} cannot be read ({error.strerror or error})") from error
+            raise StorageError(f"{path} cannot be read ({error.strerror or error}): try again") from error
         if footer != _FOOTER.pack(_MAGIC, name.encode(), checksum):
             raise SessionError(f"{path} is damaged: its checksum is another one")
 
