@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "slot reuse: a draft takes a new text for the one that held its slot before",
         "offload_runtime/runners/draft_kv.py",
-        "self._agreed[sequence] = 0",
-        "self._agreed[sequence] += 0",
+        'it only grows."""\n        self._agreed[sequence] = 0',
+        'it only grows."""\n        self._agreed[sequence] += 0',
         ("tests/test_scheduler.py::test_a_slot_that_is_used_again_is_as_good_as_new[chain]",),
     ),
     Mutation(
