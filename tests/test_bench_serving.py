@@ -48,7 +48,7 @@ def test_a_second_question_reads_only_what_is_new(target: Path, tmp_path: Path) 
 
 def test_what_a_server_is_held_to() -> None:
     def row(**changes: Any) -> dict[str, Any]:
-        calm = {"at_once": 8, "times_one": 4.0, "errors": [], "differing": 0, "seconds": 480.0}
+        calm = {"at_once": 8, "times_one": 4.0, "errors": [], "differing": 0, "compared": 9, "seconds": 480.0}
         return {**calm, "mb_per_minute": {"rss_bytes": 0.5, "device_bytes": -1.0}, **changes}
 
     def missed(plain: bool = False, **changes: Any) -> list[str]:
@@ -60,6 +60,7 @@ def test_what_a_server_is_held_to() -> None:
     assert missed(errors=["BudgetError: full"], differing=2) == [
         "requests that failed, 8 at once", "answers unlike those one at a time, 8 at once"
     ]  # fmt: skip
+    assert missed(compared=0) == ["answers unlike those one at a time, 8 at once"]
     assert missed(mb_per_minute={"rss_bytes": 0.1, "device_bytes": 9.0}) == ["MB a minute of device, 8 at once"]
     assert missed(mb_per_minute={"rss_bytes": 9.0}, seconds=30.0) == []  # too short to tell
     question = {"second_question": {"passes_to_first_token": 2.1}, "rows": []}
