@@ -20,13 +20,13 @@ from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, token_masks
 from offload_runtime.model import Window
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
-from offload_runtime.runners import CapturedPasses, ModelRunner, decided
+from offload_runtime.runners import ModelRunner, decided
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer, first_token, run_step
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, one_thread, refuse_weights  # noqa: F401
-from tests.helpers.kv_runners import assemble
+from tests.helpers.kv_runners import assemble, require_tokens_of_captured_passes
 from tests.helpers.models import random_tokens
 from tests.helpers.schemas import SCHEMAS, assert_valid
 from tests.test_tokenizers import EXPECTED, metadata_of, written
@@ -293,22 +293,12 @@ def matcher_of(compiler: GrammarCompiler, answer: Sequence[int], **asked: Any) -
 
 def test_captured_passes_have_masks_too(compiler: GrammarCompiler) -> None:
     """Of a slot with a grammar, windows that are captured otherwise."""
-    made = assemble("llama-gqa", batch=2)
-    runner, prompts = made.runner, [random_tokens(30, seed=seed) for seed in range(2)]
-    layers = runner.streamer.resident_layers()
-    assert layers is not None
     params = [SamplingParams(0.8), SamplingParams(1.0, seed=3)]
-    windows = [Window((5, 6, 7, 7), (-1, 0, 0, 2)), Window((5, 6, 6))]
-    found = []
-    for captured in (None, CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)):
-        runner.captured, sampling = captured, SlotSampling.of(params, torch.device("cpu"))
-        for slot, prompt in enumerate(prompts):
-            runner.cache.truncate(slot, 0)
-            first_token(runner, sampling, slot, runner.prefill(slot, prompt), prompt)
+
+    def bind(sampling: SlotSampling, *_: Any) -> None:
         sampling.assign(0, params[0], matcher_of(compiler, [], grammar=r"start: /(x|[%&]*y)z/"))
-        found.append([runner.decide(windows, [0, 1], sampling).tokens() for _ in range(2)])
-    assert found[0] == found[1] and found[0][0] == found[0][1]
-    made.close()
+
+    require_tokens_of_captured_passes(params, bind)
 
 
 def mask_behind(compiler: GrammarCompiler, answer: Sequence[int], device: str = "cpu", **asked: Any) -> torch.Tensor:

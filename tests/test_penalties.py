@@ -25,12 +25,11 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window, paths_below_roots
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.runners import CapturedPasses, decided
+from offload_runtime.runners import decided
 from offload_runtime.sampling import MOST_FILTERED_ROWS, SlotSampling, perturbed_logits, sample
-from offload_runtime.speculation import first_token
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401
-from tests.helpers.kv_runners import assemble
+from tests.helpers.kv_runners import require_tokens_of_captured_passes
 from tests.helpers.models import random_tokens
 from tests.helpers.sampling import noise
 
@@ -184,22 +183,13 @@ def test_a_bias_of_a_token_that_is_none(target: Path, plain: Runtime) -> None:
 
 def test_captured_passes_have_penalties_too() -> None:
     """Of a slot with penalties, windows that are captured otherwise."""
-    made = assemble("llama-gqa", batch=2)
-    runner, prompts = made.runner, [random_tokens(30, seed=seed) for seed in range(2)]
-    layers = runner.streamer.resident_layers()
-    assert layers is not None
     params = [SamplingParams(0.8, frequency_penalty=1.5, logit_bias={3: 4.0}), SamplingParams(1.0, seed=3)]
-    windows = [Window((5, 6, 7, 7), (-1, 0, 0, 2)), Window((5, 6, 6))]
-    found = []
-    for captured in (None, CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)):
-        runner.captured, sampling = captured, SlotSampling.of(params, torch.device("cpu"))
+
+    def see_root(sampling: SlotSampling, prompts: list[list[int]], root: int) -> None:
         for slot, prompt in enumerate(prompts):
-            runner.cache.truncate(slot, 0)
-            first_token(runner, sampling, slot, runner.prefill(slot, prompt), prompt)
-            sampling.adjustments.see(slot, [*prompt, 5])
-        found.append([runner.decide(windows, [0, 1], sampling).tokens() for _ in range(2)])
-    assert found[0] == found[1] and found[0][0] == found[0][1]
-    made.close()
+            sampling.adjustments.see(slot, [*prompt, root])
+
+    require_tokens_of_captured_passes(params, see_root)
 
 
 VOCAB_SIZE = 12

@@ -244,8 +244,7 @@ def _regenerate(session: ChatSession, argument: str) -> bool:
 
 def _undo(session: ChatSession, argument: str) -> None:
     dropped = terminal.one_line(session.conversation.undo())
-    shown = dropped if len(dropped) <= 60 else f"{dropped[:60]}…"
-    terminal.status_line(f"dropped your last message and its answer: {shown}")
+    terminal.status_line(f"dropped your last message and its answer: {terminal.shortened(dropped)}")
     session.keep()
 
 

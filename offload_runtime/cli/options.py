@@ -17,7 +17,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from offload_runtime.cli.terminal import read_text, user_path
+from offload_runtime.cli.terminal import read_text, shortened, user_path
 from offload_runtime.config import (
     RuntimeConfig,
     SpeculationOptions,
@@ -344,9 +344,6 @@ SAMPLING_OPTIONS = {
 }
 
 
-_SHOWN = 60  # characters of a value; a schema has more
-
-
 def sampling_values(options: ChatOptions) -> dict[str, str]:
     """How tokens are sampled, by `SAMPLING_OPTIONS`, as the command line has it."""
 
@@ -358,8 +355,7 @@ def sampling_values(options: ChatOptions) -> dict[str, str]:
             return " ".join(pairs) or "none"
         if isinstance(value, float):
             return f"{value:g}"
-        text = "none" if value is None else str(value)
-        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        return "none" if value is None else shortened(str(value))
 
     values = {name: getattr(options, field) for name, field in SAMPLING_OPTIONS.items()}
     off = SamplingParams()  # what is left open stands for

@@ -31,6 +31,7 @@ INTERRUPTED_EXIT_CODE = 130
 ERROR_EXIT_CODE = 2
 # A bar that comes and goes within a blink is only flicker.
 _BAR_DELAY_S = 0.4
+_MOST_SHOWN = 60  # characters of a text that is only named
 _TABLE_COLUMNS, _MOST_COLUMNS = 80, 1000  # what tables are made for, and more than any terminal has
 
 
@@ -118,6 +119,11 @@ def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
 def one_line(text: str) -> str:
     """Join lines by spaces and drop control characters."""
     return drop_controls(" ".join(text.splitlines())).rstrip()
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text that is longer than a line has room for."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def drop_controls(text: str) -> str:

@@ -174,7 +174,7 @@ class Service:
             asked = f"{len(prompts)} prompts with {body.n} answers each"
             raise RequestError(f"{asked} are more than the {most} requests that this server holds", "n")
         options, names, choices = body.template_options, body.tool_names, list[Choice]()
-        bound = body.bound(runtime.tokenizer)
+        grammar = body.grammar_params(runtime.tokenizer)
         first: GenerationParams | None = None
         for prompt in prompts:
             tokens = runtime.encode(prompt, template_options=options or None)
@@ -185,7 +185,7 @@ class Service:
                 raise ContextLengthError(f"{full}, the context {runtime.context_tokens}: shorten one of them")
             first = first or params
             for noise_id in range(body.n):  # of one seed, if it is a random one
-                sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **bound)
+                sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **grammar)
                 parser = ToolCallParser(runtime.tokenizer, names)
                 choices.append(Choice(tokens, replace(params, sampling=sampling), parser))
         return body, choices

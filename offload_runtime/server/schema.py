@@ -151,7 +151,7 @@ class AnswerBody(_Body):
             logprobs=self.num_logprobs,
         )  # fmt: skip
 
-    def bound(self, tokenizer: Any) -> dict[str, Any]:
+    def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
         """Fields of `SamplingParams` that say what the answer has to be, of the model with this tokenizer. Raises
         `RequestError`."""
         schema = self.response_format and self.response_format.schema_of_answer
@@ -240,9 +240,9 @@ class ChatBody(AnswerBody):
             names.append(name)
         return frozenset() if self.tool_choice == "none" else frozenset(names)
 
-    def bound(self, tokenizer: Any) -> dict[str, Any]:
+    def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
         """As of all requests, and the calls: an answer of a schema may be calls instead, where it need not be some."""
-        names, choice, answer = self.tool_names, self.tool_choice, super().bound(tokenizer)
+        names, choice, answer = self.tool_names, self.tool_choice, super().grammar_params(tokenizer)
         if choice in (None, "auto", "none") and not (answer and names and writes_calls(tokenizer)):
             return answer
         functions = [tool["function"] for tool in self.tools or []]
