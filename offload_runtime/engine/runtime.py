@@ -453,10 +453,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         with self._locked(), ExitStack() as stack:
             store, prefixes = self._store(prefix_cache_bytes), None
             if sessions is not None:
-                nbytes = self.config.num_layers * self.plan.target.kv_block_bytes
-                fine = sessions_bytes is None or sessions_bytes >= nbytes
-                sizes = f"{format_bytes(sessions_bytes or 0)} hold none of {format_bytes(nbytes)}"
-                require(fine, f"sessions are blocks of 256 tokens, and {sizes}: raise --sessions-size")
+                if sessions_bytes is not None:
+                    self._require_block(sessions_bytes, "sessions are", "raise --sessions-size")
                 files = stack.enter_context(prefix_files(sessions, sessions_bytes))
                 prefixes = SavedPrefixes(files, session_caches(self.parts))
             self._is_served = True
@@ -478,13 +476,16 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(nbytes >= 0, f"prefix_cache_bytes must not be negative, not {nbytes}")
         if not nbytes:
             return None
-        target = self.plan.target
-        require(not target.on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
-        block_bytes = self.config.num_layers * target.kv_block_bytes
-        fine = nbytes >= block_bytes
+        on_host = self.plan.target.on_host
+        require(not on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
+        return BlockStore(nbytes // self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none"))
+
+    def _require_block(self, nbytes: int, what: str, way_out: str) -> int:
+        """Bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""
+        block_bytes = self.config.num_layers * self.plan.target.kv_block_bytes
         sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
-        require(fine, f"prefix_cache_bytes is for blocks of 256 tokens, and {sizes}: raise it, or 0 for none")
-        return BlockStore(nbytes // block_bytes)
+        require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {way_out}")
+        return block_bytes
 
     def _let_go_of_current(self) -> None:
         """The cache is nobody's any more."""
