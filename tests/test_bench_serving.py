@@ -21,7 +21,7 @@ def words(target: Path, tmp_path: Path, *others: str) -> list[str]:
 
 
 def test_a_load_is_held_beside_one_at_a_time(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = words(target, tmp_path, "--requests", "3", "--minutes", "0.008", "--prompt-tokens", "4,12")
+    given = words(target, tmp_path, "--requests", "3,1", "--minutes", "0.008", "--prompt-tokens", "4,12")
     assert bench_serving.main([*given, "--disconnects", "0.5", "--commit", "abc"]) == 0
     report: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
     assert report["settings"]["text"] == "text.txt" and report["commit"] == "abc"
@@ -37,6 +37,14 @@ def test_a_load_is_held_beside_one_at_a_time(target: Path, tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert "ok     answers unlike those one at a time, 3 at once: 0" in printed
     assert json.loads(printed.splitlines()[-1]) == report
+
+
+def test_a_load_may_be_held_alone(target: Path, tmp_path: Path) -> None:
+    assert bench_serving.main(words(target, tmp_path, "--requests", "2", "--minutes", "0.004", "--prompt-tokens", "4")) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    (row,) = report["rows"]
+    assert row["at_once"] == 2 and row["tokens"] and not {"answers", "compared", "times_one"} & {*row}
+    assert [check["claim"] for check in report["checks"]] == ["requests that failed, 2 at once"]
 
 
 def test_a_second_question_reads_only_what_is_new(target: Path, tmp_path: Path) -> None:

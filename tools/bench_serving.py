@@ -5,8 +5,8 @@
     python tools/bench_serving.py --target wide-7b --draft none --text emma.txt --kv host --second-question 60000
 
 In process: the scheduler that `offload-runtime serve` serves with, without HTTP. Each number of `--requests` is a
-runtime loaded for so many, and as many clients, which ask, wait for the whole answer and ask again for `--minutes`; one
-at a time comes first. Prompts are pieces of `--text` from anywhere, of `--prompt-tokens`, or random tokens without one,
+runtime loaded for so many, and as many clients, which ask, wait for the whole answer and ask again for `--minutes`.
+Where 1 is among them, the others are set beside one at a time. Prompts are pieces of `--text` from anywhere, of `--prompt-tokens`, or random tokens without one,
 and the same in every load. `--disconnects` is the share of requests whose client leaves in the middle. Answers that
 differ from those one at a time are counted. Memory is that of the process and of the cards, every second. With
 `--second-question` a prompt of so many tokens is answered, and then a question about it. By itself `--context` is what
@@ -218,11 +218,14 @@ def shares(samples: Sequence[float]) -> dict[str, float] | None:
 
 
 def add_comparisons(rows: Sequence[dict[str, Any]]) -> None:
-    """Set each row beside the first, which is one at a time: its speed, and the tokens of the same requests. Takes the
-    answers out."""
-    alone = {answer.number: answer.tokens for answer in rows[0]["answers"]}
-    for row in rows:
-        answers = [answer for answer in row.pop("answers") if answer.number in alone]
+    """Set each row beside the one of one at a time, if there is one: its speed, and the tokens of the same requests.
+    Takes the answers out."""
+    asked = [row.pop("answers") for row in rows]
+    if rows[0]["at_once"] != 1:
+        return
+    alone = {answer.number: answer.tokens for answer in asked[0]}
+    for row, own in zip(rows, asked, strict=True):
+        answers = [answer for answer in own if answer.number in alone]
         both = [list(zip(answer.tokens, alone[answer.number], strict=False)) for answer in answers]
         row["times_one"] = row["tok_per_s"] / rows[0]["tok_per_s"] if rows[0]["tok_per_s"] else None
         row["compared"] = len(both)
@@ -278,7 +281,7 @@ def measure(options: argparse.Namespace, own: OurOptions) -> dict[str, Any]:
     source = source_from(options, resolve_device(options.device), context_tokens=options.context)
     rows, report = list[dict[str, Any]](), dict[str, Any]()
     longest = options.second_question or max(options.prompt_tokens)
-    for width in [1] if options.second_question else sorted({1, *options.requests}):
+    for width in [1] if options.second_question else sorted({*options.requests}):
         with load(options, own, source, width=width) as runtime:
             placed = {"placement": runtime.placement, "emulated": runtime.emulated}
             requests = Requests(
@@ -304,12 +307,13 @@ def checks(report: dict[str, Any], *, plain: bool) -> list[Check]:
         found.append(Check("passes until a second question's first token", passes, _MOST_PASSES, at_least=False))
     for row in report["rows"]:
         width = row["at_once"]
-        if width == BARS_AT and row["times_one"] is not None:
+        if width == BARS_AT and row.get("times_one") is not None:
             bar = BAR_PLAIN if plain else BAR_DRAFT
             found.append(Check(f"times the tokens/s of one at a time, {width} at once", row["times_one"], bar, True))
         found.append(Check(f"requests that failed, {width} at once", len(row["errors"]), 0, at_least=False))
-        unlike = row["differing"] if row["compared"] else math.inf  # whatever they are, nobody knows
-        found.append(Check(f"answers unlike those one at a time, {width} at once", unlike, 0, at_least=False))
+        if "differing" in row:
+            unlike = row["differing"] if row["compared"] else math.inf  # whatever they are, nobody knows
+            found.append(Check(f"answers unlike those one at a time, {width} at once", unlike, 0, at_least=False))
         if row["seconds"] >= 60 * _LEAST_MINUTES_OF_MEMORY:
             for name, slope in row["mb_per_minute"].items():
                 claim = f"MB a minute of {name.removesuffix('_bytes')}, {width} at once"
@@ -335,7 +339,7 @@ def lines(report: dict[str, Any]) -> list[str]:
             (row[name] or {}).get(share) for name in ("first_token_s", "between_tokens_s") for share in ("p50", "p99")
         ]
         growth = [row["mb_per_minute"].get(name) for name in ("rss_bytes", "device_bytes")]
-        cells = [row["at_once"], row["tok_per_s"], row["times_one"], row["each_tok_per_s"], *times, ends,
+        cells = [row["at_once"], row["tok_per_s"], row.get("times_one"), row["each_tok_per_s"], *times, ends,
                  len(row["errors"]), *growth]  # fmt: skip
         found.append(" ".join(f"{'-' if cell is None else f'{cell:.4g}':>11}" for cell in cells))
     return found
@@ -351,7 +355,7 @@ def make_parser() -> harness.Parser:
     add_our_options(parser)
     parser.set_defaults(resident_layers="auto")
     parser.add_argument("--text", type=Path, help="what prompts are cut from (default: random tokens)")
-    parser.add_argument("--requests", type=harness.integers, default=(1, 4, 8, 16), help="at once, after one at a time")
+    parser.add_argument("--requests", type=harness.integers, default=(1, 4, 8, 16), help="at once")
     parser.add_argument("--minutes", type=float, default=1.0, help="of each of these loads")
     parser.add_argument("--prompt-tokens", type=harness.integers, default=(64, 128, 256), help="lengths of prompts")
     parser.add_argument("--new-tokens", type=int, default=64, help="of every answer")

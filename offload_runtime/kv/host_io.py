@@ -26,9 +26,10 @@ from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_h
 
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4
-# Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little.
-KV_RING_SLOTS = 4
-_PIECE_BYTES = 32 << 20
+# Slots of the ring on the link, and bytes of each: so large that launching a piece's copy and attention takes less
+# than the links of two cards take to bring it, so small that the ring costs little.
+KV_RING_SLOTS = 3
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
