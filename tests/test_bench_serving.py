@@ -40,7 +40,8 @@ def test_a_load_is_held_beside_one_at_a_time(target: Path, tmp_path: Path, capsy
 
 
 def test_a_load_may_be_held_alone(target: Path, tmp_path: Path) -> None:
-    assert bench_serving.main(words(target, tmp_path, "--requests", "2", "--minutes", "0.004", "--prompt-tokens", "4")) == 0
+    given = words(target, tmp_path, "--requests", "2", "--minutes", "0.004", "--prompt-tokens", "4")
+    assert bench_serving.main(given) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     (row,) = report["rows"]
     assert row["at_once"] == 2 and row["tokens"] and not {"answers", "compared", "times_one"} & {*row}

@@ -25,7 +25,7 @@ from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
 from offload_runtime.plan.request import MemoryLimits
-from offload_runtime.runners import StepGraphs
+from offload_runtime.runners import Prompt, StepGraphs
 from tests.helpers.cards import CardWatch
 from tests.helpers.engine import PROMPT, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
@@ -209,7 +209,7 @@ def test_logits_are_those_of_one_card(
     """Of a prompt in several pieces, of a window behind it and of a tree."""
     seen: list[list[torch.Tensor]] = []
     for owners in ((), dealt_as):
-        with load(target, owners, draft="none", kv=kv, resident_layers=resident) as runtime:
+        with load(target, owners, draft="none", kv=kv, resident_layers=resident, max_batch=3) as runtime:
             runner, tokens = runtime.parts.target.runner, runtime.tokenizer(PROMPT * 20)["input_ids"]
             found = [runner.prefill(0, tokens[:290])]
             found.append(runner.verify([Window(tuple(tokens[290:300]))], [0]))
@@ -217,6 +217,9 @@ def test_logits_are_those_of_one_card(
             found.append(runner.verify([Window((5, 6, 7, 8), (-1, 0, 0, 1))], [0]))
             runner.cache.commit_path(0, [0, 2])
             found.append(runner.verify([Window((9,))], [0]))
+            if runner.cache.mixes:
+                prompts = [Prompt(1, tokens[:290]), Prompt(2, tokens[5:9])]
+                found.append(runner.read(prompts, [Window((5, 6, 7), (-1, 0, 0))], [0]))
             seen.append([logits.clone() for logits in found])
     assert all(map(torch.equal, *seen))
     assert set(watch.touched) == {0, 1}

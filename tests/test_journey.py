@@ -40,7 +40,7 @@ def journeys() -> Iterator[list[list[str]]]:
         nonlocal under_way, by_target
         if event != "call" or (name := file_of(frame.f_code.co_filename)) is None:
             return
-        if (name, frame.f_code.co_name) == STEP:
+        if (name, frame.f_code.co_name) == STEP and frame.f_locals["requests"]:  # not of prompts alone
             steps.append([LOOP])
             under_way, by_target = True, False
         if under_way and name not in steps[-1]:

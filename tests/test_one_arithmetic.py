@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload_runtime.model import Window
-from offload_runtime.runners import ModelRunner
+from offload_runtime.runners import ModelRunner, Prompt
 from tests.helpers.assembly import HostKV
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, reset, same
@@ -141,6 +141,17 @@ def beside_others(runner: ModelRunner, slot: int) -> torch.Tensor:
     return last
 
 
+def beside_windows(runner: ModelRunner, slot: int) -> torch.Tensor:
+    """Read in two turns by passes that verify windows of others, and read another prompt."""
+    first, second = (other for other in range(3) if other != slot)
+    runner.prefill(first, MATES[0])
+    tree = Window((5, 6, 7, 8), (-1, 0, 0, 1))
+    runner.read([Prompt(slot, TOKENS[:KEPT]), Prompt(second, MATES[1])], [tree], [first])
+    runner.cache.commit_path(first, [0, 2])
+    windows = [Window((9,)), Window(tuple(MATES[0][:12]))]
+    return runner.read([Prompt(slot, TOKENS[KEPT:])], windows, [first, second])[-1:]
+
+
 WAYS: dict[str, Callable[[ModelRunner, int], torch.Tensor]] = {
     "in pieces of 64": in_chunks(64), "in pieces of 7": in_chunks(7), "in pieces of 611": in_chunks(611),
     "token by token": in_windows(LENGTH - 40, [1]), "in windows": in_windows(250, [17, 5, 64, 100]),
@@ -190,3 +201,16 @@ def test_bits_do_not_depend_on_the_way(runner: ModelRunner, expected: Seen, way:
     reset(runner)
     slot = len(way) % 3
     assert Seen.of(runner, slot, WAYS[way](runner, slot)).is_as(expected)
+
+
+@pytest.mark.parametrize("runner", ["gpu"], indirect=True)
+def test_bits_do_not_depend_on_who_shares_the_pass_of_a_prompt(runner: ModelRunner, expected: Seen) -> None:
+    """Nor do those of the windows and of the other prompt."""
+    reset(runner)
+    assert Seen.of(runner, 1, beside_windows(runner, 1)).is_as(expected)
+    windows = [Window((9, 10, 11)), Window((4,))]
+    beside = runner.verify(windows, [0, 2]).clone()
+    reset(runner)
+    runner.prefill(0, [*MATES[0], 5, 7])
+    runner.prefill(2, MATES[1])
+    assert same(runner.verify(windows, [0, 2]), beside)

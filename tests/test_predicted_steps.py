@@ -113,7 +113,7 @@ def test_a_retrieval_verifier_takes_as_many_steps_as_usual() -> None:
     assert plan.has_verifier
     parents = guess_parents(plan, 1)
     step_s = verifier_step_s(plan, CARD) + (1 + max(depths_of(parents))) * draft_step_s(plan, CARD)
-    hidden_s = 4 * plan.target.kv_piece_bytes / 25e9
+    hidden_s = plan.target.kv_ring_bytes / 25e9
     steps = 24 / (1 + expected_accepted(parents, usual_acceptance(plan.draft)))
     assert 5 < steps < 12
     predicted = _step_s(plan, "chain", 24, length=120_500)

@@ -38,6 +38,7 @@ from offload_runtime.errors import (
     OptionError,
     QueueFullError,
 )
+from offload_runtime.runners import ModelRunner
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET, CONTEXT = "two_layer_target", 900
@@ -224,7 +225,7 @@ def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: st
     options, windows = SPECULATION[proposals]
     with loaded(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
         tasks = make_tasks(runtime, windows, 40, seed=101)
-        assert play(runtime, tasks, seed=1) > 50
+        assert play(runtime, tasks, seed=1) > 40
         # What slots hold from before makes no difference, and neither does who comes when.
         play(runtime, list(reversed(tasks)), seed=2)
         task = tasks[0]
@@ -501,6 +502,53 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
             assert one.end is not None and one.end.result.tokens == tokens[: len(one.tokens)] == one.tokens
             assert one in failed or one.tokens == tokens
         assert heard[2] not in failed or len(failed) < 3
+
+
+class SharedPasses(ModelRunner):
+    """Remembers how many prompts and windows each pass had, and has no memory for more than so many together."""
+
+    def __init__(self, runner: ModelRunner, most: int) -> None:
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
+        self.passes: list[tuple[int, int]] = []
+        self._most = most
+
+    def decide(self, windows: Any, sequences: Any, sampling: Any, prompts: Any = (), on_layer: Any = None) -> Any:
+        if len(prompts) + len(windows) > self._most:
+            raise BudgetError("no room for so many")
+        self.passes.append((len(prompts), len(windows)))
+        return super().decide(windows, sequences, sampling, prompts, on_layer)
+
+
+@pytest.mark.parametrize(
+    ("kv", "most", "passes"),
+    [
+        ("gpu", 9, [(1, 0), (2, 1), (1, 3), (0, 4)]),  # 800 of the third's 1,200 tokens fit a context
+        ("gpu", 2, [(1, 0), (1, 1), (0, 2)]),
+        ("host", 9, [(1, 0), (1, 0), (1, 0), (1, 0), (0, 4)]),
+    ],
+)
+def test_prompts_are_read_by_the_passes_of_those_who_run(
+    target: Path, kv: str, most: int, passes: list[tuple[int, int]]
+) -> None:
+    """As far as there is memory: who came last has none."""
+    prompts = [[5, 9], *([number + 6] * 400 for number in range(3))]
+    with loaded(target, max_batch=4, kv=kv, draft="none") as runtime:
+        alone = [runtime.generate(prompt, params=params(9)).tokens for prompt in prompts]
+        runner = SharedPasses(runtime.parts.target.runner, most)
+        runtime.parts = replace(runtime.parts, target=replace(runtime.parts.target, runner=runner))
+        heard = [Held(), *(Heard() for _ in prompts[1:])]
+        with Scheduler(runtime) as served:
+            for prompt, one in zip(prompts, heard, strict=True):
+                served.submit(prompt, params(9), on_event=one)
+                assert not isinstance(one, Held) or one.is_held.wait(60)
+            heard[0].let_go.set()  # type: ignore[attr-defined]
+            served.close(grace_s=60)
+    assert runner.passes[: len(passes)] == passes
+    took_part = len([one for one in heard if isinstance(one.end, EndEvent)])
+    assert took_part == min(4, most)
+    for tokens, one in zip(alone[:took_part], heard, strict=False):
+        assert one.result.tokens == tokens
+    assert all(isinstance(one.error, BudgetError) for one in heard[took_part:])
 
 
 def test_a_device_that_fails_ends_everything(target: Path) -> None:

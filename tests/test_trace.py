@@ -401,7 +401,7 @@ def test_the_command_line_writes_it(target: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.stderr
         assert f"trace written to {path}" in result.stderr and "drafting hidden" not in result.stderr.split("\n")[0]
         kinds = [bar.args["kind"] for bar in rows_of(path)["passes"]]
-        assert kinds.count("prefill") == (1 if number == 0 else 2) and "verify" in kinds
+        assert kinds.count("prefill") == (2 if command == ["chat"] else 1) and "verify" in kinds
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@
 
 In process: the scheduler that `offload-runtime serve` serves with, without HTTP. Each number of `--requests` is a
 runtime loaded for so many, and as many clients, which ask, wait for the whole answer and ask again for `--minutes`.
-Where 1 is among them, the others are set beside one at a time. Prompts are pieces of `--text` from anywhere, of `--prompt-tokens`, or random tokens without one,
-and the same in every load. `--disconnects` is the share of requests whose client leaves in the middle. Answers that
-differ from those one at a time are counted. Memory is that of the process and of the cards, every second. With
-`--second-question` a prompt of so many tokens is answered, and then a question about it. By itself `--context` is what
-the longest prompt and its answer take.
+Where 1 is among them, the others are set beside one at a time. Prompts are pieces of `--text` from anywhere, of
+`--prompt-tokens`, or random tokens without one, and the same in every load. `--disconnects` is the share of requests
+whose client leaves in the middle. Answers that differ from those one at a time are counted. Memory is that of the
+process and of the cards, every second. With `--second-question` a prompt of so many tokens is answered, and then a
+question about it. By itself `--context` is what the longest prompt and its answer take.
 
 Prints a table, each claim with its verdict, then one JSON line; exit code 1 when a claim is missed.
 """

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -30,8 +31,8 @@ from offload_runtime.errors import (
     OptionError,
 )
 from offload_runtime.memory import current_device
-from offload_runtime.sampling import TokenLogprobs, token_logprobs
-from offload_runtime.speculation import OnLogits, draft_ahead, first_token, still_computing
+from offload_runtime.sampling import TokenLogprobs
+from offload_runtime.speculation import OnLogits
 
 OnProgress = Callable[[int, int], None]
 Guard = Callable[[], AbstractContextManager[None]]
@@ -129,7 +130,8 @@ class Generation:
         self.waiting.append(request)
 
     def step(self) -> Generator[Piece, None, bool]:
-        """Let requests join as far as there are slots, then take a step of all that run.
+        """Let requests join as far as there are slots, then take a step of all that run. Its pass reads the prompts of
+        those that have joined, too, where it can; else each takes a step of its own.
 
         Returns:
             Whether there was anything to do.
@@ -137,23 +139,42 @@ class Generation:
         Raises:
             BudgetError: Memory ran out during the pass; what came before stays in the requests.
         """
-        for _ in range(self._num_slots - len(self.running)):  # who ends at once makes room for the step after this one
+        for _ in range(self._num_slots - len(self.running)):
             if self.waiting:
-                yield from self._admit(self.waiting.popleft())
-        if not self._goes_on():
+                self._admit(self.waiting.popleft())
+        readers, running = self._next_step()
+        if (running or not readers) and not self._goes_on():
             return bool(self.waiting)
-        running = list(self.running.values())
         try:
             with self.working():
-                results = self._steps.run(running)
+                results = self._steps.run(running, readers, self._on_layer(readers))
         except (NumericalError, GrammarError) as error:
             assert error.slot is not None
             self._fail(self.running[error.slot], error)  # nothing was committed: the others take the step again
             return True
-        ended_s = self._meter.lap()
-        for request, result in zip(running, results, strict=True):
+        except (ContextLengthError, BudgetError) as error:
+            if not readers:
+                raise
+            self._fail(readers[-1], error)  # there was room without it
+            return True
+        ended_s = self._meter.lap() if running else time.perf_counter()
+        for request in readers:
+            request.first_token_s = ended_s
+            self._meter.begin(request)
+        for request, result in zip([*running, *readers], results, strict=True):
             yield from self._push(request, result.tokens, [*result.accepted_sources, TARGET], ended_s, result.logprobs)
         return True
+
+    def _next_step(self) -> tuple[list[Request], list[Request]]:
+        """Whose prompts the next step reads, and who else takes part in it."""
+        unread = [request for request in self.running.values() if not request.new_tokens]
+        running = [request for request in self.running.values() if request.new_tokens]
+        runner = self._parts.target.runner
+        if not runner.cache.mixes:
+            return unread[:1], [] if unread else running
+        sizes = accumulate(len(request.sequence) - request.num_kept for request in unread)
+        fitting = sum(size <= runner.most_prompt_tokens for size in sizes)
+        return unread[: max(1, fitting)], running
 
     @property
     def passes(self) -> int:
@@ -200,46 +221,26 @@ class Generation:
             self.interrupt()
         return bool(self.running)
 
-    def _admit(self, request: Request) -> Iterator[Piece]:
-        """Give a request the free slot that holds most of its prompt, and read the rest."""
+    def _admit(self, request: Request) -> None:
+        """Give a request the free slot that holds most of its prompt."""
         free = [slot for slot in range(self._num_slots) if slot not in self.running]
         try:
             with self.working():
                 request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
                 self.running[request.slot] = request
-                token, logprobs = self._prefill(request)
-        except (ContextLengthError, NumericalError, GrammarError, BudgetError) as error:
+                self._parts.sampling.assign(request.slot, request.params.sampling, request.matcher)
+                self._steps.proposer(request).join(request.slot, request.params.sampling)
+        except (ContextLengthError, BudgetError) as error:
             self._fail(request, error)
-            return
-        self._meter.begin(request)
-        yield from self._push(request, [token], [TARGET], request.first_token_s, logprobs)
 
-    def _prefill(self, request: Request) -> tuple[int, Sequence[TokenLogprobs]]:
-        """Read a prompt; the first token behind it, with its log-probabilities if they are wanted."""
-        target, slot, recorder = self._parts.target.runner, request.slot, self._parts.recorder
-        proposer, sampling = self._steps.proposer(request), self._parts.sampling
-        sampling.assign(slot, request.params.sampling, request.matcher)
-        proposer.join(slot, request.params.sampling)
-        logits = target.prefill(slot, request.sequence[request.num_kept :], self._on_layer(request))
-        if request.params.max_new_tokens > 1 and proposer.name is not None:
-            with recorder.span("prepare", host=True, tokens=[len(request.sequence)]) if recorder else nullcontext():
-                proposer.prepare(slot, request.sequence)
-            draft_ahead(proposer, still_computing(logits), recorder)
-        token = first_token(target, sampling, slot, logits, request.sequence)
-        wanted = request.params.logprobs
-        logprobs = () if wanted is None else token_logprobs(logits, [token], wanted)
-        if self._hooks.on_logits is not None:
-            self._hooks.on_logits(slot, logits)
-        request.first_token_s = time.perf_counter()
-        return token, logprobs
-
-    def _on_layer(self, request: Request) -> OnProgress | None:
+    def _on_layer(self, readers: Sequence[Request]) -> OnProgress | None:
         """Tells how far the prompts that the generation began with have been worked on."""
         on_prefill, count = self._hooks.on_prefill, len(self.requests)
-        if on_prefill is None or request not in self.requests:
+        own = sum(request in self.requests for request in readers)
+        if on_prefill is None or not own:
             return None
-        number = self.requests.index(request)
-        return lambda done, layers: on_prefill(number * layers + done, count * layers)
+        read = sum(request.new_tokens > 0 for request in self.requests)
+        return lambda done, layers: on_prefill(read * layers + own * done, count * layers)
 
     def _push(
         self, request: Request, tokens: Sequence[int], sources: Sequence[str], now_s: float,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from offload_runtime.speculation import (
     Cost,
     DraftRequest,
     OnLogits,
+    PromptRequest,
     Proposer,
     StepResult,
     drafting,
@@ -38,6 +40,7 @@ from offload_runtime.weights import Fields
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
+OnLayer = Callable[[int, int], None]  # called with (layers done, layers)
 
 
 @dataclass(frozen=True)
@@ -202,19 +205,30 @@ class StepRunner:
         cost = self._parts.cost
         return None if cost is None else sum(cost(*step) for step in request.steps)
 
-    def run(self, requests: Sequence[Request]) -> list[StepResult]:
-        """One step of these requests, none of which is finished. Errors as of `run_step`.
+    def run(
+        self, requests: Sequence[Request], readers: Sequence[Request] = (), on_layer: OnLayer | None = None
+    ) -> list[StepResult]:
+        """One step of these requests, none of which is finished, and of `readers`, whose prompts its pass reads, as far
+        as nothing is kept of them. Returns and errors as of `run_step`.
 
         The controller chooses one window for all that leave it open.
+
+        Args:
+            requests: Those that have a token.
+            readers: Those that have none.
+            on_layer: As of `run_step`.
         """
+        if readers and not requests:
+            return self._run_step([], readers, on_layer)
         windows = [self.windows(request) for request in requests]
         limits = {
             request: window
             for request, window in zip(requests, windows, strict=True)
             if isinstance(window, WindowLimits)
         }
+        step = partial(self._step, requests, readers=readers, on_layer=on_layer)
         if not limits:
-            return self._step(requests, [window for window in windows if isinstance(window, WindowSize)])
+            return step([window for window in windows if isinstance(window, WindowSize)])
         open_, clock, controller = list(limits), self._parts.clock, self._parts.controller
         sampling = open_[0].params.sampling
         # What steps of these requests take their time by.
@@ -224,7 +238,8 @@ class StepRunner:
         # At the end of an answer there may be room for the target's own token alone.
         choice = controller.choose(sampling, most, **sizes) if any(request.room for request in open_) else PLAIN
         settled = [window.window(choice) if isinstance(window, WindowLimits) else window for window in windows]
-        results = self._step(requests, settled, choice, open_)
+        every = step(settled, choice, open_)
+        results = every[: len(requests)]
         seconds, tokens = clock() - started_s, sum(len(result.tokens) for result in results) / len(results)
         # Observed are requests whose windows nothing cut short: a step takes as long as the largest window.
         able = [
@@ -237,13 +252,13 @@ class StepRunner:
         if not whole and choice.mode == "chain":  # what was cut tells about smaller windows
             seen = [result for _, result, _ in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
-        # With other windows beside them a step takes another time.
-        timed = bool(whole) and len(open_) == len(requests)
+        # With other windows or prompts beside them a step takes another time.
+        timed = bool(whole) and len(open_) == len(requests) and not readers
         controller.observe(
             sampling, Choice(choice.mode, size), [_own(result, choice, size) for result in seen],
             tokens=tokens, seconds=seconds if timed else None, **sizes,
         )  # fmt: skip
-        return results
+        return every
 
     def _limits(self, windows: Mapping[Request, WindowLimits]) -> dict[str, int]:
         """By mode that has anything to propose its largest window, as far as the limits of these requests, an answer
@@ -286,7 +301,7 @@ class StepRunner:
 
     def _step(
         self, requests: Sequence[Request], windows: Sequence[WindowSize], choice: Choice = PLAIN,
-        open_: Collection[Request] = (),
+        open_: Collection[Request] = (), *, readers: Sequence[Request] = (), on_layer: OnLayer | None = None,
     ) -> list[StepResult]:  # fmt: skip
         """A step of windows that are settled: by the controller's choice for some requests, else as was asked for."""
         parts = self._parts
@@ -302,11 +317,8 @@ class StepRunner:
             )
             for request, window in zip(requests, windows, strict=True)
         ]  # fmt: skip
-        results = run_step(
-            parts.target.runner, parts.sampling, parts.proposer, asked, on_logits=self._on_logits,
-            recorder=parts.recorder,
-            logprobs={one.slot: one.params.logprobs for one in requests if one.params.logprobs is not None},
-        )  # fmt: skip
+        every = self._run_step(asked, readers, on_layer, requests)
+        results = every[: len(requests)]
         # At the end of all answers there is room for the target's own tokens alone.
         proposed = {one for one, request in zip(choices, asked, strict=True) if request.gamma}
         labels = [str(one if one in proposed else PLAIN) for one in choices]
@@ -325,7 +337,26 @@ class StepRunner:
                 path=[list(result.path) for result in results],
                 sources=[result.accepted_sources for result in results],
             )  # fmt: skip
-        return results
+        return every
+
+    def _run_step(
+        self, asked: Sequence[DraftRequest], readers: Sequence[Request], on_layer: OnLayer | None,
+        requests: Sequence[Request] = (),
+    ) -> list[StepResult]:  # fmt: skip
+        """What is asked for requests, and the prompts of readers."""
+        parts = self._parts
+        prompts = [
+            PromptRequest(
+                reader.slot, reader.sequence,
+                is_prepared=reader.params.max_new_tokens > 1 and self.proposer(reader).name is not None,
+            )
+            for reader in readers
+        ]  # fmt: skip
+        wanted = {one.slot: one.params.logprobs for one in (*requests, *readers) if one.params.logprobs is not None}
+        return run_step(
+            parts.target.runner, parts.sampling, parts.proposer, asked, on_logits=self._on_logits,
+            recorder=parts.recorder, logprobs=wanted, prompts=prompts, on_layer=on_layer,
+        )  # fmt: skip
 
     def _fixed(self, window: WindowSize) -> Choice:
         """What a window that was asked for would be if it had been chosen."""

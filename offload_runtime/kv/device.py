@@ -47,6 +47,10 @@ class KVCache(LayerCache, Protocol):
     max_tokens_with_draft: int  # of a sequence with what is only tentative: the capacity in whole blocks
 
     @property
+    def mixes(self) -> bool:
+        """Whether the windows of a pass may be prompts, too, to be committed as a whole."""
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory that it holds."""
 
@@ -181,7 +185,7 @@ class DeviceKVCache(BlockCache):
         spare_slots: Places behind all tokens of each sequence, for keys and values of what may become part of it.
     """
 
-    pinned_bytes = 0
+    pinned_bytes, mixes = 0, True
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,

@@ -66,6 +66,8 @@ class HostKVCache(BlockCache):
         name: What to call it in the ledger.
     """
 
+    mixes = False
+
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
         piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,

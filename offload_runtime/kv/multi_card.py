@@ -57,6 +57,7 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
         super().__init__(partition, caches)
         first = caches[0]
         self.capacity_tokens, self.max_tokens_with_draft = first.capacity_tokens, first.max_tokens_with_draft
+        self.mixes = first.mixes
 
     @property
     def pinned_bytes(self) -> int:

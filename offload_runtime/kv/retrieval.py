@@ -316,6 +316,8 @@ class RetrievedDraftCache(RetrievalCache):
 
     pinned_bytes = 0
 
+    mixes = False
+
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,
         batch: int, budget: DeviceBudget, name: str = "draft: KV cache",

@@ -409,6 +409,7 @@ class ModelPlan:
         return workspace_bytes(
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
             rows=rows, sampled_rows=sampled_rows, has_head=self.has_head,
+            mixes=self.step_rows is None and self.batch > 1 and not self.on_host,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -60,9 +60,14 @@ _WORKSPACE_MARGIN = 1.25
 _LIBRARY_WORKSPACE_BYTES = 72 << 20
 
 
+def most_prompt_tokens(chunk_tokens: int, context_tokens: int) -> int:
+    """Of all prompts that a pass reads, which has room for the longest one."""
+    return max(chunk_tokens, context_tokens)
+
+
 def workspace_bytes(
     config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, rows: int, sampled_rows: int,
-    has_head: bool = True,
+    has_head: bool = True, mixes: bool = False,
 ) -> int:  # fmt: skip
     """Device bytes of the activations of the largest pass.
 
@@ -74,23 +79,32 @@ def workspace_bytes(
         rows: Of a decoding window.
         sampled_rows: Of these, rows that tokens are sampled from at once.
         has_head: Whether logits are made here.
+        mixes: Whether a pass reads several prompts beside windows.
     """
-    stream = context_tokens * config.hidden_size
+    tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
+    stream = tokens * config.hidden_size
     row = 3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * row
-    angles = 4 * context_tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
+    angles = 4 * tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
     total = (stream + chunk) * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
     return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
 
 
+class Prompt(NamedTuple):
+    """Tokens, at least one, that a pass puts behind the committed ones of a sequence; only the last one decides."""
+
+    sequence: int
+    tokens: Sequence[int]
+
+
 class Decision(NamedTuple):
-    """What a pass over windows says, which has been enqueued.
+    """What a pass over windows and prompts says, which has been enqueued.
 
     `logits` [at least N, V] are on the compute device, until the next pass begins. `firsts` are the rows of the
-    windows' first tokens; those of the others follow. `tokens` waits for the current stream, and gives the one behind
-    each row, -1 for NaN; it is to be called before the next pass.
+    windows' first tokens, behind which those of the others follow, and of the prompts' last ones. `tokens` waits
+    for the current stream, and gives the one behind each row, -1 for NaN; it is to be called before the next pass.
     """
 
     logits: torch.Tensor
@@ -142,22 +156,75 @@ class ModelRunner:
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
         self.cache.begin_prefill(sequence, len(tokens))
-        start, step = self.cache.length(sequence), self.chunk_tokens
-        end = start + len(tokens)
-        pieces = [
-            self.rows.build([Window(tuple(tokens[at : at + step]))], [start + at], [0], prompt_length=end)
-            for at in range(0, len(tokens), step)
-        ]
+        pieces = self._pieces(Prompt(sequence, tokens), row=0)
         if layers is None and self.decoder.partition.in_blocks and not self.streamer.num_streamed:
             with _over_cards(self.decoder.partition):
                 residual = _run_blocks(self.decoder, self.streamer, self.cache, pieces, on_layer)
         else:
             layers = self.streamer.layers() if layers is None else layers
-            residual = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
+            (residual,) = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
         logits = self.decoder.head(residual[-1:])
         self.cache.end_prefill(sequence, len(tokens))
         if self.recorder is not None:
             self.recorder.end_pass("prefill", [len(tokens)], self.streamer.bytes_begun)
+        return logits
+
+    def _pieces(self, prompt: Prompt, *, row: int) -> list[PassRows]:
+        """The rows of a prompt, which the pass calls batch row `row` of the cache."""
+        start, step, tokens = self.cache.length(prompt.sequence), self.chunk_tokens, prompt.tokens
+        return [
+            self.rows.build(
+                [Window(tuple(tokens[at : at + step]))], [start + at], [row], prompt_length=start + len(tokens)
+            )
+            for at in range(0, len(tokens), step)
+        ]  # fmt: skip
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Of all prompts that a pass reads."""
+        return most_prompt_tokens(self.chunk_tokens, self.cache.capacity_tokens)
+
+    @torch.inference_mode()
+    def read(
+        self, prompts: Sequence[Prompt], windows: Sequence[Window] = (), sequences: Sequence[int] = (),
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """One pass that puts prompts into the cache and commits them, and over windows of other sequences, which it
+        does not. More than one prompt alone takes a cache that `mixes`.
+
+        Args:
+            prompts: At least one; of several no more than `most_prompt_tokens`.
+            windows: As of `verify`, and `sequences`.
+            on_layer: As of `prefill`.
+
+        Returns:
+            Logits [N + P, V] on the compute device, a row for each token of the windows and for the last of each
+            prompt.
+
+        Raises:
+            ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
+        """
+        if len(prompts) == 1 and not windows:
+            return self.prefill(*prompts[0], on_layer)
+        assert self.cache.mixes
+        lengths = [*(len(window.tokens) for window in windows), *(len(prompt.tokens) for prompt in prompts)]
+        committed = self._begin([*sequences, *(prompt.sequence for prompt in prompts)], lengths)
+        pieces = [self._pieces(prompt, row=prompt.sequence) for prompt in prompts]
+        last = [count - 1 for count in accumulate(map(len, pieces))]
+        if windows:
+            pieces.append([self.rows.build(windows, committed[: len(windows)], sequences)])
+            last.append(last[-1] + 1)
+        *ends, rest = _run_layers(
+            self.decoder, self.streamer.layers(), self.cache, [*chain(*pieces)], on_layer, kept=last
+        )  # fmt: skip
+        if windows:
+            rows = _present(rest, range(0, len(rest), len(rest) // len(windows)), windows)
+        else:
+            rows, ends = rest[:0], [*ends, rest]
+        logits = self.decoder.head(torch.cat([rows, *(end[-1:] for end in ends)]))
+        for prompt in prompts:
+            self.cache.commit(prompt.sequence, len(prompt.tokens))
+        self._end("verify" if windows else "prefill", lengths)
         return logits
 
     @torch.inference_mode()
@@ -174,7 +241,8 @@ class ModelRunner:
         Raises:
             ContextLengthError, BudgetError: The cache has no room for a window.
         """
-        lengths, committed = self._begin(windows, sequences)
+        lengths = [len(window.tokens) for window in windows]
+        committed = self._begin(sequences, lengths)
         captured, recorder = self.captured, self.recorder
         decision = None if captured is None else captured.run(windows, committed, sequences, recorder=recorder)
         if decision is not None:
@@ -183,14 +251,18 @@ class ModelRunner:
             logits = self.run_rows(self.rows.build(windows, committed, sequences))
             if len(logits) > sum(lengths):
                 logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
-        self._end(lengths)
+        self._end("verify", lengths)
         return logits
 
-    def decide(self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling) -> Decision:
-        """One pass over a window per sequence, and the token behind each of its rows; nothing is committed. Enqueued on
-        the current stream; never waits.
+    def decide(
+        self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling,
+        prompts: Sequence[Prompt] = (), on_layer: Callable[[int, int], None] | None = None,
+    ) -> Decision:  # fmt: skip
+        """One pass over a window per sequence, and the token behind each of its rows; nothing of them is committed.
+        Enqueued on the current stream; never waits. Prompts of other sequences may be read by the same pass, and the
+        token behind each is decided.
 
-        Arguments and errors as of `verify`, and:
+        Arguments and errors as of `verify` and `read`, and:
 
         Args:
             sampling: How the tokens of every sequence are chosen; where there are penalties it has seen all tokens up
@@ -198,27 +270,33 @@ class ModelRunner:
                 count they are part of a captured pass; filters, penalties and masks are kernels of many kinds, each of
                 which would need graphs of its own.
         """
+        if prompts:
+            logits = self.read(prompts, windows, sequences, on_layer)
+            committed = [self.cache.length(sequence) for sequence in sequences]
+            committed += [self.cache.length(prompt.sequence) - 1 for prompt in prompts]
+            windows, owners = [*windows, *(Window((0,)) for _ in prompts)], (prompt.sequence for prompt in prompts)
+            return decided(logits, sampling, windows, [*sequences, *owners], committed)
         if self.captured is not None and sampling.is_plain:
-            lengths, committed = self._begin(windows, sequences)
+            lengths = [len(window.tokens) for window in windows]
+            committed = self._begin(sequences, lengths)
             decision = self.captured.run(windows, committed, sequences, sampling, self.recorder)
             if decision is not None:
-                self._end(lengths)
+                self._end("verify", lengths)
                 return decision
         logits = self.verify(windows, sequences)
         return decided(logits, sampling, windows, sequences, [self.cache.length(sequence) for sequence in sequences])
 
-    def _begin(self, windows: Sequence[Window], sequences: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A pass over windows begins: their lengths, and the committed tokens before each."""
+    def _begin(self, sequences: Sequence[int], lengths: list[int]) -> list[int]:
+        """A pass of so many tokens behind sequences begins: the committed tokens of each."""
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
-        lengths = [len(window.tokens) for window in windows]
         self.cache.begin_window(sequences, lengths)
-        return lengths, [self.cache.length(sequence) for sequence in sequences]
+        return [self.cache.length(sequence) for sequence in sequences]
 
-    def _end(self, lengths: list[int]) -> None:
+    def _end(self, kind: str, lengths: list[int]) -> None:
         """It has been enqueued."""
         if self.recorder is not None:
-            self.recorder.end_pass("verify", lengths, self.streamer.bytes_begun)
+            self.recorder.end_pass(kind, lengths, self.streamer.bytes_begun)
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
@@ -238,7 +316,8 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassR
     Returns:
         Logits [B * T, V].
     """
-    return decoder.head(_run_layers(decoder, layers, cache, [rows]))
+    (residual,) = _run_layers(decoder, layers, cache, [rows])
+    return decoder.head(residual)
 
 
 def decided(
@@ -264,10 +343,10 @@ def decided(
     return Decision(logits, firsts, sample(logits, sampling, rows[0], rows[1], paths, masks).tolist)
 
 
-def _present(logits: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:
-    """A copy of the rows that windows have tokens for, [N, V] of logits [at least B * T, V], by their first rows."""
+def _present(rows: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:
+    """A copy of the rows that windows have tokens for, [N, …] of [at least B * T, …], by their first rows."""
     pairs = zip(firsts, windows, strict=True)
-    return torch.cat([logits[first : first + len(window.tokens)] for first, window in pairs])
+    return torch.cat([rows[first : first + len(window.tokens)] for first, window in pairs])
 
 
 class CapturedPasses:
@@ -357,25 +436,26 @@ class CapturedPasses:
 
 def _run_layers(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows],
-    on_layer: Callable[[int, int], None] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Residual stream of the last piece behind the last layer, [N, H]."""
+    on_layer: Callable[[int, int], None] | None = None, kept: Sequence[int] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Residual streams behind the last layer, [N, H], of the pieces of these numbers; by itself of the last one."""
+    kept = [len(pieces) - 1] if kept is None else kept
     residuals = [decoder.embed(rows) for rows in pieces]
     on_layer = on_layer or (lambda done, layers: None)
     if len(decoder.partition.cards) > 1:
         with _over_cards(decoder.partition):
-            return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, on_layer)
+            return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, on_layer, kept)
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
         on_layer(index + 1, decoder.config.num_layers)
-    return residuals[-1]
+    return [residuals[piece] for piece in kept]
 
 
 def _run_layers_on_cards(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], residuals: list[torch.Tensor],
-    on_layer: Callable[[int, int], None],
-) -> torch.Tensor:  # fmt: skip
+    on_layer: Callable[[int, int], None], kept: Sequence[int],
+) -> list[torch.Tensor]:  # fmt: skip
     """The same where the layers are on several cards.
 
     Where the next layer is on another card a piece departs as soon as it is done and arrives just before that layer, so
@@ -397,8 +477,10 @@ def _run_layers_on_cards(
         if index + 1 < decoder.config.num_layers:
             arrived = arrive(on_way[0])
         on_layer(index + 1, decoder.config.num_layers)
-    (residual,) = hop(arrive(on_way[-1]), on_way[-1].target, partition.cards[0], buffers, len(pieces) - 1)
-    return residual
+    found = []
+    for piece in kept:
+        found += hop(arrive(on_way[piece]), on_way[piece].target, partition.cards[0], buffers, piece)
+    return found
 
 
 def _run_blocks(

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from offload_runtime.errors import NumericalError
+from offload_runtime.errors import NumericalError, OffloadError
 from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Decision, DraftKVState, ModelRunner, decided
+from offload_runtime.runners import Decision, DraftKVState, ModelRunner, Prompt, decided
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
@@ -69,6 +69,21 @@ class DraftRequest:
     def longest_chain(self) -> int:
         """Most proposals of one that makes chains."""
         return min(self.gamma, self.most_nodes)
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """A request whose prompt is read, of which the target's cache has the beginning.
+
+    Attributes:
+        slot: As of a `DraftRequest`.
+        tokens: The whole prompt.
+        is_prepared: Whether the proposer is to `prepare` it: it will be asked about it.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    is_prepared: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,24 +268,28 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
 def run_step(
     target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
     watch: Watch = still_computing, on_logits: OnLogits | None = None, recorder: TraceRecorder | None = None,
-    logprobs: Mapping[int, int] | None = None,
+    logprobs: Mapping[int, int] | None = None, prompts: Sequence[PromptRequest] = (),
+    on_layer: Callable[[int, int], None] | None = None,
 ) -> list[StepResult]:  # fmt: skip
     """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
-    While the pass runs the proposer goes on.
+    The same pass may read prompts, behind each of which the target says one token. While it runs the proposer goes on.
 
     Args:
         target: Verifies windows.
         sampling: How it chooses the tokens of every slot; of slots with penalties it knows the prompt (`first_token`).
         proposer: Guesses.
-        requests: One for each slot that takes part.
+        requests: One for each slot that takes part, unless its prompt is read.
         watch: From the logits of a pass to the question whether it is still running.
         on_logits: Called with each slot and the logits [n, V] that its new tokens were chosen from.
         recorder: Of a trace, if there is one.
         logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to tell beside each.
+        prompts: As many as `ModelRunner.read` reads in a pass.
+        on_layer: As of that.
 
     Returns:
-        For each request at least one new token: those accepted and the target's next one.
+        For each request at least one new token: those accepted and the target's next one. Behind these, the first token
+        of each prompt.
 
     Raises:
         NumericalError: The target's logits of a request are NaN; nothing was committed, for none of them.
@@ -286,23 +305,44 @@ def run_step(
     slots = [request.slot for request in requests]
     pruned = [_pruned(proposal, matchers.get(slot)) for slot, proposal in zip(slots, proposals, strict=True)]
     windows = [_window(request.tokens[-1], kept) for request, (kept, _) in zip(requests, pruned, strict=True)]
-    decision = target.decide(windows, slots, sampling)
-    if any(proposals):
+    starts = {prompt.slot: cache.length(prompt.slot) for prompt in prompts}
+    if sampling.adjustments.penalised:
+        for prompt in prompts:
+            sampling.adjustments.begin(prompt.slot, prompt.tokens)
+    unread = [Prompt(prompt.slot, prompt.tokens[starts[prompt.slot] :]) for prompt in prompts]
+    decision = target.decide(windows, slots, sampling, unread, on_layer)
+    prepared = [prompt for prompt in prompts if prompt.is_prepared]
+    for prompt in prepared:
+        with recorder.span("prepare", host=True, tokens=[len(prompt.tokens)]) if recorder else nullcontext():
+            proposer.prepare(prompt.slot, prompt.tokens)
+    if prepared or any(proposals):
         draft_ahead(proposer, watch(decision.logits), recorder)
-    samples = decision.tokens()
+    samples, count = decision.tokens(), len(requests)
     results, paths = list[StepResult](), list[list[int]]()  # of each window the rows that decided
-    for request, proposal, (kept, nodes), first in zip(requests, proposals, pruned, decision.firsts, strict=True):
-        path = accepted_path(kept, samples[first : first + 1 + len(kept)])
-        paths.append([0, *(node + 1 for node in path)])
-        new_tokens = [samples[first + row] for row in paths[-1]]
-        _require_tokens(new_tokens, len(request.tokens), request.slot, matchers.get(request.slot))
-        results.append(StepResult(new_tokens, proposal, tuple(nodes[node] for node in path)))
+    try:
+        firsts = decision.firsts[:count]
+        for request, proposal, (kept, nodes), first in zip(requests, proposals, pruned, firsts, strict=True):
+            path = accepted_path(kept, samples[first : first + 1 + len(kept)])
+            paths.append([0, *(node + 1 for node in path)])
+            new_tokens = [samples[first + row] for row in paths[-1]]
+            _require_tokens(new_tokens, len(request.tokens), request.slot, matchers.get(request.slot))
+            results.append(StepResult(new_tokens, proposal, tuple(nodes[node] for node in path)))
+        for prompt, first in zip(prompts, decision.firsts[count:], strict=True):
+            paths.append([0])
+            _require_tokens([samples[first]], len(prompt.tokens), prompt.slot, matchers.get(prompt.slot))
+            results.append(StepResult([samples[first]], NOTHING, ()))
+    except OffloadError:  # prompts are read again with what is left of the step
+        for slot, start in starts.items():
+            cache.truncate(slot, start)
+        raise
+    slots += starts
     if logprobs:
         results = _with_logprobs(decision, slots, results, paths, logprobs)
     for slot, first, rows in zip(slots, decision.firsts, paths, strict=True):
         if on_logits is not None:
             on_logits(slot, decision.logits[[first + row for row in rows]])
-        cache.commit_path(slot, rows)
+        if slot not in starts:
+            cache.commit_path(slot, rows)
     return results
 
 

@@ -72,8 +72,10 @@ class Verifier:
         """As of a runner."""
         raise NotImplementedError
 
-    def decide(self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling) -> Decision:
-        """As of a runner."""
+    def decide(
+        self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling, *_: Any
+    ) -> Decision:  # fmt: skip
+        """As of a runner, which would read prompts as well."""
         committed = [cast(Any, self).cache.length(sequence) for sequence in sequences]
         return decided(self.verify(windows, sequences), sampling, windows, sequences, committed)
 
