@@ -79,7 +79,7 @@ class SchedulerCounters:
         prompt_tokens: Tokens of the prompts whose first token is there.
         kept_tokens: Of these, those that were not read again, as a slot or the store still held them.
         tokens: Tokens of answers.
-        passes: Passes of the target, those over prompts not counted.
+        passes: Passes of the target, those over prompts alone not counted.
         proposed: Proposals that the target verified, by who made them.
         accepted: Of these, those that it accepted.
     """
