@@ -32,6 +32,7 @@ class Card:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.held_gb = 0.0  # by torch's allocator
+        self.others_gb = 0.0
         self.share, self.num_caps = 1.0, 0  # that it may hold at most, and how often that was said
         answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0}
         for name, answer in answers.items():
@@ -43,7 +44,9 @@ class Card:
         for name, answer in (("get_device_properties", facts), ("get_device_name", "Card")):
             patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         patch.setattr(torch, "zeros", lambda *_, device: None)
-        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (round((23.4 - self.held_gb) * GB), 24 * GB))
+        patch.setattr(
+            torch.cuda, "mem_get_info", lambda *_: (round((23.4 - self.held_gb - self.others_gb) * GB), 24 * GB)
+        )
         patch.setattr(torch.cuda, "memory_reserved", lambda *_: round(self.held_gb * GB))
         patch.setattr(torch.cuda, "set_per_process_memory_fraction", self.cap)
 
@@ -80,6 +83,16 @@ def test_the_cap_is_that_of_the_runtimes_still_open(card: Card, first_closed: in
     again.release()
     again.release()
     assert card.share == 1.0
+
+
+def test_what_comes_to_others_while_a_runtime_is_loaded_is_not_its_own(card: Card) -> None:
+    """Nothing was there when it looked."""
+    card.others_gb = 6.0
+    budget = DeviceBudget(CARD, 10 * GB, other_bytes=0)
+    assert budget.context_bytes == pytest.approx(2.2 * GB)
+    budget.release()
+    with pytest.raises(BudgetError, match=r"--vram 20\.0 GB is more than the 19\.4 GB"):
+        DeviceBudget(CARD, 20 * GB, other_bytes=0)
 
 
 def test_a_limit_beyond_the_card_leaves_the_cap_as_it_was(card: Card) -> None:

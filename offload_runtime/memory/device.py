@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.config import format_bytes, size_option_down
+from offload_runtime.config import GB, format_bytes, size_option_down
 from offload_runtime.errors import BudgetError, DeviceError
 
 # Context, cuBLAS and Triton modules of one process, when nothing was there to measure it by (H200, torch 2.11: 0.5 GB).
 TYPICAL_CONTEXT_BYTES = 600_000_000
+# More than any: what is beyond has come to other processes since their memory was looked at.
+_MOST_CONTEXT_BYTES = 2 * GB
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
@@ -77,7 +79,7 @@ class DeviceBudget:
         used_bytes = total_bytes - free_bytes - held_bytes
         if other_bytes is None:
             other_bytes = max(0, used_bytes - TYPICAL_CONTEXT_BYTES)
-        self._other_bytes = min(other_bytes, used_bytes)
+        self._other_bytes = min(max(other_bytes, used_bytes - _MOST_CONTEXT_BYTES), used_bytes)
         self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
         others = self._open()
         claimed_bytes = sum(max(one.planned_bytes, one.reserved_bytes) - one.context_bytes for one in others)
