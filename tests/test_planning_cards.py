@@ -328,3 +328,7 @@ def test_rows_that_hop_through_host_memory_are_planned_for() -> None:
     peers = find_plan(naming_all(request, TWO), TWO, beside)
     assert peers.hop_bytes == plan_run(request, ONE).hop_bytes == 0
     assert plan.pinned_bytes - peers.pinned_bytes == plan.hop_bytes
+    # Of three prompts two end in a piece of their own, and windows are one.
+    of_three = replace(request, max_batch=3, context=3800)
+    assert plan_on_all(of_three, TWO).hop_bytes == 7 * ((8 << 20) + (1 << 20))
+    assert plan_on_all(replace(of_three, kv="host"), TWO).hop_bytes == plan.hop_bytes

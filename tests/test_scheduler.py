@@ -39,6 +39,7 @@ from offload_runtime.errors import (
     QueueFullError,
 )
 from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import Proposer
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET, CONTEXT = "two_layer_target", 900
@@ -524,7 +525,7 @@ class SharedPasses(ModelRunner):
     [
         ("gpu", 9, [(1, 0), (2, 1), (1, 3), (0, 4)]),  # 800 of the third's 1,200 tokens fit a context
         ("gpu", 2, [(1, 0), (1, 1), (0, 2)]),
-        ("host", 9, [(1, 0), (1, 0), (1, 0), (1, 0), (0, 4)]),
+        ("host", 9, [(1, 0), (0, 1), (1, 0), (1, 0), (1, 0), (0, 4)]),
     ],
 )
 def test_prompts_are_read_by_the_passes_of_those_who_run(
@@ -549,6 +550,50 @@ def test_prompts_are_read_by_the_passes_of_those_who_run(
     for tokens, one in zip(alone[:took_part], heard, strict=False):
         assert one.result.tokens == tokens
     assert all(isinstance(one.error, BudgetError) for one in heard[took_part:])
+
+
+class ForgetfulProposer(Proposer):
+    """Has no memory for a prompt that has been read, once."""
+
+    name = "draft"
+
+    def __init__(self) -> None:
+        self.prepared = list[int]()
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        self.prepared.append(slot)
+        if len(self.prepared) == 3:  # the second of a pass over three
+            raise torch.OutOfMemoryError("tried to allocate")
+
+
+def test_prompts_that_were_read_are_read_again_behind_a_failure(target: Path) -> None:
+    prompts = [[5, 9], *([number + 6] * 40 for number in range(3))]
+    with loaded(target, max_batch=4, draft="none") as runtime:
+        alone = [runtime.generate(prompt, params=params(9)).tokens for prompt in prompts]
+        runtime.parts = replace(runtime.parts, proposer=ForgetfulProposer())
+        heard = [Held(), *(Heard() for _ in prompts[1:])]
+        with Scheduler(runtime) as served:
+            for prompt, one in zip(prompts, heard, strict=True):
+                served.submit(prompt, params(9, gamma=1), on_event=one)
+                assert not isinstance(one, Held) or one.is_held.wait(60)
+            heard[0].let_go.set()  # type: ignore[attr-defined]
+            served.close(grace_s=60)
+    assert isinstance(heard[3].error, BudgetError)
+    assert [one.result.tokens for one in heard[:3]] == alone[:3]
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_those_who_run_are_not_kept_waiting_by_prompts(target: Path, kv: str) -> None:
+    """Of answers of one token, whose slots are free at once."""
+    hooks = Hooks(on_end=lambda *_: None)
+    with loaded(target, max_batch=2, kv=kv, draft="none") as runtime, runtime.serving(hooks) as generation:
+        long = runtime.request([5, 9, 7], params(12))
+        for request in (long, *(runtime.request([6 + number] * 30, params(1)) for number in range(20))):
+            generation.join(request)
+        for _ in range(24):
+            list(generation.step())
+        assert long.finish_reason == "length"
+        generation.interrupt()
 
 
 def test_a_device_that_fails_ends_everything(target: Path) -> None:

@@ -112,6 +112,7 @@ class Generation:
         self._steps = StepRunner(parts, on_logits=hooks.on_logits)
         self._meter = PassMeter(parts)
         self._results: dict[Request, GenerationResult] = {}  # unless the hooks are told
+        self._has_read = False  # the last step was that of prompts alone, where they cannot share one
 
     def pieces(self) -> Generator[Piece, None, None]:
         """The token loop, for the requests that it begins with: what every token adds, as soon as it is decided.
@@ -139,29 +140,30 @@ class Generation:
         Raises:
             BudgetError: Memory ran out during the pass; what came before stays in the requests.
         """
-        for _ in range(self._num_slots - len(self.running)):
-            if self.waiting:
+        if not (self._has_read and self.running):  # or else answers of one token would keep the others waiting
+            for _ in range(min(len(self.waiting), self._num_slots - len(self.running))):
                 self._admit(self.waiting.popleft())
-        readers, running = self._next_step()
-        if (running or not readers) and not self._goes_on():
+        joining, running = self._next_step()
+        if (running or not joining) and not self._goes_on():
             return bool(self.waiting)
         try:
             with self.working():
-                results = self._steps.run(running, readers, self._on_layer(readers))
+                results = self._steps.run(running, joining, self._on_layer(joining))
         except (NumericalError, GrammarError) as error:
             assert error.slot is not None
             self._fail(self.running[error.slot], error)  # nothing was committed: the others take the step again
             return True
         except (ContextLengthError, BudgetError) as error:
-            if not readers:
+            if not joining:
                 raise
-            self._fail(readers[-1], error)  # there was room without it
+            self._fail(joining[-1], error)  # perhaps there is room without it
             return True
+        self._has_read = not (running or self._parts.target.runner.cache.mixes)
         ended_s = self._meter.lap() if running else time.perf_counter()
-        for request in readers:
+        for request in joining:
             request.first_token_s = ended_s
             self._meter.begin(request)
-        for request, result in zip([*running, *readers], results, strict=True):
+        for request, result in zip([*running, *joining], results, strict=True):
             yield from self._push(request, result.tokens, [*result.accepted_sources, TARGET], ended_s, result.logprobs)
         return True
 
@@ -172,7 +174,7 @@ class Generation:
         runner = self._parts.target.runner
         if not runner.cache.mixes:
             return unread[:1], [] if unread else running
-        sizes = accumulate(len(request.sequence) - request.num_kept for request in unread)
+        sizes = accumulate(len(request.sequence) - runner.cache.length(request.slot) for request in unread)
         fitting = sum(size <= runner.most_prompt_tokens for size in sizes)
         return unread[: max(1, fitting)], running
 
@@ -233,10 +235,10 @@ class Generation:
         except (ContextLengthError, BudgetError) as error:
             self._fail(request, error)
 
-    def _on_layer(self, readers: Sequence[Request]) -> OnProgress | None:
+    def _on_layer(self, joining: Sequence[Request]) -> OnProgress | None:
         """Tells how far the prompts that the generation began with have been worked on."""
         on_prefill, count = self._hooks.on_prefill, len(self.requests)
-        own = sum(request in self.requests for request in readers)
+        own = sum(request in self.requests for request in joining)
         if on_prefill is None or not own:
             return None
         read = sum(request.new_tokens > 0 for request in self.requests)

@@ -36,9 +36,11 @@ class GenerationStats:
         pinned_bytes: Page-locked host memory.
         acceptance: For every level of speculation what was proposed and accepted, the target's decisions last: with a
             retrieval verifier `draft` to `retrieval`, then `retrieval` to `target`. Empty for plain decoding.
-        measured_s_per_pass: From pass to pass, proposing and sampling included; None without passes after prefill.
+        measured_s_per_pass: From pass to pass, proposing and sampling included, and others' prompts that they read;
+            None without passes after prefill.
         predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`), for steps of as many
-            proposals as these had; a retrieval verifier is taken to accept as much as usual. None without figures.
+            proposals as these had and no prompts; a retrieval verifier is taken to accept as much as usual. None
+            without figures.
         emulated: Name of the machine that was emulated.
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
         link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its

@@ -17,6 +17,7 @@ from offload_runtime.engine.request import Request
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.params import GenerationParams
 from offload_runtime.plan import RunPlan
+from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     NGRAM,
@@ -40,7 +41,6 @@ from offload_runtime.weights import Fields
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
-OnLayer = Callable[[int, int], None]  # called with (layers done, layers)
 
 
 @dataclass(frozen=True)
@@ -206,27 +206,27 @@ class StepRunner:
         return None if cost is None else sum(cost(*step) for step in request.steps)
 
     def run(
-        self, requests: Sequence[Request], readers: Sequence[Request] = (), on_layer: OnLayer | None = None
+        self, requests: Sequence[Request], joining: Sequence[Request] = (), on_layer: OnLayer | None = None
     ) -> list[StepResult]:
-        """One step of these requests, none of which is finished, and of `readers`, whose prompts its pass reads, as far
+        """One step of these requests, none of which is finished, and of `joining`, whose prompts its pass reads, as far
         as nothing is kept of them. Returns and errors as of `run_step`.
 
         The controller chooses one window for all that leave it open.
 
         Args:
             requests: Those that have a token.
-            readers: Those that have none.
+            joining: Those that have none.
             on_layer: As of `run_step`.
         """
-        if readers and not requests:
-            return self._run_step([], readers, on_layer)
+        if joining and not requests:
+            return self._run_step([], joining, on_layer)
         windows = [self.windows(request) for request in requests]
         limits = {
             request: window
             for request, window in zip(requests, windows, strict=True)
             if isinstance(window, WindowLimits)
         }
-        step = partial(self._step, requests, readers=readers, on_layer=on_layer)
+        step = partial(self._step, requests, joining=joining, on_layer=on_layer)
         if not limits:
             return step([window for window in windows if isinstance(window, WindowSize)])
         open_, clock, controller = list(limits), self._parts.clock, self._parts.controller
@@ -253,7 +253,7 @@ class StepRunner:
             seen = [result for _, result, _ in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
         # With other windows or prompts beside them a step takes another time.
-        timed = bool(whole) and len(open_) == len(requests) and not readers
+        timed = bool(whole) and len(open_) == len(requests) and not joining
         controller.observe(
             sampling, Choice(choice.mode, size), [_own(result, choice, size) for result in seen],
             tokens=tokens, seconds=seconds if timed else None, **sizes,
@@ -301,7 +301,7 @@ class StepRunner:
 
     def _step(
         self, requests: Sequence[Request], windows: Sequence[WindowSize], choice: Choice = PLAIN,
-        open_: Collection[Request] = (), *, readers: Sequence[Request] = (), on_layer: OnLayer | None = None,
+        open_: Collection[Request] = (), *, joining: Sequence[Request] = (), on_layer: OnLayer | None = None,
     ) -> list[StepResult]:  # fmt: skip
         """A step of windows that are settled: by the controller's choice for some requests, else as was asked for."""
         parts = self._parts
@@ -317,7 +317,7 @@ class StepRunner:
             )
             for request, window in zip(requests, windows, strict=True)
         ]  # fmt: skip
-        every = self._run_step(asked, readers, on_layer, requests)
+        every = self._run_step(asked, joining, on_layer, requests)
         results = every[: len(requests)]
         # At the end of all answers there is room for the target's own tokens alone.
         proposed = {one for one, request in zip(choices, asked, strict=True) if request.gamma}
@@ -340,19 +340,19 @@ class StepRunner:
         return every
 
     def _run_step(
-        self, asked: Sequence[DraftRequest], readers: Sequence[Request], on_layer: OnLayer | None,
+        self, asked: Sequence[DraftRequest], joining: Sequence[Request], on_layer: OnLayer | None,
         requests: Sequence[Request] = (),
     ) -> list[StepResult]:  # fmt: skip
-        """What is asked for requests, and the prompts of readers."""
+        """What is asked for requests, and the prompts of those who join."""
         parts = self._parts
         prompts = [
             PromptRequest(
-                reader.slot, reader.sequence,
-                is_prepared=reader.params.max_new_tokens > 1 and self.proposer(reader).name is not None,
+                request.slot, request.sequence,
+                is_prepared=request.params.max_new_tokens > 1 and self.proposer(request).name is not None,
             )
-            for reader in readers
+            for request in joining
         ]  # fmt: skip
-        wanted = {one.slot: one.params.logprobs for one in (*requests, *readers) if one.params.logprobs is not None}
+        wanted = {one.slot: one.params.logprobs for one in (*requests, *joining) if one.params.logprobs is not None}
         return run_step(
             parts.target.runner, parts.sampling, parts.proposer, asked, on_logits=self._on_logits,
             recorder=parts.recorder, logprobs=wanted, prompts=prompts, on_layer=on_layer,

@@ -401,6 +401,11 @@ class ModelPlan:
     # --- both, and what passes take
 
     @property
+    def mixes(self) -> bool:
+        """Whether its passes read several prompts, and beside windows."""
+        return self.step_rows is None and self.batch > 1 and not self.on_host
+
+    @property
     def workspace_bytes(self) -> int:
         """Activations of the largest pass."""
         # A tree's step keeps its logits beside those that the pass makes.
@@ -408,8 +413,7 @@ class ModelPlan:
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
         return workspace_bytes(
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
-            rows=rows, sampled_rows=sampled_rows, has_head=self.has_head,
-            mixes=self.step_rows is None and self.batch > 1 and not self.on_host,
+            rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
         )  # fmt: skip
 
 
@@ -625,14 +629,16 @@ class RunPlan:
 
     @property
     def hop_bytes(self) -> int:
-        """Page-locked memory that rows hop through: a buffer for each piece of the longest prompt, and for each further
-        card one for where its rows are, which the allocator rounds up to powers of two."""
+        """Page-locked memory that rows hop through: a buffer for each piece of a pass, and for each further card one
+        for where its rows are, which the allocator rounds up to powers of two. Several prompts of a pass have together
+        as many pieces as the longest, and all but one of them and the windows one more."""
         if self.num_cards == 1 or not self.limits.hops_through_host:
             return 0
         target, config = self.target, self.target.config
         rows = min(target.chunk_tokens, target.context_tokens)
         sizes = [config.hidden_size * target.dtype.itemsize, *[4 * config.head_dim + 32] * (self.num_cards - 1)]
-        return -(-target.context_tokens // rows) * sum(1 << (rows * size - 1).bit_length() for size in sizes)
+        pieces = -(-target.context_tokens // rows) + (target.batch if target.mixes else 0)
+        return pieces * sum(1 << (rows * size - 1).bit_length() for size in sizes)
 
     @cached_property
     def loading(self) -> tuple[MemoryPart, ...]:

@@ -50,6 +50,7 @@ from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
+OnLayer = Callable[[int, int], None]  # called with (layers done, layers) as the host enqueues them
 
 
 # By kind of device: prompts are worked on in pieces of so many tokens, which bounds the activations and changes no bit.
@@ -136,7 +137,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, sequence: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None, *,
+        self, sequence: int, tokens: Sequence[int], on_layer: OnLayer | None = None, *,
         layers: Layers | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Put a prompt, or the rest of one, into the cache and commit it.
@@ -144,7 +145,7 @@ class ModelRunner:
         Args:
             sequence: Batch row in the cache; its committed tokens come before these.
             tokens: At least one.
-            on_layer: Called with (layers done, layers) as the host enqueues them.
+            on_layer: Told of each layer.
             layers: The weights of the first layers, where the pass is to end there; None: of all.
 
         Returns:
@@ -157,20 +158,26 @@ class ModelRunner:
             self.recorder.begin_pass(self.streamer.bytes_begun)
         self.cache.begin_prefill(sequence, len(tokens))
         pieces = self._pieces(Prompt(sequence, tokens), row=0)
-        if layers is None and self.decoder.partition.in_blocks and not self.streamer.num_streamed:
-            with _over_cards(self.decoder.partition):
-                residual = _run_blocks(self.decoder, self.streamer, self.cache, pieces, on_layer)
-        else:
-            layers = self.streamer.layers() if layers is None else layers
-            (residual,) = _run_layers(self.decoder, layers, self.cache, pieces, on_layer)
+        (residual,) = self._run(pieces, [len(pieces) - 1], on_layer, layers)
         logits = self.decoder.head(residual[-1:])
         self.cache.end_prefill(sequence, len(tokens))
         if self.recorder is not None:
             self.recorder.end_pass("prefill", [len(tokens)], self.streamer.bytes_begun)
         return logits
 
+    def _run(
+        self, pieces: list[PassRows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None = None
+    ) -> list[torch.Tensor]:
+        """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
+        if layers is None and self.decoder.partition.in_blocks and not self.streamer.num_streamed:
+            with _over_cards(self.decoder.partition):
+                return _run_blocks(self.decoder, self.streamer, self.cache, pieces, kept, on_layer)
+        layers = self.streamer.layers() if layers is None else layers
+        return _run_layers(self.decoder, layers, self.cache, pieces, kept, on_layer)
+
     def _pieces(self, prompt: Prompt, *, row: int) -> list[PassRows]:
         """The rows of a prompt, which the pass calls batch row `row` of the cache."""
+        assert prompt.tokens
         start, step, tokens = self.cache.length(prompt.sequence), self.chunk_tokens, prompt.tokens
         return [
             self.rows.build(
@@ -187,7 +194,7 @@ class ModelRunner:
     @torch.inference_mode()
     def read(
         self, prompts: Sequence[Prompt], windows: Sequence[Window] = (), sequences: Sequence[int] = (),
-        on_layer: Callable[[int, int], None] | None = None,
+        on_layer: OnLayer | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """One pass that puts prompts into the cache and commits them, and over windows of other sequences, which it
         does not. More than one prompt alone takes a cache that `mixes`.
@@ -207,16 +214,14 @@ class ModelRunner:
         if len(prompts) == 1 and not windows:
             return self.prefill(*prompts[0], on_layer)
         assert self.cache.mixes
-        lengths = [*(len(window.tokens) for window in windows), *(len(prompt.tokens) for prompt in prompts)]
-        committed = self._begin([*sequences, *(prompt.sequence for prompt in prompts)], lengths)
+        widths, lengths = ([len(one.tokens) for one in many] for many in (windows, prompts))
+        committed = self._begin([*sequences, *(prompt.sequence for prompt in prompts)], widths + lengths)
         pieces = [self._pieces(prompt, row=prompt.sequence) for prompt in prompts]
         last = [count - 1 for count in accumulate(map(len, pieces))]
         if windows:
             pieces.append([self.rows.build(windows, committed[: len(windows)], sequences)])
             last.append(last[-1] + 1)
-        *ends, rest = _run_layers(
-            self.decoder, self.streamer.layers(), self.cache, [*chain(*pieces)], on_layer, kept=last
-        )  # fmt: skip
+        *ends, rest = self._run([*chain(*pieces)], last, on_layer)
         if windows:
             rows = _present(rest, range(0, len(rest), len(rest) // len(windows)), windows)
         else:
@@ -224,7 +229,10 @@ class ModelRunner:
         logits = self.decoder.head(torch.cat([rows, *(end[-1:] for end in ends)]))
         for prompt in prompts:
             self.cache.commit(prompt.sequence, len(prompt.tokens))
-        self._end("verify" if windows else "prefill", lengths)
+        if windows:
+            self._end(widths, prompts=lengths)
+        elif self.recorder is not None:
+            self.recorder.end_pass("prefill", lengths, self.streamer.bytes_begun)
         return logits
 
     @torch.inference_mode()
@@ -251,12 +259,12 @@ class ModelRunner:
             logits = self.run_rows(self.rows.build(windows, committed, sequences))
             if len(logits) > sum(lengths):
                 logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
-        self._end("verify", lengths)
+        self._end(lengths)
         return logits
 
     def decide(
         self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling,
-        prompts: Sequence[Prompt] = (), on_layer: Callable[[int, int], None] | None = None,
+        prompts: Sequence[Prompt] = (), on_layer: OnLayer | None = None,
     ) -> Decision:  # fmt: skip
         """One pass over a window per sequence, and the token behind each of its rows; nothing of them is committed.
         Enqueued on the current stream; never waits. Prompts of other sequences may be read by the same pass, and the
@@ -281,7 +289,7 @@ class ModelRunner:
             committed = self._begin(sequences, lengths)
             decision = self.captured.run(windows, committed, sequences, sampling, self.recorder)
             if decision is not None:
-                self._end("verify", lengths)
+                self._end(lengths)
                 return decision
         logits = self.verify(windows, sequences)
         return decided(logits, sampling, windows, sequences, [self.cache.length(sequence) for sequence in sequences])
@@ -293,10 +301,10 @@ class ModelRunner:
         self.cache.begin_window(sequences, lengths)
         return [self.cache.length(sequence) for sequence in sequences]
 
-    def _end(self, kind: str, lengths: list[int]) -> None:
-        """It has been enqueued."""
+    def _end(self, widths: list[int], prompts: Sequence[int] = ()) -> None:
+        """It has been enqueued, with windows of so many tokens and such prompts."""
         if self.recorder is not None:
-            self.recorder.end_pass(kind, lengths, self.streamer.bytes_begun)
+            self.recorder.end_pass("verify", widths, self.streamer.bytes_begun, prompts)
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:
@@ -316,7 +324,7 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassR
     Returns:
         Logits [B * T, V].
     """
-    (residual,) = _run_layers(decoder, layers, cache, [rows])
+    (residual,) = _run_layers(decoder, layers, cache, [rows], [0])
     return decoder.head(residual)
 
 
@@ -435,16 +443,15 @@ class CapturedPasses:
 
 
 def _run_layers(
-    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows],
-    on_layer: Callable[[int, int], None] | None = None, kept: Sequence[int] | None = None,
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], kept: Sequence[int],
+    on_layer: OnLayer | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Residual streams behind the last layer, [N, H], of the pieces of these numbers; by itself of the last one."""
-    kept = [len(pieces) - 1] if kept is None else kept
+    """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
     residuals = [decoder.embed(rows) for rows in pieces]
     on_layer = on_layer or (lambda done, layers: None)
     if len(decoder.partition.cards) > 1:
         with _over_cards(decoder.partition):
-            return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, on_layer, kept)
+            return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, kept, on_layer)
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
@@ -454,7 +461,7 @@ def _run_layers(
 
 def _run_layers_on_cards(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], residuals: list[torch.Tensor],
-    on_layer: Callable[[int, int], None], kept: Sequence[int],
+    kept: Sequence[int], on_layer: OnLayer,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The same where the layers are on several cards.
 
@@ -477,16 +484,17 @@ def _run_layers_on_cards(
         if index + 1 < decoder.config.num_layers:
             arrived = arrive(on_way[0])
         on_layer(index + 1, decoder.config.num_layers)
-    found = []
-    for piece in kept:
-        found += hop(arrive(on_way[piece]), on_way[piece].target, partition.cards[0], buffers, piece)
-    return found
+    return [
+        residual
+        for piece in kept
+        for residual in hop(arrive(on_way[piece]), on_way[piece].target, partition.cards[0], buffers, piece)
+    ]
 
 
 def _run_blocks(
     decoder: Decoder, streamer: LayerStreamer | MultiCardStreamer, cache: LayerCache, pieces: list[PassRows],
-    on_layer: Callable[[int, int], None] | None,
-) -> torch.Tensor:  # fmt: skip
+    kept: Sequence[int], on_layer: OnLayer | None,
+) -> list[torch.Tensor]:  # fmt: skip
     """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
     card before the next one, so that the next card has something to do."""
     partition, num_layers = decoder.partition, decoder.config.num_layers
@@ -504,8 +512,7 @@ def _run_blocks(
             on_way[piece] = depart([residual], card, following, partition.hop_buffers, piece)
         if on_layer is not None:
             on_layer(layers[-1] + 1, num_layers)
-    (residual,) = arrive(on_way[-1])
-    return residual
+    return [residual for piece in kept for residual in arrive(on_way[piece])]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class _SchedulerCollector(Collector):
             ("requests_finished", "Requests that have ended", counters.finished),
             ("prompt_tokens", "Tokens of prompts that were read", counters.prompt_tokens),
             ("tokens", "Tokens of answers", counters.tokens),
-            ("passes", "Passes of the target after prefill", counters.passes),
+            ("passes", "Passes of the target but those over prompts alone", counters.passes),
         ):
             yield CounterMetricFamily(_PREFIX + name, what, value)
         for name, what, by_source in (

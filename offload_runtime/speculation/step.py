@@ -27,7 +27,7 @@ from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Decision, DraftKVState, ModelRunner, Prompt, decided
+from offload_runtime.runners import Decision, DraftKVState, ModelRunner, OnLayer, Prompt, decided
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
@@ -269,7 +269,7 @@ def run_step(
     target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
     watch: Watch = still_computing, on_logits: OnLogits | None = None, recorder: TraceRecorder | None = None,
     logprobs: Mapping[int, int] | None = None, prompts: Sequence[PromptRequest] = (),
-    on_layer: Callable[[int, int], None] | None = None,
+    on_layer: OnLayer | None = None,
 ) -> list[StepResult]:  # fmt: skip
     """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
@@ -310,17 +310,16 @@ def run_step(
         for prompt in prompts:
             sampling.adjustments.begin(prompt.slot, prompt.tokens)
     unread = [Prompt(prompt.slot, prompt.tokens[starts[prompt.slot] :]) for prompt in prompts]
-    decision = target.decide(windows, slots, sampling, unread, on_layer)
-    prepared = [prompt for prompt in prompts if prompt.is_prepared]
-    for prompt in prepared:
-        with recorder.span("prepare", host=True, tokens=[len(prompt.tokens)]) if recorder else nullcontext():
-            proposer.prepare(prompt.slot, prompt.tokens)
-    if prepared or any(proposals):
-        draft_ahead(proposer, watch(decision.logits), recorder)
-    samples, count = decision.tokens(), len(requests)
-    results, paths = list[StepResult](), list[list[int]]()  # of each window the rows that decided
+    results, paths, count = list[StepResult](), list[list[int]](), len(requests)  # of each window the rows that decided
     try:
-        firsts = decision.firsts[:count]
+        decision = target.decide(windows, slots, sampling, unread, on_layer)
+        prepared = [prompt for prompt in prompts if prompt.is_prepared]
+        for prompt in prepared:
+            with recorder.span("prepare", host=True, tokens=[len(prompt.tokens)]) if recorder else nullcontext():
+                proposer.prepare(prompt.slot, prompt.tokens)
+        if prepared or any(proposals):
+            draft_ahead(proposer, watch(decision.logits), recorder)
+        samples, firsts = decision.tokens(), decision.firsts[:count]
         for request, proposal, (kept, nodes), first in zip(requests, proposals, pruned, firsts, strict=True):
             path = accepted_path(kept, samples[first : first + 1 + len(kept)])
             paths.append([0, *(node + 1 for node in path)])
@@ -331,13 +330,13 @@ def run_step(
             paths.append([0])
             _require_tokens([samples[first]], len(prompt.tokens), prompt.slot, matchers.get(prompt.slot))
             results.append(StepResult([samples[first]], NOTHING, ()))
-    except OffloadError:  # prompts are read again with what is left of the step
+        slots += starts
+        if logprobs:
+            results = _with_logprobs(decision, slots, results, paths, logprobs)
+    except (OffloadError, torch.OutOfMemoryError):  # whose prompts were read takes the step again
         for slot, start in starts.items():
             cache.truncate(slot, start)
         raise
-    slots += starts
-    if logprobs:
-        results = _with_logprobs(decision, slots, results, paths, logprobs)
     for slot, first, rows in zip(slots, decision.firsts, paths, strict=True):
         if on_logits is not None:
             on_logits(slot, decision.logits[[first + row for row in rows]])

@@ -73,9 +73,10 @@ class Verifier:
         raise NotImplementedError
 
     def decide(
-        self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling, *_: Any
+        self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling, prompts: Any, on_layer: Any
     ) -> Decision:  # fmt: skip
-        """As of a runner, which would read prompts as well."""
+        """As of a runner that is asked to read nothing."""
+        assert not prompts
         committed = [cast(Any, self).cache.length(sequence) for sequence in sequences]
         return decided(self.verify(windows, sequences), sampling, windows, sequences, committed)
 
