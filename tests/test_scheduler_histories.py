@@ -1,8 +1,10 @@
-"""Any history of requests that are let in, stepped, cancelled and left leaves every answer as it is alone."""
+"""Any history of requests that are let in, stepped, cancelled and left, and of schedulers that save blocks and load
+them, leaves every answer as it is alone."""
 
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import (
     EndEvent,
@@ -30,6 +33,11 @@ from tests.test_scheduler import CONTEXT, SPECULATION, Task, assert_as_alone, lo
 TARGET = "two_layer_target"
 SLOTS, MAX_WAITING, STORED_BLOCKS = 2, 2, 2
 LENGTHS = (1, 20, 257, 300, 520)  # of prompts: within a block of the cache, and over one and two
+MOST_BLOCKS = 2  # of a prompt and its answer
+GRAMMARS: dict[int, dict[str, Any]] = {
+    1: {"json_schema": {"type": "array", "items": {"type": "string"}, "minItems": 2}},
+    2: {"grammar": 'start: ("the " WORD ", ")~1..2 "."\nWORD: /[a-z]{2,5}/'},
+}
 
 
 class Gate:
@@ -76,6 +84,7 @@ class Client:
         self.is_gone = False  # it leaves at the next event
         self.is_over = self.is_told_more = False  # nothing may come any more, and something did
         self.most_tokens = task.params.max_new_tokens
+        self.kept_tokens: int | None = None  # where it is known how many there must be
 
     def __call__(self, event: TokenEvent | EndEvent | ErrorEvent) -> None:
         self.is_told_more = self.is_over  # what is raised here would cost the request, and not the test
@@ -91,13 +100,24 @@ class Client:
 
 
 class Served(RuleBasedStateMachine):
-    """A scheduler, and clients that come and go between two tokens of anybody's."""
+    """A scheduler, the next one on its directory, and clients that come and go between two tokens of anybody's."""
 
-    def __init__(self, runtime: Runtime, tasks: Sequence[Task]) -> None:
+    def __init__(self, runtime: Runtime, tasks: Sequence[Task], directory: Path) -> None:
         super().__init__()
-        self._tasks, self._gate, self._clients = tasks, Gate(), list[Client]()
-        nbytes = STORED_BLOCKS * runtime.config.num_layers * runtime.plan.target.kv_block_bytes
-        self._scheduler = Scheduler(runtime, max_waiting=MAX_WAITING, prefix_cache_bytes=nbytes)
+        self._runtime, self._tasks, self._directory = runtime, tasks, directory
+        models = [model for model in (runtime.parts.target, runtime.parts.draft) if model is not None]
+        of_blocks = [model.config.num_layers * model.plan.kv_block_bytes for model in models]
+        self._stored_bytes = STORED_BLOCKS * of_blocks[0]
+        # What slots hold when the scheduler is closed, each block with its checksum, and no block more.
+        self._saved_bytes = SLOTS * MOST_BLOCKS * sum(nbytes + 100 for nbytes in of_blocks)
+        self._open()
+
+    def _open(self) -> None:
+        self._gate, self._clients = Gate(), list[Client]()
+        self._scheduler = Scheduler(
+            self._runtime, max_waiting=MAX_WAITING, prefix_cache_bytes=self._stored_bytes,
+            sessions=self._directory, sessions_bytes=self._saved_bytes,
+        )  # fmt: skip
 
     @property
     def _live(self) -> list[Client]:
@@ -144,6 +164,17 @@ class Served(RuleBasedStateMachine):
     def disconnect(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self._live)).is_gone = True
 
+    @precondition(lambda self: self._clients)
+    @rule()
+    def save_and_load(self) -> None:
+        """Whoever came last is asked again: whole blocks of its prompt are there, all but the last token."""
+        newest = self._clients[-1]
+        self._close()
+        self._open()
+        if newest.tokens:  # else it may never have had a slot
+            self._ask(newest.task)
+            self._clients[0].kept_tokens = (len(newest.task.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
     @invariant()
     def tokens_are_those_of_the_answer_alone(self) -> None:
         for client in self._clients:
@@ -151,6 +182,9 @@ class Served(RuleBasedStateMachine):
             assert len(client.tokens) <= client.most_tokens
 
     def teardown(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._gate.open()
         self._scheduler.close(grace_s=60)
         self.tokens_are_those_of_the_answer_alone()
@@ -161,6 +195,7 @@ class Served(RuleBasedStateMachine):
             assert isinstance(client.end, EndEvent)
             result = client.end.result
             assert result.tokens == client.tokens
+            assert client.kept_tokens in (None, result.stats.kept_tokens)
             if result.finish_reason == "interrupted":
                 assert len(client.tokens) == client.most_tokens < len(client.task.alone.tokens)
             else:
@@ -168,6 +203,7 @@ class Served(RuleBasedStateMachine):
         counters = self._scheduler.counters
         assert (counters.running, counters.waiting, counters.finished) == (0, 0, len(self._clients))
         assert self._scheduler.failure is None
+        assert sum(file.stat().st_size for file in self._directory.glob("*.kv")) <= self._saved_bytes
 
 
 def make_tasks(runtime: Runtime, windows: Sequence[dict[str, Any]]) -> list[Task]:
@@ -176,10 +212,12 @@ def make_tasks(runtime: Runtime, windows: Sequence[dict[str, Any]]) -> list[Task
     text, *others = ([chance.randrange(3, vocabulary) for _ in range(CONTEXT)] for _ in range(3))
     asked = []
     for number in range(10):
-        sampling = SamplingParams((0.0, 0.8)[number % 2], seed=number, presence_penalty=1.5 * (number % 5 == 4))
+        grammar, penalty = GRAMMARS.get(number % 5, {}), 1.5 * (number % 5 == 4)
+        sampling = SamplingParams((0.0, 0.8)[number % 2], seed=number, presence_penalty=penalty, **grammar)
         prompt = text[: chance.choice(LENGTHS)] + [7 + number] * (number % 3)
         window = windows[number % len(windows)]
-        asked.append((prompt, GenerationParams(chance.randint(2, 12), sampling=sampling, ignore_eos=True, **window)))
+        most, ignores = chance.randint(2, 12), not grammar
+        asked.append((prompt, GenerationParams(most, sampling=sampling, ignore_eos=ignores, **window)))
     asked += [(other[:520], GenerationParams(1, ignore_eos=True)) for other in others]
     return [
         Task(prompt, params, number % 4 != 3, runtime.generate(prompt, params=params, speculate=number % 4 != 3))
@@ -189,12 +227,12 @@ def make_tasks(runtime: Runtime, windows: Sequence[dict[str, Any]]) -> list[Task
 
 @pytest.mark.slow
 @pytest.mark.parametrize("proposals", ["ngram", "tree"])
-def test_any_history_of_requests(target: Path, draft: Path, proposals: str) -> None:
+def test_any_history_of_requests(target: Path, draft: Path, tmp_path: Path, proposals: str) -> None:
     options, windows = SPECULATION[proposals]
     with loaded(target, **{"draft": draft, **options}, kv="gpu", max_batch=SLOTS) as runtime:
         tasks = make_tasks(runtime, windows)
         run_state_machine_as_test(
-            lambda: Served(runtime, tasks),
+            lambda: Served(runtime, tasks, Path(tempfile.mkdtemp(dir=tmp_path))),
             settings=settings(
                 max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
             ),
