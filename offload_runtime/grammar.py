@@ -119,19 +119,30 @@ class GrammarMatcher:
         self._matcher.consume_token(token)
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Which nodes the grammar allows, ascending, of those that follow the answer so far (-1) or one another. An end
+        token behind a complete answer is allowed.
+
+        Whole paths are tried on one copy, which takes 150 µs behind 5000 tokens: a tree of 256 nodes takes 2 ms there,
+        with a copy for each of them 63 ms.
+        """
+        trial, found = self._matcher.deep_copy(), set[int]()
+        for leaf in set(range(len(tokens))).difference(parents):
+            path = [leaf]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            found.update(path[: trial.validate_tokens([tokens[node] for node in path])])
+        return sorted(found)
+
     def states(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LLMatcher | None]:
-        """Of nodes that follow the answer so far (-1) or one another the state behind each; None where the grammar
-        forbids it."""
-        found: list[LLMatcher | None] = []
-        for token, parent in zip(tokens, parents, strict=True):
-            before = self._matcher if parent < 0 else found[parent]
+        """The state behind each row of a window, whose first token is the answer's last; None where the grammar forbids
+        it."""
+        found: list[LLMatcher | None] = [self._matcher.deep_copy()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            before = found[parent]
             state = None if before is None else before.deep_copy()
             found.append(None if state is None or state.try_consume_tokens([token]) != 1 else state)
         return found
-
-    def rows(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LLMatcher | None]:
-        """The same of a window, whose first token is the answer's last."""
-        return [self._matcher.deep_copy(), *self.states(tokens[1:], [parent - 1 for parent in parents[1:]])]
 
     def require_next(self, tokens: Sequence[int], slot: int) -> None:
         """Raise `GrammarError` if there is no token to follow the answer and these."""
@@ -162,7 +173,7 @@ def token_masks(
     states: list[tuple[LLMatcher, int]] = []
     first = 0
     for matcher, (tokens, parents) in zip(matchers, windows, strict=True):
-        found = [] if matcher is None else matcher.rows(tokens, parents)
+        found = [] if matcher is None else matcher.states(tokens, parents)
         states += [(state, first + row) for row, state in enumerate(found) if state is not None]
         first += len(tokens)
     made[0].executor.unsafe_compute_mask_ptr(states, masks.data_ptr(), masks.stride(0) * masks.element_size(), first)

@@ -340,13 +340,16 @@ def path_of(tokens: Sequence[int], parents: Sequence[int], row: int) -> list[int
 def test_each_row_has_the_mask_of_plain_decoding(
     compiler: GrammarCompiler, seed: int, number: int, temperature: float
 ) -> None:
-    """Also of a slot beside one without a grammar; the tokens are the likeliest that the mask allows."""
+    """Also of a slot beside one without a grammar; the tokens are the likeliest that the mask allows, and proposals of
+    them are kept."""
     chance, asked = random.Random(seed), {"json_schema": SCHEMAS[number]}
     answer, window = tree_behind(compiler, chance, asked)
     parents = window.all_parents
     rows = [mask_behind(compiler, [*answer, *path_of(window.tokens, parents, row)], **asked)
             for row in range(len(parents))]  # fmt: skip
     matcher = matcher_of(compiler, answer, **asked)
+    below = [parent - 1 for parent in parents[1:]]
+    assert matcher.allowed(window.tokens[1:], below) == [*range(len(below))]
     found = token_masks([None, matcher], [((0, 1), (-1, 0)), (window.tokens, parents)], torch.device("cpu"))
     assert torch.equal(found, torch.stack([torch.full_like(rows[0], -1)] * 2 + rows))
     logits = torch.randn(2 + len(parents), 333, generator=torch.Generator().manual_seed(seed))
@@ -407,10 +410,9 @@ def test_answers_to_one_schema_share_what_is_compiled_and_nothing_else(compiler:
     params = SamplingParams(json_schema=json.dumps({"enum": ["ab", "cd"]}))
     found = [compiler.compile(params) for _ in range(150)]
     first, second = found[0], found[1]
-    quote = next(token for token in range(300) if first.states([token], [-1])[0] is not None)
+    quote = next(token for token in range(300) if first.allowed([token], [-1]))
     first.advance(quote)
-    assert second.states([quote], [-1])[0] is not None and found[-1].states([quote], [-1])[0] is not None
-    assert first.states([quote], [-1])[0] is None
+    assert second.allowed([quote], [-1]) and found[-1].allowed([quote], [-1]) and not first.allowed([quote], [-1])
 
 
 def test_masks_take_no_more_memory_than_is_planned_for_a_row() -> None:

@@ -422,10 +422,9 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
 
 def _pruned(proposal: Proposal, matcher: GrammarMatcher | None) -> tuple[Proposal, Sequence[int]]:
     """What of a proposal a grammar allows, and which of its nodes these are."""
-    if matcher is None:
+    if matcher is None or not proposal:
         return proposal, range(len(proposal))
-    states = matcher.states(proposal.tokens, proposal.parents)
-    nodes = [node for node, state in enumerate(states) if state is not None]
+    nodes = matcher.allowed(proposal.tokens, proposal.parents)
     return proposal.part(nodes), nodes
 
 
