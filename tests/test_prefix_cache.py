@@ -99,9 +99,9 @@ def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix
             for request, _ in (coming.pop(0) for _ in range(min(len(coming), chance.choice([0, 1, 1, 2])))):
                 seen[request] = Seen()
                 generation.join(request)
-            for piece in generation.step():
-                if piece.request.new_tokens == cut[piece.request]:
-                    generation.cancel(piece.request)
+            for request, _ in generation.step():
+                if request.new_tokens == cut[request]:
+                    generation.cancel(request)
     return [seen[request] for request in cut]
 
 

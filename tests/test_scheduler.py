@@ -173,12 +173,12 @@ def play(runtime: Runtime, tasks: Sequence[Task], seed: int) -> int:
                 generation.join(request)
                 if task.cancelled_after == 0:
                     generation.cancel(request)
-            for piece in generation.step():
-                tokens[piece.request].append(piece.token)
-                assert piece.source in SOURCES
+            for request, event in generation.step():
+                tokens[request].append(event.token)
+                assert event.source in SOURCES
                 most = max(most, len(generation.running))
-                if len(tokens[piece.request]) == requests[piece.request].cancelled_after:
-                    generation.cancel(piece.request)
+                if len(tokens[request]) == requests[request].cancelled_after:
+                    generation.cancel(request)
         passes = generation.passes
     assert 1 < most <= SLOTS
     for request, task in requests.items():

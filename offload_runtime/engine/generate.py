@@ -64,22 +64,24 @@ class Hooks:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one token added to its request.
+class TokenEvent:
+    """A token of an answer.
 
     Attributes:
-        request: Whose it is.
         token: The token.
         text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
-        source: Who proposed it: `ngram`, `draft` or `retrieval`; `target` where it is the target's own.
+        source: Who proposed it: `ngram`, `draft` or `retrieval` (the verifier over retrieved chunks); `target` where it
+            is the target's own.
         logprobs: Its log-probability and the likeliest tokens', where they are wanted.
     """
 
-    request: Request
     token: int
     text: str
     source: str
     logprobs: TokenLogprobs | None = None
+
+
+Answered = tuple[Request, TokenEvent]  # whose token it is
 
 
 class Generation:
@@ -114,7 +116,7 @@ class Generation:
         self._results: dict[Request, GenerationResult] = {}  # unless the hooks are told
         self._has_read = False  # the last step was that of prompts alone, where they cannot share one
 
-    def pieces(self) -> Generator[Piece, None, None]:
+    def pieces(self) -> Generator[Answered, None, None]:
         """The token loop, for the requests that it begins with: what every token adds, as soon as it is decided.
 
         Raises:
@@ -130,7 +132,7 @@ class Generation:
         request.started_s = request.started_s or time.perf_counter()
         self.waiting.append(request)
 
-    def step(self) -> Generator[Piece, None, bool]:
+    def step(self) -> Generator[Answered, None, bool]:
         """Let requests join as far as there are slots, then take a step of all that run. Its pass reads the prompts of
         those that have joined, too, where it can; else each takes a step of its own.
 
@@ -247,7 +249,7 @@ class Generation:
     def _push(
         self, request: Request, tokens: Sequence[int], sources: Sequence[str], now_s: float,
         logprobs: Sequence[TokenLogprobs],
-    ) -> Iterator[Piece]:  # fmt: skip
+    ) -> Iterator[Answered]:  # fmt: skip
         """Append tokens, with their log-probabilities if there are any, until one of them or who gets the pieces
         finishes the request."""
         request.last_token_s = now_s
@@ -258,7 +260,7 @@ class Generation:
             text = request.push(token)
             if request.finish_reason is not None:
                 self._end(request)
-            yield Piece(request, token, text, source, logprobs[number] if logprobs else None)
+            yield request, TokenEvent(token, text, source, logprobs[number] if logprobs else None)
 
     def _fail(self, request: Request, error: OffloadError) -> None:
         """End a request by an error that is its own."""
@@ -326,11 +328,11 @@ class TokenStream(Iterator[str]):
 
     def __next__(self) -> str:
         with self._locked():
-            for piece in self._pieces:
+            for _, event in self._pieces:
                 if self._request.finish_reason is not None:
                     self._settle()
-                if piece.text:
-                    return piece.text
+                if event.text:
+                    return event.text
         raise StopIteration
 
     @property

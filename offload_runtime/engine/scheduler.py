@@ -17,34 +17,15 @@ from functools import partial
 from pathlib import Path
 
 from offload_runtime.config import require, require_type
-from offload_runtime.engine.generate import Generation, Hooks
+from offload_runtime.engine.generate import Generation, Hooks, TokenEvent
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError
 from offload_runtime.params import GenerationParams
-from offload_runtime.sampling import TokenLogprobs
 
 # When to ask again, as long as nothing is known of how fast tokens come.
 _FIRST_RETRY_S = 1.0
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A token of an answer.
-
-    Attributes:
-        token: The token.
-        text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
-        source: Who proposed it: `ngram`, `draft` or `retrieval` (the verifier over retrieved chunks); `target` where it
-            is the target's own.
-        logprobs: Its log-probability and the likeliest tokens', where they are wanted.
-    """
-
-    token: int
-    text: str
-    source: str
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -321,12 +302,12 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def _step(self, generation: Generation) -> None:
         """A pass for all that run, before which others may join them."""
         try:
-            for piece in generation.step():
+            for request, event in generation.step():
                 self._num_tokens += 1
-                if piece.request.new_tokens == 1:
-                    self._prompt_tokens += piece.request.prompt_tokens
-                    self._kept_tokens += piece.request.num_kept
-                self._tickets[piece.request].tell(TokenEvent(piece.token, piece.text, piece.source, piece.logprobs))
+                if request.new_tokens == 1:
+                    self._prompt_tokens += request.prompt_tokens
+                    self._kept_tokens += request.num_kept
+                self._tickets[request].tell(event)
                 self._take_orders(generation)
         except BudgetError as error:  # who waits may need less
             for request in list(generation.running.values()):
