@@ -142,12 +142,33 @@ def test_a_small_ring_of_keys_and_values_lets_links_wait_for_each_other() -> Non
     roomy, tight = (plan_on_all(replace(request, vram_bytes=size * GB), TWO) for size in (10, 7))
     before, after = (pass_time(plan, TWO, length_tokens=119_999, rows=1) for plan in (tight, roomy))
     rings = [[card.kv_ring_slots for card in plan.target.cards] for plan in (tight, roomy)]
-    assert rings == [[KV_RING_SLOTS] * 2, [18, 18]]
-    layer_bytes, piece_bytes = roomy.target.streamed_kv_bytes(0, 119_999), roomy.target.kv_piece_bytes
+    assert rings == [[KV_RING_SLOTS] * 2, [19, 19]]
+    layer_bytes, piece_bytes = roomy.target.streamed_kv_bytes(0, 119_999), roomy.target.cards[0].kv_piece_bytes
     assert 15 * piece_bytes > layer_bytes / 2 > 14 * piece_bytes
-    rest = (len(one.layers) * (layer_bytes - one.kv_ring_slots * piece_bytes) for one in tight.target.shares)
+    rest = (card.config.num_layers * (layer_bytes - card.kv_ring_bytes) for card in tight.target.cards)
     assert before.link_s == pytest.approx(sum(rest) / 25e9) and before.lookahead_s < 0.1
     assert after.link_s == max(streamed(roomy)) / 25e9 < 0.95 * before.link_s
+
+
+@pytest.mark.parametrize(("size", "kept"), [(24.0, 5), (24.8, 5), (25.2, 6)])
+def test_cards_stream_keys_and_values_of_as_many_layers(size: float, kept: int) -> None:
+    """Room for a sixth layer in place of four of weights would let its link wait where the other card has two layers in
+    a row. Beside all weights it costs nothing: the link has less to bring."""
+    request = RuntimeConfig(
+        model("llama-2-7b-128k"), "none", context=120_288, kv="host", vram_bytes=[24 * GB, round(size * GB)]
+    )  # fmt: skip
+    plan = plan_on_all(request, TWO)
+    first, second = plan.target.shares
+    assert len(first.placement.resident_kv_layers) == 5 and len(second.placement.resident_kv_layers) == kept
+    assert not first.placement.streamed_layers and not second.placement.streamed_layers
+    layer_bytes = plan.target.streamed_kv_bytes(0, 120_287)
+    assert pass_time(plan, TWO, length_tokens=120_287, rows=1).link_s == pytest.approx(11 * layer_bytes / 25e9)
+
+    uneven = replace(second.placement, resident_layers=tuple(range(12)), num_slots=3, resident_kv_layers=(*range(6),))
+    uneven_plan = plan.with_shares([first, replace(second, placement=uneven)])
+    link_s = pass_time(uneven_plan, TWO, length_tokens=120_287, rows=1).link_s
+    weights, waits = 4 * plan.target.layer_bytes, layer_bytes - plan.target.cards[1].kv_ring_bytes
+    assert link_s == pytest.approx((10 * layer_bytes + weights + waits) / 25e9, rel=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 19), (19, 16)])

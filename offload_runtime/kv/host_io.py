@@ -26,10 +26,10 @@ from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_h
 
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4
-# Slots of the ring on the link, and bytes of each: so large that launching a piece's copy and attention takes less
-# than the links of two cards take to bring it, so small that the ring costs little.
-KV_RING_SLOTS = 3
-_PIECE_BYTES = 64 << 20
+# Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little. Those
+# of several cards are twice as large: a host takes up to 0.6 ms to launch the copy of a piece and its attention.
+KV_RING_SLOTS = 4
+_PIECE_BYTES, _PIECE_BYTES_OF_CARDS = 32 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -371,10 +371,11 @@ class HostPrefill:
         return True
 
 
-def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int) -> int:
-    """Bytes of a slot of the ring on the link: whole blocks of a layer, no more than there are."""
-    block = block_bytes(config, dtype)
-    return max(1, min(_PIECE_BYTES // block, num_blocks(context_tokens))) * block
+def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int, *, overlapped: bool = False) -> int:
+    """Bytes of a slot of the ring on the link: whole blocks of a layer, no more than there are; `overlapped` where the
+    links of several cards are busy at once."""
+    block, most = block_bytes(config, dtype), _PIECE_BYTES_OF_CARDS if overlapped else _PIECE_BYTES
+    return max(1, min(most // block, num_blocks(context_tokens))) * block
 
 
 def ring_blocks(window_tokens: int) -> int:

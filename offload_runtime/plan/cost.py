@@ -24,7 +24,7 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.config import GB
 from offload_runtime.model import depths_of
-from offload_runtime.plan.memory import ModelPlan, RunPlan
+from offload_runtime.plan.memory import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.plan.request import MachineFigures, device_type_of
 from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
@@ -139,7 +139,10 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     ring of copies running across passes. Several cards copy side by side, and compute one after the other."""
     if plan.num_cards > 1:
         cards = [pass_time(card, machine, length_tokens=length_tokens, rows=rows) for card in plan.cards]
-        return _pass_of_cards(cards, machine, hop_s=hops_s(plan, machine, rows=plan.target.batch * rows))
+        unmatched = unmatched_kv_bytes([card.target for card in plan.cards], length_tokens)
+        pairs = zip(plan.cards, unmatched, strict=True)
+        waits_s = [nbytes / _link_bytes_per_s(card, machine) for card, nbytes in pairs]
+        return _pass_of_cards(cards, machine, waits_s, hop_s=hops_s(plan, machine, rows=plan.target.batch * rows))
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
     captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
@@ -195,10 +198,13 @@ def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> floa
     return seconds if machine.host_gbps is None else max(seconds, nbytes / (machine.host_gbps * GB))
 
 
-def _pass_of_cards(cards: Sequence[PassTime], machine: MachineFigures, *, hop_s: float) -> PassTime:
-    """The pass that the passes over each card's layers make together."""
+def _pass_of_cards(
+    cards: Sequence[PassTime], machine: MachineFigures, waits_s: Sequence[float], *, hop_s: float
+) -> PassTime:  # fmt: skip
+    """The pass that the passes over each card's layers make together, where each one's link waits so long."""
     nbytes = sum(card.bytes_streamed for card in cards)
-    overlapped_s = _bound_by_host(nbytes, max(card.link_s for card in cards), machine)
+    busiest_s = max(card.link_s + wait_s for card, wait_s in zip(cards, waits_s, strict=True))
+    overlapped_s = _bound_by_host(nbytes, busiest_s, machine)
     staging_s = sum(card.staging_s for card in cards)
     link_s = max(overlapped_s, sum(card.exposed_s for card in cards))
     copies_s = max(overlapped_s, staging_s)

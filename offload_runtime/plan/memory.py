@@ -286,18 +286,22 @@ class ModelPlan:
     @cached_property
     def kv_piece_bytes(self) -> int:
         """A slot of the ring that a cache on the host is streamed through."""
-        return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens)
+        return self._kv_piece_bytes(overlapped=self.kv_ring_slots > kv.KV_RING_SLOTS)
 
-    def kv_pieces(self, streamed_bytes: int) -> int:
-        """Copies that bring so many bytes of a layer, of all sequences alike."""
-        return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
+    def _kv_piece_bytes(self, *, overlapped: bool) -> int:
+        return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
+
+    def kv_pieces(self, streamed_bytes: int, piece_bytes: int | None = None) -> int:
+        """Copies that bring so many bytes of a layer, of all sequences alike; by itself of as many bytes as a slot."""
+        return self.batch * -(-streamed_bytes // (self.batch * (piece_bytes or self.kv_piece_bytes)))
 
     def overlapped_kv_slots(self, num_cards: int) -> int:
         """Slots of that ring with which the links of all cards are busy at once. A card brings the keys and values of
         its next layer while the others attend, one after the other, to what their links bring; of n cards each needs
         room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
         layers, last = range(self.config.num_layers), self.context_tokens - 1
-        pieces = max(self.kv_pieces(self.streamed_kv_bytes(layer, last)) for layer in layers)
+        largest = max(self.streamed_kv_bytes(layer, last) for layer in layers)
+        pieces = self.kv_pieces(largest, self._kv_piece_bytes(overlapped=True))
         return kv.KV_RING_SLOTS + -(-pieces * (num_cards - 1) // num_cards)
 
     @property
@@ -415,6 +419,15 @@ class ModelPlan:
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
             rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
         )  # fmt: skip
+
+
+def unmatched_kv_bytes(cards: Sequence[ModelPlan], length_tokens: int) -> list[int]:
+    """Of each of several cards that stream keys and values in turn, what its link could bring while it has to wait: for
+    a layer that another streams more than it does, as far as its own ring has no room meanwhile."""
+    streamed = [card.streamed_kv(length_tokens) for card in cards]
+    most, largest = max(map(len, streamed)), max((nbytes for one in streamed for nbytes in one.values()), default=0)
+    pairs = zip(cards, streamed, strict=True)
+    return [(most - len(one)) * max(0, largest - card.kv_ring_bytes) for card, one in pairs]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from itertools import accumulate
 from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv import KV_RING_SLOTS, kv_cache_bytes
-from offload_runtime.plan.memory import LayerShare, ModelPlan, Placement, RunPlan, all_resident, listed
+from offload_runtime.plan.memory import (
+    LayerShare,
+    ModelPlan,
+    Placement,
+    RunPlan,
+    all_resident,
+    listed,
+    unmatched_kv_bytes,
+)
 
 # Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 RING_SLOTS = 3
@@ -189,8 +197,10 @@ class _Partitioner:
         self._plan, self._ways = plan, ways
         self._found: dict[object, _CardLoad] = {}  # cards with layers alike are placed alike
 
-    def place(self, dealt: tuple[tuple[int, ...], ...]) -> list[_CardLoad]:
-        """What each card makes of its layers."""
+    def place(
+        self, dealt: tuple[tuple[int, ...], ...], most_kv_layers: Sequence[int] | None = None
+    ) -> list[_CardLoad]:  # fmt: skip
+        """What each card makes of its layers, where it keeps keys and values of so many at most."""
         target, asked = self._plan.target, self._plan.request.resident_layers
         counts = tuple(map(len, dealt))
         shares = tuple(LayerShare(layers, all_resident(len(layers))) for layers in dealt)
@@ -201,16 +211,17 @@ class _Partitioner:
             if asked is not None:  # of the whole model, in proportion
                 begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (card, card + 1))
                 resident = end - begin
-            alike = card, resident, tuple(kinds[layer] for layer in layers)
+            most = len(layers) if most_kv_layers is None else most_kv_layers[card]
+            alike = card, resident, most, tuple(kinds[layer] for layer in layers)
             if alike not in self._found:
                 share = plan.on_card(card)
                 self._found[alike] = self._placed(
-                    replace(share, request=replace(share.request, resident_layers=resident))
+                    replace(share, request=replace(share.request, resident_layers=resident)), most
                 )
             found.append(self._found[alike])
         return found
 
-    def _placed(self, card: RunPlan) -> _CardLoad:
+    def _placed(self, card: RunPlan, most_kv_layers: int) -> _CardLoad:
         """Beside the least ring of keys and values, or the one with which the links of all cards are busy, where it
         fits and brings more than what it takes would."""
         num_cards, found = self._plan.limits.num_cards, list[_CardLoad]()
@@ -218,6 +229,7 @@ class _Partitioner:
         for each in dict.fromkeys((KV_RING_SLOTS, slots)):
             with suppress(BudgetError):
                 ways = self._ways(card.with_target(replace(card.target, kv_ring_slots=each)))
+                ways = [_with_most_kv_layers(way, most_kv_layers) for way in ways]
                 best = min(ways, key=lambda way: way.streamed_bytes)
                 # What comes one after the other, if the others have as many keys and values, and room for them.
                 target, last = best.target, best.target.context_tokens - 1
@@ -261,8 +273,30 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
     dealt = interleaved(counts)
     if not _streams(best) and not _streams(blocks := partitioner.place(in_blocks(counts))):
         dealt, best = in_blocks(counts), blocks
+    if any(_unmatched_bytes(best)):
+        # Cards that stream keys and values of as many layers wait for none, and keep more weights instead.
+        most = max(len(card.plan.target.kv_layers_on_host) for card in best)
+        even = partitioner.place(dealt, [max(0, len(own) - most) for own in dealt])
+        best = min(best, even, key=_longest_bytes)
     placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
     return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
+
+
+def _with_most_kv_layers(card: RunPlan, most: int) -> RunPlan:
+    """The same where the first layers alone keep their keys and values on the card, `most` at most."""
+    return card.with_placement(replace(card.placement, resident_kv_layers=card.placement.resident_kv_layers[:most]))
+
+
+def _unmatched_bytes(cards: Sequence[_CardLoad]) -> list[float]:
+    """`unmatched_kv_bytes` of cards, in bytes over the first one's link."""
+    last = cards[0].plan.target.context_tokens - 1
+    unmatched = unmatched_kv_bytes([card.plan.target for card in cards], last)
+    return [nbytes / card.plan.limits.link_ratio for card, nbytes in zip(cards, unmatched, strict=True)]
+
+
+def _longest_bytes(cards: Sequence[_CardLoad]) -> float:
+    """Of the card whose link takes longest, with what it waits for."""
+    return max(card.link_bytes + waits for card, waits in zip(cards, _unmatched_bytes(cards), strict=True))
 
 
 def _streams(cards: Sequence[_CardLoad]) -> bool:
