@@ -249,10 +249,10 @@ MUTATIONS = (
     Mutation(
         "verify: the first proposal is said where it is rejected",
         _STEP,
-        "    if logprobs:\n",
-        "    if len(results) == 1 and proposals[0] and not results[0].path:\n"
-        "        results = [replace(results[0], tokens=[proposals[0].tokens[0]])]\n"
-        "    if logprobs:\n",
+        "        if logprobs:\n",
+        "        if len(results) == 1 and proposals and proposals[0] and not results[0].path:\n"
+        "            results = [replace(results[0], tokens=[proposals[0].tokens[0]])]\n"
+        "        if logprobs:\n",
         (_GREEDY, _FOREIGN, _ANSWERS),
         (_SAMPLES,),
     ),

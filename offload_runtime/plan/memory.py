@@ -286,14 +286,12 @@ class ModelPlan:
     @cached_property
     def kv_piece_bytes(self) -> int:
         """A slot of the ring that a cache on the host is streamed through."""
-        return self._kv_piece_bytes(overlapped=self.kv_ring_slots > kv.KV_RING_SLOTS)
-
-    def _kv_piece_bytes(self, *, overlapped: bool) -> int:
+        overlapped = self.kv_ring_slots > kv.KV_RING_SLOTS
         return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
 
-    def kv_pieces(self, streamed_bytes: int, piece_bytes: int | None = None) -> int:
-        """Copies that bring so many bytes of a layer, of all sequences alike; by itself of as many bytes as a slot."""
-        return self.batch * -(-streamed_bytes // (self.batch * (piece_bytes or self.kv_piece_bytes)))
+    def kv_pieces(self, streamed_bytes: int) -> int:
+        """Copies that bring so many bytes of a layer, of all sequences alike."""
+        return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
 
     def overlapped_kv_slots(self, num_cards: int) -> int:
         """Slots of that ring with which the links of all cards are busy at once. A card brings the keys and values of
@@ -301,7 +299,7 @@ class ModelPlan:
         room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
         layers, last = range(self.config.num_layers), self.context_tokens - 1
         largest = max(self.streamed_kv_bytes(layer, last) for layer in layers)
-        pieces = self.kv_pieces(largest, self._kv_piece_bytes(overlapped=True))
+        pieces = replace(self, kv_ring_slots=kv.KV_RING_SLOTS + 1).kv_pieces(largest)  # of that ring's size
         return kv.KV_RING_SLOTS + -(-pieces * (num_cards - 1) // num_cards)
 
     @property

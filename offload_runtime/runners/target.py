@@ -221,12 +221,12 @@ class ModelRunner:
         if windows:
             pieces.append([self.rows.build(windows, committed[: len(windows)], sequences)])
             last.append(last[-1] + 1)
-        *ends, rest = self._run([*chain(*pieces)], last, on_layer)
+        residuals = self._run([*chain(*pieces)], last, on_layer)
+        decisive = [residual[-1:] for residual in residuals[: len(prompts)]]
         if windows:
-            rows = _present(rest, range(0, len(rest), len(rest) // len(windows)), windows)
-        else:
-            rows, ends = rest[:0], [*ends, rest]
-        logits = self.decoder.head(torch.cat([rows, *(end[-1:] for end in ends)]))
+            height = len(residuals[-1])
+            decisive.insert(0, _present(residuals[-1], range(0, height, height // len(windows)), windows))
+        logits = self.decoder.head(torch.cat(decisive))
         for prompt in prompts:
             self.cache.commit(prompt.sequence, len(prompt.tokens))
         if windows:
