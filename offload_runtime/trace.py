@@ -210,14 +210,14 @@ class TraceRecorder:
         """A pass of the target begins; the link has begun so many bytes so far."""
         self._pass_start = time.perf_counter(), self.mark(), nbytes
 
-    def end_pass(self, kind: str, tokens: list[int], nbytes: int, prompts: Sequence[int] = ()) -> None:
+    def end_pass(self, kind: str, tokens: list[int], nbytes: int, prompts: list[int] | None = None) -> None:
         """All of the pass has been enqueued: of which kind it is, the tokens of its windows, or of the prompts that it
         is about, and those of prompts that it has read beside windows."""
         ended, self._launched_s = self.mark(), time.perf_counter()
         (started_s, started, bytes_before), number = self._pass_start, {"pass": self._passes}
         self._pass_args = {**number, "kind": kind, "tokens": tokens, "bytes": nbytes - bytes_before}
         if prompts:
-            self._pass_args["prompts"] = list(prompts)
+            self._pass_args["prompts"] = prompts
         self.add(PASSES, f"{kind} {self._passes}", started, ended, self._pass_args)
         self.add_host("launch", started_s, self._launched_s, number)
         self._passes += 1

@@ -505,6 +505,19 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
         assert heard[2] not in failed or len(failed) < 3
 
 
+def served_beside_the_first(runtime: Runtime, prompts: list[list[int]], asked: GenerationParams) -> list[Heard]:
+    """What is said to prompts of which all but the first come while it has its first token."""
+    first, others = Held(), [Heard() for _ in prompts[1:]]
+    with Scheduler(runtime) as served:
+        served.submit(prompts[0], asked, on_event=first)
+        assert first.is_held.wait(60)
+        for prompt, one in zip(prompts[1:], others, strict=True):
+            served.submit(prompt, asked, on_event=one)
+        first.let_go.set()
+        served.close(grace_s=60)
+    return [first, *others]
+
+
 class SharedPasses(ModelRunner):
     """Remembers how many prompts and windows each pass had, and has no memory for more than so many together."""
 
@@ -537,13 +550,7 @@ def test_prompts_are_read_by_the_passes_of_those_who_run(
         alone = [runtime.generate(prompt, params=params(9)).tokens for prompt in prompts]
         runner = SharedPasses(runtime.parts.target.runner, most)
         runtime.parts = replace(runtime.parts, target=replace(runtime.parts.target, runner=runner))
-        heard = [Held(), *(Heard() for _ in prompts[1:])]
-        with Scheduler(runtime) as served:
-            for prompt, one in zip(prompts, heard, strict=True):
-                served.submit(prompt, params(9), on_event=one)
-                assert not isinstance(one, Held) or one.is_held.wait(60)
-            heard[0].let_go.set()  # type: ignore[attr-defined]
-            served.close(grace_s=60)
+        heard = served_beside_the_first(runtime, prompts, params(9))
     assert runner.passes[: len(passes)] == passes
     took_part = len([one for one in heard if isinstance(one.end, EndEvent)])
     assert took_part == min(4, most)
@@ -571,13 +578,7 @@ def test_prompts_that_were_read_are_read_again_behind_a_failure(target: Path) ->
     with loaded(target, max_batch=4, draft="none") as runtime:
         alone = [runtime.generate(prompt, params=params(9)).tokens for prompt in prompts]
         runtime.parts = replace(runtime.parts, proposer=ForgetfulProposer())
-        heard = [Held(), *(Heard() for _ in prompts[1:])]
-        with Scheduler(runtime) as served:
-            for prompt, one in zip(prompts, heard, strict=True):
-                served.submit(prompt, params(9, gamma=1), on_event=one)
-                assert not isinstance(one, Held) or one.is_held.wait(60)
-            heard[0].let_go.set()  # type: ignore[attr-defined]
-            served.close(grace_s=60)
+        heard = served_beside_the_first(runtime, prompts, params(9, gamma=1))
     assert isinstance(heard[3].error, BudgetError)
     assert [one.result.tokens for one in heard[:3]] == alone[:3]
 

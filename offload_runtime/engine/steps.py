@@ -348,7 +348,7 @@ class StepRunner:
         prompts = [
             PromptRequest(
                 request.slot, request.sequence,
-                is_prepared=request.params.max_new_tokens > 1 and self.proposer(request).name is not None,
+                speculate=request.params.max_new_tokens > 1 and self.proposer(request).name is not None,
             )
             for request in joining
         ]  # fmt: skip

@@ -284,7 +284,8 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
 
 def _with_most_kv_layers(card: RunPlan, most: int) -> RunPlan:
     """The same where the first layers alone keep their keys and values on the card, `most` at most."""
-    return card.with_placement(replace(card.placement, resident_kv_layers=card.placement.resident_kv_layers[:most]))
+    kept = card.placement.resident_kv_layers
+    return card if len(kept) <= most else card.with_placement(replace(card.placement, resident_kv_layers=kept[:most]))
 
 
 def _unmatched_bytes(cards: Sequence[_CardLoad]) -> list[float]:

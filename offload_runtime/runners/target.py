@@ -161,8 +161,7 @@ class ModelRunner:
         (residual,) = self._run(pieces, [len(pieces) - 1], on_layer, layers)
         logits = self.decoder.head(residual[-1:])
         self.cache.end_prefill(sequence, len(tokens))
-        if self.recorder is not None:
-            self.recorder.end_pass("prefill", [len(tokens)], self.streamer.bytes_begun)
+        self._end([], [len(tokens)])
         return logits
 
     def _run(
@@ -229,10 +228,7 @@ class ModelRunner:
         logits = self.decoder.head(torch.cat(decisive))
         for prompt in prompts:
             self.cache.commit(prompt.sequence, len(prompt.tokens))
-        if windows:
-            self._end(widths, prompts=lengths)
-        elif self.recorder is not None:
-            self.recorder.end_pass("prefill", lengths, self.streamer.bytes_begun)
+        self._end(widths, lengths)
         return logits
 
     @torch.inference_mode()
@@ -259,7 +255,7 @@ class ModelRunner:
             logits = self.run_rows(self.rows.build(windows, committed, sequences))
             if len(logits) > sum(lengths):
                 logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
-        self._end(lengths)
+        self._end(lengths, [])
         return logits
 
     def decide(
@@ -289,7 +285,7 @@ class ModelRunner:
             committed = self._begin(sequences, lengths)
             decision = self.captured.run(windows, committed, sequences, sampling, self.recorder)
             if decision is not None:
-                self._end(lengths)
+                self._end(lengths, [])
                 return decision
         logits = self.verify(windows, sequences)
         return decided(logits, sampling, windows, sequences, [self.cache.length(sequence) for sequence in sequences])
@@ -301,10 +297,11 @@ class ModelRunner:
         self.cache.begin_window(sequences, lengths)
         return [self.cache.length(sequence) for sequence in sequences]
 
-    def _end(self, widths: list[int], prompts: Sequence[int] = ()) -> None:
-        """It has been enqueued, with windows of so many tokens and such prompts."""
+    def _end(self, widths: list[int], prompts: list[int]) -> None:
+        """It has been enqueued, with windows and prompts of so many tokens."""
         if self.recorder is not None:
-            self.recorder.end_pass("verify", widths, self.streamer.bytes_begun, prompts)
+            kind, tokens, others = ("verify", widths, prompts) if widths else ("prefill", prompts, [])
+            self.recorder.end_pass(kind, tokens, self.streamer.bytes_begun, others)
 
     @torch.inference_mode()
     def run_rows(self, rows: PassRows) -> torch.Tensor:

@@ -78,12 +78,12 @@ class PromptRequest:
     Attributes:
         slot: As of a `DraftRequest`.
         tokens: The whole prompt.
-        is_prepared: Whether the proposer is to `prepare` it: it will be asked about it.
+        speculate: Whether it will be proposed to: the proposer is to `prepare` it.
     """
 
     slot: int
     tokens: Sequence[int]
-    is_prepared: bool = False
+    speculate: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def run_step(
     results, paths, count = list[StepResult](), list[list[int]](), len(requests)  # of each window the rows that decided
     try:
         decision = target.decide(windows, slots, sampling, unread, on_layer)
-        prepared = [prompt for prompt in prompts if prompt.is_prepared]
+        prepared = [prompt for prompt in prompts if prompt.speculate]
         for prompt in prepared:
             with recorder.span("prepare", host=True, tokens=[len(prompt.tokens)]) if recorder else nullcontext():
                 proposer.prepare(prompt.slot, prompt.tokens)
