@@ -278,6 +278,10 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         most = max(len(card.plan.target.kv_layers_on_host) for card in best)
         even = partitioner.place(dealt, [max(0, len(own) - most) for own in dealt])
         best = min(best, even, key=_longest_bytes)
+    spread_layers = {(card.plan.placement.num_layers, _kept_evenly(card.plan)) for card in best}
+    if len(spread_layers) == 1:  # all stream in turn wherever the layers are that all of them keep
+        ((_, kept),) = spread_layers
+        best = [replace(card, plan=_keeping(card.plan, kept)) for card in best]
     placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
     return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
 
@@ -285,7 +289,18 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
 def _with_most_kv_layers(card: RunPlan, most: int) -> RunPlan:
     """The same where the first layers alone keep their keys and values on the card, `most` at most."""
     kept = card.placement.resident_kv_layers
-    return card if len(kept) <= most else card.with_placement(replace(card.placement, resident_kv_layers=kept[:most]))
+    return card if len(kept) <= most else _keeping(card, kept[:most])
+
+
+def _keeping(card: RunPlan, layers: tuple[int, ...]) -> RunPlan:
+    """The same where the keys and values of these layers stay on the card."""
+    return card.with_placement(replace(card.placement, resident_kv_layers=layers))
+
+
+def _kept_evenly(card: RunPlan) -> tuple[int, ...]:
+    """As many layers as keep their keys and values on the card, evenly spread."""
+    placement = card.placement
+    return layers_to_keep(card.target, range(placement.num_layers), len(placement.resident_kv_layers))
 
 
 def _unmatched_bytes(cards: Sequence[_CardLoad]) -> list[float]:
