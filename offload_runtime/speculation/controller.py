@@ -252,7 +252,8 @@ class _Account:
 
     def __init__(self, modes: Collection[str]) -> None:
         self.models = {mode: AcceptanceModel(mode) for mode in modes}
-        self.credit = _FIRST_LOSS  # against plain decoding
+        # Against plain decoding, by length: what was lost in short passes, long ones would take long to earn.
+        self.credits: dict[LatencyModel, float] = {}
         self.probing = _MOST_CREDIT  # against the best
 
 
@@ -316,14 +317,15 @@ class Controller:
         model, count = account.models[mode], _index(largest) + 1
         gains, times, plain_s = model.curve(count), latency.curve(mode, count), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
-        allowed = account.credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
+        credit = account.credits.get(latency, _FIRST_LOSS)
+        allowed = credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
         best = _Standing(PLAIN, 0.0, 1.0, 0.0)
         luck = 1 + _LUCK * (model.steps + 0.1) ** -0.5
         for step in range(1, count):
             cost = times[step] / plain_s
             speed = (1 + gains[step]) / cost
             # A draft whose smallest window is dear may lose at once what is meant for some tries.
-            if cost - 1 <= (account.credit if step == 1 else allowed) and speed > best.speed:
+            if cost - 1 <= (credit if step == 1 else allowed) and speed > best.speed:
                 best = _Standing(Choice(mode, SIZES[step]), speed, cost, speed * luck)
         return best
 
@@ -350,8 +352,8 @@ class Controller:
             elif windows:
                 model.observe(choice.size, windows)
         cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
-        credit = account.credit + tokens - (1 - _LOST_SHARE) * cost
-        account.credit = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
+        credit = account.credits.get(latency, _FIRST_LOSS) + tokens - (1 - _LOST_SHARE) * cost
+        account.credits[latency] = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
         account.probing = min(account.probing + _PROBING_SHARE * cost, _MOST_CREDIT)
 
     def first_rate(self, sampling: SamplingParams, mode: str) -> float:
