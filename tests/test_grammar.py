@@ -22,7 +22,7 @@ from offload_runtime.model import Window
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
 from offload_runtime.runners import ModelRunner, decided
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import DraftRequest, Proposal, Proposer, first_token, run_step
+from offload_runtime.speculation import DraftRequest, PromptRequest, Proposal, Proposer, run_step
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, one_thread, refuse_weights  # noqa: F401
@@ -160,7 +160,7 @@ class Watched:
 def test_forbidden_proposals_are_not_verified(compiler: GrammarCompiler) -> None:
     made = assemble("llama-gqa", batch=1)
     prompt, sampling = random_tokens(30), SlotSampling.of([SamplingParams()], torch.device("cpu"))
-    first = first_token(made.runner, sampling, 0, made.runner.prefill(0, prompt), prompt)
+    (first,) = run_step(made.runner, sampling, Proposer(), [], prompts=[PromptRequest(0, prompt)])[0].tokens
     allowed = byte_level_tokenizer().encode("t")
     sampling.assign(0, SamplingParams(), matcher_of(compiler, [], grammar='start: "a" | "tz"'))
     target = Watched(made.runner)

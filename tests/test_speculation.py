@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import ModelRunner
+from offload_runtime.runners import Decision, ModelRunner
 from offload_runtime.speculation import (
     Acceptance,
     DraftRequest,
+    PromptRequest,
     Proposal,
     Proposer,
     accepted_path,
@@ -23,7 +25,7 @@ from offload_runtime.speculation import (
 from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.sampling import Decoder, Verifier, join_all, numbered
+from tests.helpers.sampling import Decoder, Verifier, join_all, numbered, run_step
 
 GREEDY = SamplingParams()
 PARAMS = [GREEDY, SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.0, top_p=0.9, seed=4)]
@@ -181,6 +183,13 @@ def test_nan_counts_only_where_plain_decoding_would_meet_it(nan_row: int) -> Non
 
 
 def test_nan_behind_the_prompt(runner: ModelRunner) -> None:
-    decoder = Decoder(FakeTarget(3, torch.zeros(1, 6)), Proposer(), GREEDY)
-    with pytest.raises(NumericalError, match="position 3 are NaN"):
-        decoder.first_token(torch.full((1, 6), float("nan")))
+    class Broken:
+        cache = runner.cache
+
+        def decide(self, *asked: Any) -> Decision:
+            return runner.decide(*asked)._replace(tokens=lambda: [-1])
+
+    runner.cache.truncate(0, 0)
+    with pytest.raises(NumericalError, match="position 21 are NaN"):
+        run_step(Broken(), GREEDY, Proposer(), [], prompts=[PromptRequest(0, random_tokens(21))])
+    assert runner.cache.length(0) == 0, "the step may be taken again"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from offload_runtime.memory import resolve_device
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import DraftRequest, NgramProposer, Proposer, first_token, run_step
+from offload_runtime.speculation import DraftRequest, NgramProposer, PromptRequest, Proposer, run_step
 from offload_runtime.verify.equality import ScriptedProposer, differing_rows
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
@@ -44,14 +45,18 @@ def decode(
     """Generate `count` tokens; their ids, the logits behind them, and passes."""
     runner.cache.truncate(0, 0)
     proposer.join(0, params)
-    started, passes = time.perf_counter(), 0
-    logits = runner.prefill(0, prompt)
-    sampling = SlotSampling.of([params], logits.device)
-    rows, tokens = [logits.cpu()], [*prompt, first_token(runner, sampling, 0, logits)]
+    started, passes, rows = time.perf_counter(), 0, list[torch.Tensor]()
+    sampling = SlotSampling.of([params], runner.rows.rope.device)
+
+    def step(asked: Sequence[DraftRequest], prompts: Sequence[PromptRequest] = ()) -> list[int]:
+        (result,) = run_step(
+            runner, sampling, proposer, asked, prompts=prompts, on_logits=lambda _, new: rows.append(new.cpu())
+        )  # fmt: skip
+        return result.tokens
+
+    tokens = [*prompt, *step([], [PromptRequest(0, prompt)])]
     while len(tokens) - len(prompt) < count:
-        request = DraftRequest(0, tokens, gamma)
-        (result,) = run_step(runner, sampling, proposer, [request], on_logits=lambda _, new: rows.append(new.cpu()))
-        tokens += result.tokens
+        tokens += step([DraftRequest(0, tokens, gamma)])
         passes += 1
     elapsed_s = time.perf_counter() - started
     return {"tokens": tokens[len(prompt) :][:count], "rows": torch.cat(rows)[:count], "passes": passes, "s": elapsed_s}

@@ -13,7 +13,6 @@ from offload_runtime.speculation.step import (
     StepResult,
     Tally,
     accepted_path,
-    first_token,
     makes_trees,
     run_step,
     still_computing,

@@ -27,7 +27,7 @@ from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Decision, DraftKVState, ModelRunner, OnLayer, Prompt, decided
+from offload_runtime.runners import Decision, DraftKVState, ModelRunner, OnLayer, Prompt
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
@@ -277,7 +277,7 @@ def run_step(
 
     Args:
         target: Verifies windows.
-        sampling: How it chooses the tokens of every slot; of slots with penalties it knows the prompt (`first_token`).
+        sampling: How it chooses the tokens of every slot.
         proposer: Guesses.
         requests: One for each slot that takes part, unless its prompt is read.
         watch: From the logits of a pass to the question whether it is still running.
@@ -351,25 +351,6 @@ def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: Trace
     proposer.ahead(pending)
     if recorder is not None:
         recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
-
-
-def first_token(
-    target: ModelRunner, sampling: SlotSampling, slot: int, logits: torch.Tensor, prompt: Sequence[int] | None = None
-) -> int:
-    """The token that follows a prefill, from the last row's logits [1, V]; `prompt` are all tokens before it, for
-    penalties.
-
-    Raises:
-        NumericalError: They are NaN.
-        GrammarError: The slot's grammar leaves no token.
-    """
-    position = target.cache.length(slot)
-    if sampling.adjustments.penalised:
-        assert prompt is not None, "penalties count from the prompt on"
-        sampling.adjustments.begin(slot, prompt)
-    tokens = decided(logits, sampling, [Window((0,))], [slot], [position - 1]).tokens()
-    _require_tokens(tokens, position, slot, sampling.matchers.get(slot))
-    return tokens[0]
 
 
 def _with_logprobs(

@@ -14,7 +14,7 @@ from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import first_token
+from offload_runtime.speculation import PromptRequest, Proposer, run_step
 from tests.helpers.assembly import Assembled, make_runner
 from tests.helpers.models import random_model, random_tokens
 
@@ -42,7 +42,7 @@ def require_tokens_of_captured_passes(
         runner.captured, sampling = captured, SlotSampling.of(params, torch.device("cpu"))
         for slot, prompt in enumerate(prompts):
             runner.cache.truncate(slot, 0)
-            first_token(runner, sampling, slot, runner.prefill(slot, prompt), prompt)
+            run_step(runner, sampling, Proposer(), [], prompts=[PromptRequest(slot, prompt)])
         prepare(sampling, prompts, 5)
         found.append([runner.decide(windows, [0, 1], sampling).tokens() for _ in range(2)])
     assert found[0] == found[1] and found[0][0] == found[0][1]

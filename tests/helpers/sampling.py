@@ -105,7 +105,10 @@ class Decoder:
 
     def first_token(self, logits: torch.Tensor) -> int:
         """The token behind a prefill."""
-        return speculation.first_token(self._target, slots_for(self._target, self._params), self._slot, logits)
+        committed = self._target.cache.length(self._slot) - 1
+        sampling = slots_for(self._target, self._params)
+        (token,) = decided(logits, sampling, [Window((0,))], [self._slot], [committed]).tokens()
+        return token
 
     def step(self, tokens: Sequence[int], gamma: int, tree_nodes: int | None = None) -> StepResult:
         """One step behind `tokens`."""

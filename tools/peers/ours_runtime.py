@@ -63,7 +63,7 @@ from offload_runtime.engine.generate import device_errors
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan.request import check_window, longest_context
-from offload_runtime.speculation import Acceptance, StepResult, first_token, still_computing
+from offload_runtime.speculation import Acceptance, PromptRequest, StepResult, run_step
 from offload_runtime.weights import open_checkpoint
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
@@ -224,11 +224,11 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     started_s = time.perf_counter()
     slots.assign(0, sampling)
     proposer.join(0, sampling)
-    logits = runner.prefill(0, known)
-    proposer.prepare(0, known)
-    proposer.ahead(still_computing(logits))
-    request.sequence.append(first_token(runner, slots, 0, logits))
-    behind_prompt, stamps_s, counts, rounds = logits[0].clone(), [time.perf_counter()], [1], []
+    behind = list[torch.Tensor]()
+    prompt = PromptRequest(0, known, speculate=proposer.name is not None)
+    (first,) = run_step(runner, slots, proposer, [], prompts=[prompt], on_logits=lambda _, new: behind.append(new))
+    request.sequence += first.tokens
+    stamps_s, counts, rounds = [time.perf_counter()], [1], list[StepResult]()
     before, tally = link_bytes(runtime), request.tally
     while request.room >= 0:
         (result,) = steps.run([request])
@@ -239,7 +239,7 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
     after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
     kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
     levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts(0))
-    said, expected = tuple(request.tokens), NextToken.of(behind_prompt)
+    said, expected = tuple(request.tokens), NextToken.of(behind[0][0])
     run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), said, kv, expected)
     return Played(run, tuple(rounds), dict(tally.windows.most_common()), levels)
 
