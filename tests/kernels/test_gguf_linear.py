@@ -35,7 +35,7 @@ def matrix(kind: str, height: int, columns: int, dtype: torch.dtype) -> tuple[to
 
 def products(
     kind: str, stored: torch.Tensor, decoded: torch.Tensor, num_rows: int, *, bias: bool, add: bool,
-    tile: EncodedTile = TILES[0],
+    tile: EncodedTile | None = TILES[0],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """With blocks, and with the decoded matrix."""
     return encoded_products.products(
@@ -60,9 +60,11 @@ def test_rows_of_w_may_be_the_second_operand(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q6_K"])
-def test_products_with_tall_matrices_are_those_of_the_decoded_matrix(kind: str) -> None:
+def test_products_of_more_rows_than_eight_are_those_of_the_decoded_matrix(kind: str) -> None:
+    """Of the first operand with 16 rows of x, nothing added, and of the tile that the wrapper takes by itself."""
     columns = 256 if kind != "Q5_0" else 160
-    assert_close(*products(kind, *matrix(kind, TALL, columns, FP32), 9, bias=False, add=False))
+    for tile in (TILES[0], None):
+        assert_close(*products(kind, *matrix(kind, SHORT, columns, FP32), 9, bias=False, add=False, tile=tile))
 
 
 @pytest.mark.gpu
