@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,9 @@ class Seen:
         assert self.said.finish_reason == "interrupted" or self.said.text == other.said.text
         for one, another in zip(torch.cat(self.logits)[:count], torch.cat(other.logits), strict=False):
             assert torch.equal(one, another)
-        for one, another in zip(self.kv or (), other.kv or (), strict=True):
-            assert torch.equal(one, another[: len(one)])
+        if self.kv is not None and other.kv is not None:
+            for one, another in zip(self.kv, other.kv, strict=True):
+                assert torch.equal(one, another[: len(one)])
 
 
 def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix_cache_bytes: int) -> list[Seen]:
@@ -113,9 +114,9 @@ def alone(runtime: Runtime, prompt: list[int], asked: GenerationParams) -> Seen:
     return seen
 
 
-def make_tasks(count: int, chance: random.Random) -> list[Task]:
+def make_tasks(count: int, seed: int) -> list[Task]:
     """Prompts that share beginnings of all lengths: one of a few texts, cut and gone on with otherwise."""
-    texts, tasks = [TEXT, TEXT[:40] + TEXT[400:], TEXT[::-1]], []
+    chance, texts, tasks = random.Random(seed), [TEXT, TEXT[:40] + TEXT[400:], TEXT[::-1]], list[Task]()
     for number in range(count):
         prompt = list(chance.choice(texts)[: chance.choice([1, 30, 255, 256, 257, 300, 511, 513, 600])])
         prompt += random_tokens(chance.choice([0, 0, 1, 5, 40]), seed=number)
@@ -129,10 +130,9 @@ def block_bytes(runtime: Runtime) -> int:
     return runtime.config.num_layers * runtime.plan.target.kv_block_bytes
 
 
-def check(runtime: Runtime, count: int, seed: int, *, stored_blocks: int = 0) -> None:
+def check(runtime: Runtime, tasks: Sequence[Task], expected: Sequence[Seen], seed: int, *, stored_blocks: int) -> None:
+    """That `tasks`, which come and go, leave what each leaves alone."""
     chance = random.Random(seed)
-    tasks = make_tasks(count, chance)
-    expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
     found = serve(runtime, tasks, chance, stored_blocks * block_bytes(runtime))
     for one, another in zip(found, expected, strict=True):
         one.assert_is_beginning_of(another)
@@ -145,16 +145,33 @@ def check(runtime: Runtime, count: int, seed: int, *, stored_blocks: int = 0) ->
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str) -> None:
     with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
-        check(runtime, 7, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+        tasks = make_tasks(7, seed=len(way))
+        expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
+        check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Callable[[int], tuple[list[Task], list[Seen]]]:
+    """By a seed many tasks, and what each leaves alone in a runtime where nobody proposes: the same in all others."""
+
+    @cache
+    def of(seed: int) -> tuple[list[Task], list[Seen]]:
+        tasks = make_tasks(30, seed)
+        with loaded(target, **WAYS["plain"], kv="gpu") as runtime:
+            return tasks, [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
+
+    return of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("way", WAYS)
-def test_many_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str, seed: int) -> None:
+def test_many_prompts_that_share_beginnings(
+    target: Path, draft: Path, plain: Callable[[int], tuple[list[Task], list[Seen]]], way: str, kv: str, seed: int
+) -> None:
     with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=1 + seed) as runtime:
-        check(runtime, 30, seed=seed, stored_blocks=(3, 100, 1)[seed] if kv == "gpu" else 0)
+        check(runtime, *plain(seed), seed=seed, stored_blocks=(3, 100, 1)[seed] if kv == "gpu" else 0)
 
 
 @pytest.mark.gpu
@@ -163,7 +180,9 @@ def test_many_prompts_that_share_beginnings(target: Path, draft: Path, way: str,
 def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, way: str, kv: str) -> None:
     options: dict[str, Any] = {"draft": draft, **WAYS[way], "kv": kv, "context": CONTEXT, "max_batch": SLOTS}
     with Runtime.load(target, device="cuda", dtype="bf16", **options) as runtime:
-        check(runtime, 20, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+        tasks = make_tasks(20, seed=len(way))
+        expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
+        check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
 
 
 @pytest.mark.few(1)
