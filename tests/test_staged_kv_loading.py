@@ -31,7 +31,7 @@ NUM_LAYERS = 10
 CONTEXT = 4096
 NO_LIMIT = 1 << 60
 LONG_PROMPT = [(7 * index) % 250 + 4 for index in range(750)]
-NEW_TOKENS = 30  # behind 750 tokens a block becomes full
+NEW_TOKENS = 22  # behind 750 tokens a block becomes full
 
 
 @pytest.fixture(scope="module")
