@@ -352,7 +352,7 @@ MUTATIONS = (
         "c1 = positions.to(torch.int64).bitwise_and(_MASK32).unsqueeze(1)",
         "c1 = torch.zeros_like(positions, dtype=torch.int64).unsqueeze(1)",
         (_SAMPLES,),
-        (_GREEDY, _TOP_P, _T1, _FOREIGN),
+        (_GREEDY, _TOP_P, _T1, _FOREIGN, _IMPOSSIBLE),
     ),
     Mutation(
         "verify: noise that all seeds share",

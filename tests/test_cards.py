@@ -103,7 +103,7 @@ def load(target: Path, owners: tuple[int, ...] = (), **options: Any) -> Runtime:
 def answers(runtime: Runtime) -> list[list[int]]:
     """Of a prompt, greedy and sampled; of a batch, if there is room for one."""
     said = [
-        runtime.generate(PROMPT, max_new_tokens=24, ignore_eos=True, temperature=temperature).tokens
+        runtime.generate(PROMPT, max_new_tokens=16, ignore_eos=True, temperature=temperature).tokens
         for temperature in (0.0, 0.8)
     ]
     if runtime.plan.request.max_batch > 1:
