@@ -280,7 +280,7 @@ def answer(
     controller: Controller, context_tokens: int, chance: random.Random, *, num_tokens: int = 64, rate: float = 0.94,
     cost: Callable[[Choice, int, int], float] = step_s,
 ) -> float:  # fmt: skip
-    """Seconds of an answer, of a draft that is right 94 times of 100."""
+    """Seconds of an answer, of a draft that is right so often."""
     remaining, total_s = num_tokens, 0.0
     while remaining > 0:
         limits = {"chain": min(63, remaining - 1)} if remaining > 1 else {}
@@ -319,6 +319,34 @@ def test_what_short_passes_lost_is_not_earned_by_long_ones() -> None:
             answer(controller, 512, chance, num_tokens=8, rate=0.3, cost=slow_to_draft_s)
         plain_s = 64 * slow_to_draft_s(PLAIN, 1, 120_000)
         assert answer(controller, 120_000, chance, cost=slow_to_draft_s) < plain_s / 3
+
+
+LENGTHS = (200, 1100, 2300, 4600, 9000, 20_000, 40_000)
+
+
+def test_what_one_length_earned_may_be_lost_at_another() -> None:
+    """A draft whose smallest window takes longer than what may be lost at first is not waited for at each length."""
+
+    def dear_s(choice: Choice, *_: int) -> float:
+        return 0.1 * (1 + (0.5 + 0.05 * choice.size if choice.size else 0.0))
+
+    for seed in range(4):
+        controller, chance = Controller({"chain": 63}, dear_s), random.Random(seed)
+        times_s = [answer(controller, length, chance, num_tokens=128, cost=dear_s) for length in LENGTHS]
+        assert mean(times_s[2:]) < 128 * 0.1 / 3
+
+
+def test_a_useless_draft_of_which_nothing_is_known_loses_little_at_each_length() -> None:
+    """Plain decoding is played at each, or the draft would be held against its own time."""
+
+    def slow_s(choice: Choice, *_: int) -> float:
+        return 0.1 * (1 + (0.3 + 0.05 * choice.size if choice.size else 0.0))
+
+    for seed in range(4):
+        controller, chance = Controller({"chain": 63}), random.Random(seed)
+        for length in LENGTHS:
+            lost = answer(controller, length, chance, num_tokens=128, rate=0.05, cost=slow_s) / 0.1 - 128
+            assert lost < 5
 
 
 def test_a_guess_of_what_steps_cost() -> None:

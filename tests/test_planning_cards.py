@@ -161,7 +161,7 @@ def test_cards_stream_keys_and_values_of_as_many_layers(size: float, kept: int) 
     first, second = plan.target.shares
     assert len(first.placement.resident_kv_layers) == 5 and len(second.placement.resident_kv_layers) == kept
     assert not first.placement.streamed_layers and not second.placement.streamed_layers
-    # Resident ones in between let rings fill up; unequal numbers come first, and all that is streamed in turn.
+    # Resident ones in between let rings fill up; cards that keep unequal numbers keep their first layers.
     places = [share.placement.resident_kv_layers for share in plan.target.shares]
     assert places == [(1, 4, 8, 11, 14)] * 2 if kept == 5 else places == [tuple(range(5)), tuple(range(6))]
     layer_bytes = plan.target.streamed_kv_bytes(0, 120_287)

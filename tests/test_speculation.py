@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from offload_runtime.errors import NumericalError
 from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Decision, ModelRunner
+from offload_runtime.runners import Decision, ModelRunner, decided
+from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
     Acceptance,
     DraftRequest,
@@ -186,8 +188,9 @@ def test_nan_behind_the_prompt(runner: ModelRunner) -> None:
     class Broken:
         cache = runner.cache
 
-        def decide(self, *asked: Any) -> Decision:
-            return runner.decide(*asked)._replace(tokens=lambda: [-1])
+        def decide(self, windows: Any, slots: Any, sampling: SlotSampling, *rest: Any) -> Decision:
+            logits = runner.decide(windows, slots, sampling, *rest).logits
+            return decided(torch.full_like(logits, math.nan), sampling, [Window((0,))], [0], [20])
 
     runner.cache.truncate(0, 0)
     with pytest.raises(NumericalError, match="position 21 are NaN"):

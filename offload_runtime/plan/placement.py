@@ -111,8 +111,9 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
         count = layers  # nothing is streamed, and what streaming takes is not needed
     else:
         count = layers if each <= 0 else max(0, min(layers - 1, spare_bytes // each))
-    # Behind the first ones all cards stream in turn, however many each keeps; two streaming layers of one card in a row
-    # would leave the link of the other idle: 1.05 in place of 0.92 s a pass of a 7B with 120K tokens.
+    # Behind the first ones all cards stream in turn, however many each keeps; where all keep as many, `_partitioned`
+    # spreads them. Two streaming layers of one card in a row would leave the link of the other idle: 1.05 in place of
+    # 0.92 s a pass of a 7B with 120K tokens.
     evenly = target.kv_ring_slots == KV_RING_SLOTS  # no other cards to wait for
     return replace(placement, resident_kv_layers=layers_to_keep(target, range(layers), count, evenly=evenly))
 
@@ -278,16 +279,16 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         most = max(len(card.plan.target.kv_layers_on_host) for card in best)
         even = partitioner.place(dealt, [max(0, len(own) - most) for own in dealt])
         best = min(best, even, key=_longest_bytes)
-    spread_layers = {(card.plan.placement.num_layers, _kept_evenly(card.plan)) for card in best}
-    if len(spread_layers) == 1:  # all stream in turn wherever the layers are that all of them keep
-        ((_, kept),) = spread_layers
+    patterns = {(card.plan.placement.num_layers, _kept_evenly(card.plan)) for card in best}
+    if len(patterns) == 1:  # if all cards keep the same layers of theirs, those that stream still alternate
+        ((_, kept),) = patterns
         best = [replace(card, plan=_keeping(card.plan, kept)) for card in best]
     placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
     return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
 
 
 def _with_most_kv_layers(card: RunPlan, most: int) -> RunPlan:
-    """The same where the first layers alone keep their keys and values on the card, `most` at most."""
+    """The same where `most` layers at most keep their keys and values on the card, the first that do."""
     kept = card.placement.resident_kv_layers
     return card if len(kept) <= most else _keeping(card, kept[:most])
 

@@ -4,7 +4,7 @@
 
 so that where the link binds, and windows take no time, it is the largest one. Nothing here can change a token, has a
 clock or knows of plans: times come from a cost function, corrected by what was measured. Two accounts bound what may be
-lost, one to proposals that are not worth it, one to finding out about others than the best.
+lost, one to proposals that are not worth it, by the length of the text, one to finding out about others than the best.
 """
 
 from __future__ import annotations
@@ -169,14 +169,16 @@ class LatencyModel:
     Args:
         cost: Times to expect; without figures of the machine only their proportions count.
         sure: Whether it comes from such figures, so that plain decoding need not be played to hold others against it.
-        before: Of other contexts, whose ratios count until there are own ones.
+        before: Of other contexts, whose ratios count until there are own ones, and where plain decoding was timed so
+            that once is enough here.
 
     Attributes:
         doubted: What is to be timed again.
     """
 
     def __init__(self, cost: Callable[[Choice], float], *, sure: bool, before: LatencyModel | None = None) -> None:
-        self._expect, self._sure, self._before = cache(cost), sure, before
+        self._expect, self._before = cache(cost), before
+        self._has_figures, self._sure = sure, sure or (before is not None and before.knows_plain)
         self._ratios: dict[Choice, tuple[float, int]] = {}  # the mean, and how many it is of
         self.doubted: Choice | None = None
         self._curves: dict[str, list[float]] = {}
@@ -200,7 +202,8 @@ class LatencyModel:
     @property
     def knows_plain(self) -> bool:
         """Whether others can be held against plain decoding; a single time of it may be an exception."""
-        return self._sure or self._ratios.get(PLAIN, (0.0, 0))[1] > 1
+        count = self._ratios.get(PLAIN, (0.0, 0))[1]
+        return self._has_figures or count > (0 if self._sure else 1)
 
     def knows(self, mode: str) -> bool:
         """Whether times of a mode are more than a guess."""
@@ -252,9 +255,19 @@ class _Account:
 
     def __init__(self, modes: Collection[str]) -> None:
         self.models = {mode: AcceptanceModel(mode) for mode in modes}
-        # Against plain decoding, by length: what was lost in short passes, long ones would take long to earn.
-        self.credits: dict[LatencyModel, float] = {}
+        self._credits: dict[LatencyModel, float] = {}
+        self._newest = _FIRST_LOSS
         self.probing = _MOST_CREDIT  # against the best
+
+    def credit(self, latency: LatencyModel) -> float:
+        """Plain steps that may be lost against plain decoding. Where steps of such a length were not played yet, what
+        others have earned, and no debt: what short passes have lost, long ones would take long to earn."""
+        return self._credits.get(latency, max(_FIRST_LOSS, self._newest))
+
+    def earn(self, latency: LatencyModel, tokens: float, cost: float) -> None:
+        """A step of so many plain ones brought so many tokens."""
+        credit = self.credit(latency) + tokens - (1 - _LOST_SHARE) * cost
+        self._newest = self._credits[latency] = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
 
 
 # Ways to choose tokens that are told apart: those who ask a server may send any.
@@ -317,7 +330,7 @@ class Controller:
         model, count = account.models[mode], _index(largest) + 1
         gains, times, plain_s = model.curve(count), latency.curve(mode, count), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
-        credit = account.credits.get(latency, _FIRST_LOSS)
+        credit = account.credit(latency)
         allowed = credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
         best = _Standing(PLAIN, 0.0, 1.0, 0.0)
         luck = 1 + _LUCK * (model.steps + 0.1) ** -0.5
@@ -352,8 +365,7 @@ class Controller:
             elif windows:
                 model.observe(choice.size, windows)
         cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
-        credit = account.credits.get(latency, _FIRST_LOSS) + tokens - (1 - _LOST_SHARE) * cost
-        account.credits[latency] = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
+        account.earn(latency, tokens, cost)
         account.probing = min(account.probing + _PROBING_SHARE * cost, _MOST_CREDIT)
 
     def first_rate(self, sampling: SamplingParams, mode: str) -> float:
@@ -378,8 +390,7 @@ class Controller:
             timed = {length: model for (number, length), model in self._latencies.items() if number == num_sequences}
             before = timed[min(timed, key=lambda length: abs(length - octave))] if timed else None
             tokens = _SHORT_TOKENS * 3 << octave >> 2  # a length in the middle of an octave
-            sure = self._sure or (before is not None and before.knows_plain)
             self._latencies[key] = LatencyModel(
-                lambda choice: self._cost(choice, num_sequences, tokens), sure=sure, before=before
+                lambda choice: self._cost(choice, num_sequences, tokens), sure=self._sure, before=before
             )
         return self._latencies[key]
