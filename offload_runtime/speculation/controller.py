@@ -178,7 +178,8 @@ class LatencyModel:
 
     def __init__(self, cost: Callable[[Choice], float], *, sure: bool, before: LatencyModel | None = None) -> None:
         self._expect, self._before = cache(cost), before
-        self._has_figures, self._sure = sure, sure or (before is not None and before.knows_plain)
+        self._sure = sure or (before is not None and before.knows_plain)
+        self._plain_times = 0 if sure else 1 if self._sure else 2  # that are needed to hold others against it
         self._ratios: dict[Choice, tuple[float, int]] = {}  # the mean, and how many it is of
         self.doubted: Choice | None = None
         self._curves: dict[str, list[float]] = {}
@@ -202,8 +203,7 @@ class LatencyModel:
     @property
     def knows_plain(self) -> bool:
         """Whether others can be held against plain decoding; a single time of it may be an exception."""
-        count = self._ratios.get(PLAIN, (0.0, 0))[1]
-        return self._has_figures or count > (0 if self._sure else 1)
+        return self._ratios.get(PLAIN, (0.0, 0))[1] >= self._plain_times
 
     def knows(self, mode: str) -> bool:
         """Whether times of a mode are more than a guess."""
