@@ -17,7 +17,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.speculation import WithNgrams, drafting
 from offload_runtime.verify.equality import loaded_proposers
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.trees import Foreknown
+from tests.helpers.trees import Foreknown, Watched
 from tests.test_chosen_windows import WorkClock, window_widths
 
 TARGET = "long_target"
@@ -150,6 +150,40 @@ def test_a_budget_that_holds_everything_makes_the_retrieval_verifier_right(
         result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=19)
     assert result.tokens == expected[0]
     assert result.stats.passes == 2  # 39 tokens after the first, 20 a pass
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_beside_each_of_its_tokens_the_retrieval_verifier_proposes_the_next_best(
+    target: Path, draft: Path, with_draft: bool, tmp_path: Path
+) -> None:
+    """A verifier that sees everything says what the target says: of that the second likeliest."""
+    options = SpeculationOptions("triforce", "streaming" if with_draft else "auto", **{**SMALL, "budget_tokens": 512})
+    levels = {
+        "draft": draft if with_draft else "none",
+        "kv": "host",
+        "speculation": options,
+        "trace": tmp_path / "trace",
+    }
+    asked = {"max_new_tokens": COUNT, "ignore_eos": True}
+    with load(target, draft="none", context=CONTEXT) as plain:
+        likeliest = plain.generate(PROMPT, logprobs=2, **asked).logprobs
+        assert likeliest is not None
+    with load(target, context=CONTEXT, kv="host", **levels) as runtime:
+        wait_for_link(runtime, free=32)
+        WorkClock(runtime, step_s=0.002)
+        watched = Watched(drafting(runtime.parts.proposer))
+        runtime.parts = replace(runtime.parts, proposer=watched)
+        result = runtime.generate(PROMPT, **asked)
+    seconds = [one.top[1][0] for one in likeliest]
+    branches = 0
+    for request, proposal in (made for played in watched.rounds for made in played):
+        chain = proposal.parents.index(-1, 1) if -1 in proposal.parents[1:] else len(proposal)
+        assert proposal.parents[:chain] == tuple(range(-1, chain - 1)) and len(proposal) <= 32
+        for token, parent in zip(proposal.tokens[chain:], proposal.parents[chain:], strict=True):
+            place = len(request.tokens) - len(PROMPT) + parent + 1
+            assert token == seconds[place] != result.tokens[place]
+            branches += 1
+    assert branches > 4
 
 
 @pytest.mark.slow

@@ -144,7 +144,16 @@ def put_tokens_reference(
         cursor.copy_((start + tokens.shape[1]).where(goes_on[:, 0], cursor))
 
 
-def accept_reference(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+def _put(data: torch.Tensor, index: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> None:
+    """data[b, index[b]] = values[b] where it is `there`; all [B, 1]."""
+    index = index.clamp_min(0)
+    data.scatter_(1, index, values.to(torch.int32).where(there, data.gather(1, index)))
+
+
+def accept_reference(
+    window: torch.Tensor, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
+    runners_up: torch.Tensor,
+) -> None:  # fmt: skip
     """Plain torch version of `accept`."""
     end = window[:, 0].clone()
     goes_on, nodes = _goes_on(window, end), torch.arange(len(links.parents), device=window.device)
@@ -157,10 +166,12 @@ def accept_reference(window: torch.Tensor, samples: torch.Tensor, counts: torch.
     depth, last = torch.cat(depths, dim=1).max(1, keepdim=True)  # the newest known token has depth 0 and row 0
     for node in nodes.tolist():  # a node never stands behind its own slot
         index = first + int(links.depths[node]) - 1
-        token = proposals[:, node : node + 1].where(accepted[:, node : node + 1], window.gather(1, index))
-        window.scatter_(1, index, token)
-    index, sample = first + depth, samples.gather(1, last).to(torch.int32)
-    window.scatter_(1, index, sample.where(goes_on[:, None], window.gather(1, index)))
+        _put(window, index, proposals[:, node : node + 1], accepted[:, node : node + 1])
+        second = seconds[:, links.parents[node], None]
+        _put(runners_up, index - WINDOW_HEADER_WORDS, second, accepted[:, node : node + 1])
+    index = first + depth
+    _put(window, index, samples.gather(1, last), goes_on[:, None])
+    _put(runners_up, index - WINDOW_HEADER_WORDS, seconds.gather(1, last), goes_on[:, None])
     window[:, 0] = (end + depth[:, 0].int() + 1).where(goes_on, end)
     counts[: len(window), 0] += goes_on
     counts[: len(window), 1] += depth[:, 0] * goes_on
@@ -235,22 +246,27 @@ def _put_tokens_kernel(
 
 
 # One warp a sequence: what it reads of the window it has read before it writes there.
-@jit(do_not_specialize=("words", "num_nodes", "num_rows"))
+@jit(do_not_specialize=("words", "num_nodes", "num_rows", "capacity"))
 def _accept_kernel(
-    window_ptr, samples_ptr, counts_ptr, parents_ptr, paths_ptr, depths_ptr, words, num_nodes, num_rows,
-    LANES: tl.constexpr,
+    window_ptr, samples_ptr, seconds_ptr, counts_ptr, parents_ptr, paths_ptr, depths_ptr, runners_up_ptr, words,
+    num_nodes, num_rows, capacity, LANES: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     window_ptr += sequence * words
     samples_ptr += sequence * num_rows
+    seconds_ptr += sequence * num_rows
     counts_ptr += sequence * 2
     end = tl.load(window_ptr)
     goes_on = _step_at(window_ptr, end)
-    tokens_ptr = window_ptr + _HEADER + end - tl.load(window_ptr + 1)
+    slot = end - tl.load(window_ptr + 1)
+    tokens_ptr = window_ptr + _HEADER + slot
+    runners_up_ptr += sequence * capacity + slot
     lane = tl.arange(0, LANES)
     inside = (lane < num_nodes) & (goes_on.to(tl.int32) + tl.zeros_like(lane) != 0)
     proposal = tl.load(tokens_ptr + lane, mask=inside, other=0)
-    sample = tl.load(samples_ptr + tl.load(parents_ptr + lane, mask=inside, other=0), mask=inside, other=0)
+    parent = tl.load(parents_ptr + lane, mask=inside, other=0)
+    sample = tl.load(samples_ptr + parent, mask=inside, other=0)
+    second = tl.load(seconds_ptr + parent, mask=inside, other=0)
     bit = tl.full([LANES], 1, dtype=tl.int64) << lane.to(tl.int64)
     found = tl.sum(tl.where(inside & (proposal.to(tl.int64) == sample), bit, 0), axis=0)
     path = tl.load(paths_ptr + lane, mask=inside, other=0)
@@ -260,6 +276,8 @@ def _accept_kernel(
     last = tl.max(tl.where(accepted & (depth == deepest), lane + 1, 0), axis=0)
     tl.store(tokens_ptr + depth - 1, proposal, mask=accepted)
     tl.store(tokens_ptr + deepest, tl.load(samples_ptr + last).to(tl.int32), mask=goes_on)
+    tl.store(runners_up_ptr + depth - 1, second.to(tl.int32), mask=accepted)
+    tl.store(runners_up_ptr + deepest, tl.load(seconds_ptr + last).to(tl.int32), mask=goes_on)
     tl.store(window_ptr, end + deepest + 1, mask=goes_on)
     tl.store(counts_ptr, tl.load(counts_ptr) + 1, mask=goes_on)
     tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + deepest, mask=goes_on)
@@ -320,16 +338,22 @@ def put_tokens_triton(
     )  # fmt: skip
 
 
-def accept_triton(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+def accept_triton(
+    window: torch.Tensor, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
+    runners_up: torch.Tensor,
+) -> None:  # fmt: skip
     """Triton version of `accept`."""
     _check_windows(window)
-    assert samples.dtype == counts.dtype == torch.int64 and samples.is_contiguous() and counts.is_contiguous()
+    _check_windows(runners_up)
+    assert len(runners_up) >= len(window) and seconds.shape == samples.shape
+    assert samples.dtype == seconds.dtype == counts.dtype == torch.int64
+    assert samples.is_contiguous() and seconds.is_contiguous() and counts.is_contiguous()
     assert samples.ndim == 2 and len(samples) == len(window) and counts.shape[1] == 2 and len(counts) >= len(window)
     count = len(links.parents)
     assert count < min(64, samples.shape[1]), "a bit for every node"
     _accept_kernel[(len(window),)](
-        window, samples, counts, links.parents, links.paths, links.depths, window.shape[1], count, samples.shape[1],
-        LANES=triton.next_power_of_2(max(1, count)), num_warps=1,
+        window, samples, seconds, counts, links.parents, links.paths, links.depths, runners_up, window.shape[1], count,
+        samples.shape[1], runners_up.shape[1], LANES=triton.next_power_of_2(max(1, count)), num_warps=1,
     )  # fmt: skip
 
 
@@ -371,7 +395,10 @@ def put_tokens(
     run(window, start, tokens, offset=offset, cursor=cursor)
 
 
-def accept(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+def accept(
+    window: torch.Tensor, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
+    runners_up: torch.Tensor,
+) -> None:  # fmt: skip
     """Accept the longest path of proposals, from the newest known token on, each of which is what was sampled behind
     the one before it; one launch.
 
@@ -381,8 +408,11 @@ def accept(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, li
     Args:
         window: [B, W] int32, see above; its n nodes lie in the slots from `end` on.
         samples: [B, at least n + 1] int64, device: of the newest known token and of every node the token behind it.
+        seconds: The same of what would have been sampled there if not that.
         counts: [at least B, 2] int64, device: steps and accepted proposals of each sequence so far.
         links: Of the nodes, fewer than 64.
+        runners_up: [at least B, W - 5] int32: in place s - base, what would have been sampled instead of the token of
+            slot s, of those that become known here.
     """
     run = accept_triton if window.is_cuda else accept_reference
-    run(window, samples, counts, links)
+    run(window, samples, seconds, counts, links, runners_up)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,11 +47,11 @@ _DEEP_ENOUGH = 16
 @dataclass(frozen=True)
 class WindowSize:
     """Most tokens to propose per step and request: `gamma` in a row and `tree_nodes` in all, None for chains, and
-    `extra_ngrams` that cost nothing beside a chain."""
+    `extra` that cost nothing beside a chain."""
 
     gamma: int
     tree_nodes: int | None = None
-    extra_ngrams: int = 0
+    extra: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class WindowLimits:
         if self.tree_nodes == 0 or choice == PLAIN:
             return WindowSize(choice.size)
         if choice.mode == "chain":
-            return WindowSize(choice.size, extra_ngrams=max(0, self.free - choice.size))
+            return WindowSize(choice.size, extra=max(0, self.free - choice.size))
         return WindowSize(choice.size, choice.size)
 
 
@@ -313,7 +314,7 @@ class StepRunner:
             DraftRequest(
                 request.slot, request.sequence, min(window.gamma, request.room), window.tree_nodes,
                 mode=choice.mode if request in open_ else None, cost_aware=request in open_,
-                extra_ngrams=max(0, min(window.extra_ngrams, request.room - window.gamma)),
+                extra=max(0, min(window.extra, request.room - window.gamma)),
             )
             for request, window in zip(requests, windows, strict=True)
         ]  # fmt: skip
@@ -368,12 +369,15 @@ class StepRunner:
 
 
 def _drafted(result: StepResult) -> int:
-    """Proposals of a draft, in a chain and the n-grams beside it."""
-    return sum(source != NGRAM for source in result.proposal.sources)
+    """Of a draft's chain and the n-grams and branches beside it, how long the chain is."""
+    proposal = result.proposal
+    follows = (parent == node - 1 for node, parent in enumerate(proposal.parents))
+    chained = zip(follows, proposal.sources, strict=True)
+    return sum(1 for _ in takewhile(lambda one: one[0] and one[1] != NGRAM, chained))
 
 
 def _own(result: StepResult, choice: Choice, size: int) -> Sequence[int]:
-    """Which of the first `size` proposals were accepted; the n-grams beside a chain tell nothing about it."""
+    """Which of the first `size` proposals were accepted; what is beside a chain tells nothing about it."""
     if choice.mode != "chain":
         return result.path
-    return [node for node in result.path if node < size and result.proposal.sources[node] != NGRAM]
+    return [node for node in result.path if node < min(size, _drafted(result))]

@@ -106,7 +106,11 @@ class RetrievalVerifier:
         rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
         logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.sequences)
-        window.accept(samples.view(window.num_rows, -1), self._counts, tree.links)
+        # Where the target says something else it mostly is what comes next here.
+        others = logits.scatter_(1, samples.clamp_min(0)[:, None], -torch.inf)
+        seconds = sample(others, self._sampling, step.following, step.sequences)
+        rows_of = (window.num_rows, -1)
+        window.accept(samples.view(rows_of), seconds.view(rows_of), self._counts, tree.links)
 
 
 def verifier_step_bytes(

@@ -48,11 +48,19 @@ class WindowOutput:
     end: int
     base: int
     tokens: Sequence[int]  # from position `base` on
+    runners_up: Sequence[int]  # of each that was sampled here, what would have been if not that; -1 for none
 
     def between(self, start: int, stop: int) -> list[int]:
         """The tokens of positions `start` to `stop` - 1."""
-        assert self.base <= start and stop <= self.base + len(self.tokens)
-        return list(self.tokens[start - self.base : stop - self.base])
+        return self._part(self.tokens, start, stop)
+
+    def instead(self, start: int, stop: int) -> list[int]:
+        """The runners-up of these tokens."""
+        return self._part(self.runners_up, start, stop)
+
+    def _part(self, values: Sequence[int], start: int, stop: int) -> list[int]:
+        assert self.base <= start and stop <= self.base + len(values)
+        return list(values[start - self.base : stop - self.base])
 
 
 class DeviceWindow:
@@ -78,6 +86,7 @@ class DeviceWindow:
         self.capacity = capacity
         self.inputs: Mapping[int, WindowInput] = {}
         self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
+        self._runners_up = torch.full((batch, capacity), -1, dtype=torch.int32, device=device)
         self.device = self._state.device
         self._joined = set[int]()
         self._fit_rows()
@@ -118,10 +127,12 @@ class DeviceWindow:
     def read(self) -> dict[int, WindowOutput]:
         """What there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
         width = max(one.last - one.base for one in self.inputs.values())
-        rows: list[list[int]] = self._rows[:, : WINDOW_HEADER_WORDS + width].tolist()
+        count = WINDOW_HEADER_WORDS + width
+        parts = self._rows[:, :count], self._runners_up[: self.num_rows, :width]
+        rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
         return {
-            sequence: WindowOutput(rows[sequence][0], rows[sequence][1], rows[sequence][WINDOW_HEADER_WORDS:])
-            for sequence in self.inputs
+            sequence: WindowOutput(row[0], row[1], row[WINDOW_HEADER_WORDS:count], row[count:])
+            for sequence, row in ((sequence, rows[sequence]) for sequence in self.inputs)
         }
 
     def rows(
@@ -140,13 +151,16 @@ class DeviceWindow:
         `offset` on, and move `cursor` ([num_rows] int32, device), which may be `start`, behind `start` by as many."""
         window_steps.put_tokens(self._rows, start, tokens, offset=offset, cursor=cursor)
 
-    def accept(self, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+    def accept(
+        self, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks
+    ) -> None:  # fmt: skip
         """Move every `end` behind the path of proposals, linked so and in the slots from `end` on, that `samples`
         ([num_rows, at least n + 1] int64, device, behind the newest known token and behind each of them) confirm, and
-        behind the sample that follows it; `counts` [at least num_rows, 2] int64 gains a step and what it accepted."""
-        window_steps.accept(self._rows, samples, counts, links)
+        behind the sample that follows it; `seconds` are what would have been sampled if not that. `counts` [at least
+        num_rows, 2] int64 gains a step and what it accepted."""
+        window_steps.accept(self._rows, samples, seconds, counts, links, self._runners_up)
 
 
 def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:
     """Bytes of a `DeviceWindow`."""
-    return 4 * batch * (WINDOW_HEADER_WORDS + capacity)
+    return 4 * batch * (WINDOW_HEADER_WORDS + 2 * capacity)

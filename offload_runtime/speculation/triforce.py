@@ -97,8 +97,14 @@ class TriForceProposer(Proposer):
         }
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
-        agreed = {sequence: self._proposals(sequence, one, outputs[sequence]) for sequence, one in inputs.items()}
-        return [Proposal.chain(agreed.get(request.slot, ()), self.name) for request in requests]
+        for sequence, one in inputs.items():
+            self._learned(sequence, one, outputs[sequence])
+        return [
+            self._proposal(inputs[request.slot], outputs[request.slot], request.extra)
+            if request.slot in inputs
+            else Proposal()
+            for request in requests
+        ]
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
@@ -157,12 +163,26 @@ class TriForceProposer(Proposer):
             if len(ends) <= len(inputs) // 2:
                 return outputs
 
-    def _proposals(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> list[int]:
-        """What was agreed on for a sequence, of which the draft takes note."""
+    def _learned(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> None:
+        """The draft takes note of what was agreed on for a sequence."""
         if self._draft is not None:
             # The keys of what the last step has accepted lie where its tree was.
             written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
             self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
-        proposals = outputs.between(inputs.end, min(inputs.stop, outputs.end))
-        bad = next((index for index, token in enumerate(proposals) if token < 0), len(proposals))
-        return proposals[:bad]  # a level with NaN logits has nothing to say
+
+    def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra: int) -> Proposal:
+        """What was agreed on for a sequence, and of what the retrieval verifier would have said instead the first
+        `extra`: where the target differs it says that three times of four."""
+        stop = min(inputs.stop, outputs.end)
+        tokens = outputs.between(inputs.end, stop)
+        # A level with NaN logits has nothing to say.
+        count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
+        others = [
+            (token, place - 1)
+            for place, token in enumerate(outputs.instead(inputs.end, stop)[:count])
+            if token >= 0
+        ][:extra]  # fmt: skip
+        nodes = [*zip(tokens[:count], range(-1, count - 1), strict=True), *others]
+        return Proposal(
+            tuple(token for token, _ in nodes), tuple(parent for _, parent in nodes), (self.name,) * len(nodes)
+        )

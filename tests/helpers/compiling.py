@@ -406,7 +406,8 @@ def step_calls() -> Iterator[tuple[str, Call]]:
         yield f"step_rows {head_dim}", steps
     yield "put_tokens", partial(put_tokens_triton, window, words, ints(2, 1, dtype=I64), cursor=ints(2))
     links = TreeLinks(ints(16), ints(16, dtype=I64), ints(16))
-    yield "accept", partial(accept_triton, window, ints(2, 20, dtype=I64), ints(2, 2, dtype=I64), links)
+    samples = ints(2, 20, dtype=I64), ints(2, 20, dtype=I64)
+    yield "accept", partial(accept_triton, window, *samples, ints(2, 2, dtype=I64), links, ints(2, 35))
     yield "copy_words", partial(copy_words_triton, words, ints(2))
     yield "pace_link", partial(pace_link, ints(1, dtype=I64), 1000)
 

@@ -173,7 +173,28 @@ def test_tokens_of_a_level_are_put_behind_those_before(run: Callable[..., None])
     assert torch.equal(window, expected)
 
 
-@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+def _with_runners_up(run: Callable[..., None]) -> Callable[..., None]:
+    """`run`, where what would have been sampled instead of a token is a thousand more, so that it must lie where the
+    token does, and nowhere else."""
+
+    def checked(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
+        runners_up = torch.full((len(window), window.shape[1] - WINDOW_HEADER_WORDS), -7).int().to(KERNEL_DEVICE)
+        expected, begins = runners_up.clone(), (window[:, 0] - window[:, 1]).tolist()
+        run(window, samples, samples + 1000, counts, links, runners_up)
+        for b, (begin, stop) in enumerate(zip(begins, (window[:, 0] - window[:, 1]).tolist(), strict=True)):
+            tokens = slice(WINDOW_HEADER_WORDS + begin, WINDOW_HEADER_WORDS + stop)
+            expected[b, begin:stop] = window[b, tokens] + 1000
+        assert torch.equal(runners_up, expected)
+
+    return checked
+
+
+accepting = pytest.mark.parametrize(
+    "run", [_with_runners_up(accept), _with_runners_up(accept_triton)], ids=["public", "triton"]
+)
+
+
+@accepting
 @pytest.mark.parametrize("num_proposals", [0, 1, 2, 6, 16])
 def test_proposals_are_accepted_up_to_the_first_that_differs(run: Callable[..., None], num_proposals: int) -> None:
     known, proposals = [7, 8, 9], [20 + index for index in range(num_proposals)]
@@ -191,14 +212,14 @@ def test_proposals_are_accepted_up_to_the_first_that_differs(run: Callable[..., 
         assert counts.tolist() == [[11, 40 + wrong]]
 
 
-@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+@accepting
 def test_what_agrees_behind_a_difference_is_not_accepted(run: Callable[..., None]) -> None:
     window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
     run(window, torch.tensor([[1, 5, 3, 4, 6]], device=KERNEL_DEVICE), counts, _chained(4))
     assert _tokens(window) == [7, 1, 5, 3, 4, 0] and window[0, 0].item() == BASE + 3 and counts.tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+@accepting
 def test_a_path_of_a_tree_is_accepted(run: Callable[..., None]) -> None:
     """To its end, up to a node none of whose children was sampled, or not at all; and it moves to its places."""
     parents, known, proposals = TREE_PARENTS, [7, 8], [20 + node for node in range(len(TREE_PARENTS))]
@@ -215,7 +236,7 @@ def test_a_path_of_a_tree_is_accepted(run: Callable[..., None]) -> None:
         assert counts.tolist() == [[1, len(path)]]
 
 
-@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+@accepting
 def test_of_paths_that_begin_alike_only_the_whole_one_counts(run: Callable[..., None]) -> None:
     """A node that equals its parent's sample is of no use where the parent itself was not sampled."""
     window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
@@ -281,7 +302,7 @@ def test_a_token_is_put_where_a_sequence_goes_on(run: Callable[..., None]) -> No
     assert torch.equal(window, expected) and cursor.tolist() == [1005, -5, 53, -5, 8]
 
 
-@pytest.mark.parametrize("run", [accept, accept_triton], ids=["public", "triton"])
+@accepting
 def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
     window, counts = _windows(), torch.tensor([[b, 10 * b] for b in range(6)], device=KERNEL_DEVICE)
     # Behind the ends of 0 and 4 lie 4, 5, 6 and 403, 404, 405.
@@ -301,22 +322,25 @@ def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
 def test_what_is_no_row_of_integers_is_refused() -> None:
     window, rotation = _window([7, 8, 9], BASE + 3), StepRotation(_frequencies(4), 1.0)
     chain, arguments = _chain(-1, 1), {"last_token": 9, "place": None}
-    counts = torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
+    counts, runners_up = torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE), int32([[0, 0, 0]])
     with pytest.raises(AssertionError):
         step_rows_triton(window.long(), window[:, 0].long(), chain, rotation, **arguments)
     with pytest.raises(AssertionError):
         step_rows_triton(window.repeat(2, 1), window[:, 0].repeat(2), chain, rotation, **arguments)
     with pytest.raises(AssertionError):
-        accept_triton(window, int32([[1, 2]]), counts, _chained(1))
+        accept_triton(window, int32([[1, 2]]), int32([[3, 4]]), counts, _chained(1), runners_up)
+    samples = torch.tensor([[1, 2]] * 2, device=KERNEL_DEVICE)
     with pytest.raises(AssertionError):
-        accept_triton(window.repeat(2, 1), torch.tensor([[1, 2]] * 2, device=KERNEL_DEVICE), counts, _chained(1))
+        accept_triton(window.repeat(2, 1), samples, samples, counts, _chained(1), runners_up.repeat(2, 1))
+    with pytest.raises(AssertionError):
+        accept_triton(window, samples[:1], samples[:1, :1], counts, _chained(1), runners_up)
     with pytest.raises(AssertionError):
         put_tokens_triton(window, window[:, 0], int32([[1]]))
 
 
 def _steps_of_two_levels(window: torch.Tensor, counts: torch.Tensor) -> list[Callable[[], None]]:
     """A draft of two tokens that says p - 900 at position p, and a check that wants something else at one position."""
-    batch = len(window)
+    batch, runners_up = len(window), torch.zeros_like(window[:, WINDOW_HEADER_WORDS:]).contiguous()
     cursor, rotation, links = int32([0] * batch), StepRotation(_frequencies(32, batch), 1.0), _chained(2)
 
     def draft(first: bool) -> None:
@@ -327,7 +351,8 @@ def _steps_of_two_levels(window: torch.Tensor, counts: torch.Tensor) -> list[Cal
     def check() -> None:
         rows = step_rows(window, window[:, 0], _chain(-1, 3), rotation, last_token=99)
         said = (rows.following - 900 - (rows.following == BASE + 6).int()).long()
-        accept(window, said.view(batch, 3), counts, links)
+        samples = said.view(batch, 3)
+        accept(window, samples, samples, counts, links, runners_up)
 
     return [partial(draft, True), partial(draft, False), check]
 
