@@ -384,6 +384,7 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
         reason = f"{len(plan.placement.streamed_layers)} of {layers} layers are streamed"
         ways = ["drop --resident-layers"]
         if plan.request.resident_layers is None:
+            kind = BudgetError  # a further card may have room
             reason = f"beside it {len(plan.placement.streamed_layers)} of {layers} layers would be streamed"
             # With no keys and values on the device that could go.
             lean = [card.with_placement(all_resident(card.placement.num_layers)) for card in plan.cards]
