@@ -21,11 +21,12 @@ from offload_runtime.engine.load_model import warm_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import Card, HopBuffers, LayerPartition, hop, on_card, reaches
-from offload_runtime.model import Window
+from offload_runtime.model import Decoder, Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.runners import Prompt, StepGraphs
+from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS
 from tests.helpers.cards import CardWatch
 from tests.helpers.engine import PROMPT, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
 from tests.helpers.page_locking import LimitedRegistrar
@@ -232,6 +233,28 @@ def test_a_streamed_layer_of_each_card_reads_a_prompt_of_several_pieces(tmp_path
         with load(target, owners, draft="none", resident_layers=0) as runtime:
             said.append(runtime.generate([7, 8, 9] * 100, max_new_tokens=4, ignore_eos=True).tokens)
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 0, 1, 0), (0, 0, 1, 1, 1)])
+def test_every_layer_of_a_card_finds_a_piece_at_the_same_place(
+    target: Path, owners: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream per card is all that a prompt takes, however far the host is ahead of the device."""
+    places: dict[tuple[int, int], set[int]] = {}
+    layer = Decoder.layer
+
+    def watched(self: Decoder, index: int, weights: Any, residual: torch.Tensor, rows: Any, cache: Any) -> None:
+        if len(rows.tokens) > 1:
+            piece = int(rows.query.positions.view(-1)[0]) // PREFILL_CHUNK_TOKENS["cpu"]
+            places.setdefault((owners[index], piece), set()).add(residual.data_ptr())
+        layer(self, index, weights, residual, rows, cache)
+
+    with load(target, owners, draft="none") as runtime:
+        monkeypatch.setattr(Decoder, "layer", watched)
+        runtime.generate([7, 8, 9] * 160, max_new_tokens=1, ignore_eos=True)
+    assert set(places) == {(card, piece) for card in (0, 1) for piece in range(2)}
+    assert all(len(found) == 1 for found in places.values())
+    assert len(set.union(*places.values())) == len(places)
 
 
 @pytest.mark.parametrize("owners", [DEALS[0], DEALS[1], BLOCKS])

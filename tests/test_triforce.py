@@ -158,17 +158,12 @@ def test_beside_each_of_its_tokens_the_retrieval_verifier_proposes_the_next_best
 ) -> None:
     """A verifier that sees everything says what the target says: of that the second likeliest."""
     options = SpeculationOptions("triforce", "streaming" if with_draft else "auto", **{**SMALL, "budget_tokens": 512})
-    levels = {
-        "draft": draft if with_draft else "none",
-        "kv": "host",
-        "speculation": options,
-        "trace": tmp_path / "trace",
-    }
+    levels = {"draft": draft if with_draft else "none", "kv": "host", "speculation": options, "trace": tmp_path / "t"}
     asked = {"max_new_tokens": COUNT, "ignore_eos": True}
     with load(target, draft="none", context=CONTEXT) as plain:
         likeliest = plain.generate(PROMPT, logprobs=2, **asked).logprobs
         assert likeliest is not None
-    with load(target, context=CONTEXT, kv="host", **levels) as runtime:
+    with load(target, context=CONTEXT, **levels) as runtime:
         wait_for_link(runtime, free=32)
         WorkClock(runtime, step_s=0.002)
         watched = Watched(drafting(runtime.parts.proposer))

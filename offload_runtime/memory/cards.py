@@ -177,15 +177,23 @@ def depart(
     return Departure(tensors, source, target, packed, left)
 
 
-def arrive(departure: Departure) -> list[torch.Tensor]:
+def arrive(departure: Departure, landing: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
     the source goes on with other rows meanwhile. The memory is the allocator's again when the stream has come so far.
+
+    Args:
+        departure: What `depart` returned.
+        landing: Contiguous memory of the target of as many bytes, for what comes from another card, that the source has
+            computed from what was there last; None: some is taken.
     """
     source, target, packed, left = departure.source, departure.target, departure.packed, departure.left
     if packed is None:
         return list(departure.tensors)
     with on_card(target):
-        landed = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device)
+        if landing is None:
+            landed = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device)
+        else:
+            landed = landing.view(-1).view(torch.uint8)
         if left is not None:
             torch.cuda.current_stream(target.device).wait_event(left)
     with _working_for(None), current_device(target.device):

@@ -444,11 +444,11 @@ def _run_layers(
     on_layer: OnLayer | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
-    residuals = [decoder.embed(rows) for rows in pieces]
     on_layer = on_layer or (lambda done, layers: None)
     if len(decoder.partition.cards) > 1:
         with _over_cards(decoder.partition):
-            return _run_layers_on_cards(decoder, layers, cache, pieces, residuals, kept, on_layer)
+            return _run_layers_on_cards(decoder, layers, cache, pieces, kept, on_layer)
+    residuals = [decoder.embed(rows) for rows in pieces]
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
@@ -457,8 +457,7 @@ def _run_layers(
 
 
 def _run_layers_on_cards(
-    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], residuals: list[torch.Tensor],
-    kept: Sequence[int], on_layer: OnLayer,
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], kept: Sequence[int], on_layer: OnLayer
 ) -> list[torch.Tensor]:  # fmt: skip
     """The same where the layers are on several cards.
 
@@ -467,24 +466,28 @@ def _run_layers_on_cards(
     layer's weights: what it then waits for is its link, and not the other cards as well.
     """
     partition, buffers = decoder.partition, decoder.partition.hop_buffers
-    rows_of, on_way = _begin_on_cards(partition, pieces, residuals)
-    arrived = arrive(on_way[0])
+    rows_of, landings, on_way = _begin_on_cards(decoder, pieces)
+
+    def landed(piece: int) -> list[torch.Tensor]:
+        return arrive(on_way[piece], landings[on_way[piece].target][piece])
+
+    arrived = landed(0)
     for index, weights in layers:
         card, following = partition.card_of(index), partition.card_of(index + 1)
         for piece, rows in enumerate(rows_of[card]):
-            here = arrive(on_way[piece]) if piece else arrived
+            here = landed(piece) if piece else arrived
             # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
             (residual,) = hop(here, on_way[piece].target, card, buffers, piece)
             with on_card(card):
                 decoder.layer(index, weights, residual, rows, cache)
             on_way[piece] = depart([residual], card, following, buffers, piece)
         if index + 1 < decoder.config.num_layers:
-            arrived = arrive(on_way[0])
+            arrived = landed(0)
         on_layer(index + 1, decoder.config.num_layers)
     return [
         residual
         for piece in kept
-        for residual in hop(arrive(on_way[piece]), on_way[piece].target, partition.cards[0], buffers, piece)
+        for residual in hop(landed(piece), on_way[piece].target, partition.cards[0], buffers, piece)
     ]
 
 
@@ -495,12 +498,12 @@ def _run_blocks(
     """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
     card before the next one, so that the next card has something to do."""
     partition, num_layers = decoder.partition, decoder.config.num_layers
-    rows_of, on_way = _begin_on_cards(partition, pieces, [decoder.embed(rows) for rows in pieces])
+    rows_of, landings, on_way = _begin_on_cards(decoder, pieces)
     streamer.begin_pass()
     for card, block in groupby(range(num_layers), key=partition.card_of):
         layers = list(block)
         for piece, rows in enumerate(rows_of[card]):
-            (residual,) = arrive(on_way[piece])
+            (residual,) = arrive(on_way[piece], landings[card][piece])
             with on_card(card):
                 for index in layers:
                     with streamer.layer(index) as weights:
@@ -509,7 +512,8 @@ def _run_blocks(
             on_way[piece] = depart([residual], card, following, partition.hop_buffers, piece)
         if on_layer is not None:
             on_layer(layers[-1] + 1, num_layers)
-    return [residual for piece in kept for residual in arrive(on_way[piece])]
+    last = landings[partition.cards[0]]
+    return [residual for piece in kept for residual in arrive(on_way[piece], last[piece])]
 
 
 @contextmanager
@@ -527,13 +531,23 @@ def _over_cards(partition: LayerPartition) -> Iterator[None]:
 
 
 def _begin_on_cards(
-    partition: LayerPartition, pieces: list[PassRows], residuals: list[torch.Tensor]
-) -> tuple[dict[Card, list[PassRows]], list[Departure]]:
-    """The rows of each piece for every card, and its residual stream on the way to the card of the first layer."""
+    decoder: Decoder, pieces: list[PassRows]
+) -> tuple[dict[Card, list[PassRows]], dict[Card, Sequence[torch.Tensor]], list[Departure]]:
+    """For every card the rows of each piece and where its residual stream lands there, [N, H]; and the streams on the
+    way to the card of the first layer.
+
+    A card's landings are one piece of memory. If each stream that arrives took its own, what leaves could not be used
+    again until the device has sent it, and the host is layers ahead.
+    """
+    partition, sizes = decoder.partition, [len(rows.tokens) for rows in pieces]
     first, buffers = partition.cards[0], partition.hop_buffers
-    rows_of = {
-        card: [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
-        for card in partition.cards
-    }
+    rows_of, landings = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
+    for card in partition.cards:
+        rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
+        with on_card(card):
+            shape, dtype = (sum(sizes), decoder.config.hidden_size), decoder.final_norm.dtype
+            landings[card] = torch.empty(shape, dtype=dtype, device=card.device).split(sizes)
+    for residual, rows in zip(landings[first], pieces, strict=True):
+        residual.copy_(decoder.embed(rows))
     to = partition.card_of(0)
-    return rows_of, [depart([residual], first, to, buffers, piece) for piece, residual in enumerate(residuals)]
+    return rows_of, landings, [depart([one], first, to, buffers, piece) for piece, one in enumerate(landings[first])]
