@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.plan import Refusal, machine_figures, plan_or_refuse, plan_run
@@ -118,13 +118,13 @@ def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
         speculation=SpeculationOptions("triforce"),
     )  # fmt: skip
     for vram_bytes in range(18 * GB, 22 * GB, GB // 3):
-        with pytest.raises(OptionError, match=r"of 32 layers would be streamed: raise --vram by ") as refused:
+        with pytest.raises(BudgetError, match=r"of 32 layers would be streamed: raise --vram by ") as refused:
             plan_run(replace(request, vram_bytes=vram_bytes), machine)
         more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", str(refused.value))
         assert more is not None
         enough_bytes = vram_bytes + parse_bytes(more[1])
         assert plan_run(replace(request, vram_bytes=enough_bytes), machine).has_verifier
-        with pytest.raises(OptionError):
+        with pytest.raises(BudgetError):
             plan_run(replace(request, vram_bytes=enough_bytes - GB // 10), machine)
 
 

@@ -107,7 +107,7 @@ def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft
     """What the refusal asks for is enough."""
     options: dict[str, Any] = {"draft": draft, "kv": "host", "speculation": SpeculationOptions("triforce", **SMALL)}
     least = least_vram(target, **options)
-    message = refused(OptionError, target, vram=least, **options)
+    message = refused(BudgetError, target, vram=least, **options)
     assert re.search(r"beside it \d of 5 layers would be streamed: raise --vram by ", message)
     more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", message)
     assert more is not None

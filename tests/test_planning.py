@@ -432,6 +432,17 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
         assert time.perf_counter() - started_s < 2
 
 
+def test_levels_that_one_card_cannot_hold_are_planned_on_two() -> None:
+    request = RuntimeConfig(
+        describe_model(CONFIGS / "llama-2-13b-128k"), describe_model(CONFIGS / "llama-3.2-1b"), context=60_000,
+        speculation=SpeculationOptions("triforce", "streaming"),
+    )  # fmt: skip
+    with pytest.raises(BudgetError, match=r"no TriForce here: beside it \d+ of 40 layers would be streamed"):
+        plan_run(request, machine_figures(load_profile("rtx4090")))
+    plan = plan_run(request, machine_figures(load_profile("rtx4090-x2")))
+    assert plan.has_verifier and len(plan.cards) == 2
+
+
 # --- what is planned is what is loaded
 
 CONTEXT = 3000
