@@ -21,7 +21,7 @@ from offload_runtime.engine.load_model import warm_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import Card, HopBuffers, LayerPartition, hop, on_card, reaches
-from offload_runtime.model import Decoder, Window
+from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
 from offload_runtime.plan.request import MemoryLimits
@@ -241,16 +241,16 @@ def test_every_layer_of_a_card_finds_a_piece_at_the_same_place(
 ) -> None:
     """A stream per card is all that a prompt takes, however far the host is ahead of the device."""
     places: dict[tuple[int, int], set[int]] = {}
-    layer = Decoder.layer
+    with load(target, owners, draft="none") as runtime:
+        decoder = runtime.parts.target.runner.decoder
+        layer = decoder.layer
 
-    def watched(self: Decoder, index: int, weights: Any, residual: torch.Tensor, rows: Any, cache: Any) -> None:
-        if len(rows.tokens) > 1:
+        def watched(index: int, weights: Any, residual: torch.Tensor, rows: Any, cache: Any) -> None:
             piece = int(rows.query.positions.view(-1)[0]) // PREFILL_CHUNK_TOKENS["cpu"]
             places.setdefault((owners[index], piece), set()).add(residual.data_ptr())
-        layer(self, index, weights, residual, rows, cache)
+            layer(index, weights, residual, rows, cache)
 
-    with load(target, owners, draft="none") as runtime:
-        monkeypatch.setattr(Decoder, "layer", watched)
+        monkeypatch.setattr(decoder, "layer", watched)
         runtime.generate([7, 8, 9] * 160, max_new_tokens=1, ignore_eos=True)
     assert set(places) == {(card, piece) for card in (0, 1) for piece in range(2)}
     assert all(len(found) == 1 for found in places.values())

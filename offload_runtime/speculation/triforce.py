@@ -20,7 +20,8 @@ from offload_runtime.speculation.tree import Proposal
 
 
 class TriForceProposer(Proposer):
-    """Proposes what draft and retrieval verifier agree on: chains, as only one path of each tree is agreed on.
+    """Proposes what draft and retrieval verifier agree on: chains, as only one path of each tree is agreed on, and as
+    branches, where they cost nothing, what the retrieval verifier would have said instead.
 
     Args:
         window: Shared by both levels.
