@@ -128,6 +128,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return answer
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)  # within what pytest-cov does around a test
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Take the tracer from tests that are `no_cover`: a worker has two, and pytest-cov stops only the one on top."""
+    tracer = sys.gettrace()
+    if tracer is not None and item.get_closest_marker("no_cover") is not None:
+        sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)
+
+
 def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether the command line names this very test, its function or its class."""
     for argument in config.args:
