@@ -1,4 +1,4 @@
-"""What the measured peers share before anything is measured: options, the model and the prompts.
+"""What the measured peers share before anything is measured: options, the model, the prompts and refusals.
 
 Every peer reads the same weights through the same reader, lets its system page the decoder layers from host memory, and
 hands the model to `measurement.run_peer`.
@@ -25,12 +25,14 @@ from widening.shapes import WideShape, shape_named
 from widening.stored import STORED, stored_llama
 
 from offload_runtime.config import parse_bytes, require_positive
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
 from offload_runtime.params import SamplingParams
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
 WARMUPS = 2
+# What a process says by its exit code: an error, or that there is not enough memory for what was asked.
+ERROR_CODE, NO_ROOM_CODE = 2, 3
 # Beyond this prompt transformers reads it in chunks unless told otherwise: the activations of 120K tokens at once leave
 # no room for layers beside them in 24 GB.
 LONG_PROMPT_TOKENS, DEFAULT_PREFILL_CHUNK = 8192, 4096
@@ -356,3 +358,9 @@ def _assistant_tokens(text: str) -> tuple[int | None, ...]:
     for count in found:
         require_positive("assistant_tokens", 1 if count is None else count)
     return tuple(found)
+
+
+def refused(error: OffloadError) -> int:
+    """Say in one line on stderr why there is no result; returns the exit code, one of its own where memory is short."""
+    print(f"error: {error}", file=sys.stderr)
+    return NO_ROOM_CODE if isinstance(error, BudgetError) else ERROR_CODE

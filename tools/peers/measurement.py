@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from common import PeerOptions, options_from
+from common import PeerOptions, options_from, refused
 from harness import emit, provenance
 from models import load_draft, open_device
 from offloaded_cache import (
@@ -44,9 +43,6 @@ from transformers import (
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
-
-# What a process says by its exit code: an error, or that there is not enough memory for what was asked.
-ERROR_CODE, NO_ROOM_CODE = 2, 3
 
 
 @dataclass
@@ -352,12 +348,6 @@ def measure_peer(prepare: Callable[[PeerOptions], Prepared], options: PeerOption
     result = result_json(prepared, options, tried=[one for one, _ in measured], peak_gbps=peak_gbps)
     driver_bytes = max(driver for _, driver in measured)
     return {**result, "peak_vram_bytes": peak_vram(options, driver_bytes, context_bytes), "setup_s": setup_s}
-
-
-def refused(error: OffloadError) -> int:
-    """Say in one line on stderr why there is no result; returns the exit code, one of its own where memory is short."""
-    print(f"error: {error}", file=sys.stderr)
-    return NO_ROOM_CODE if isinstance(error, BudgetError) else ERROR_CODE
 
 
 def run_peer(

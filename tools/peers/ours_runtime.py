@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from common import PeerOptions, check_context, model_name, options_from, peer_parser
+from common import PeerOptions, check_context, model_name, options_from, peer_parser, refused
 from long_context.internals import (
     budget_of,
     bytes_written_back,
@@ -32,7 +32,6 @@ from long_context.internals import (
     steps_for,
 )
 from long_context.session import target_acceptance
-from measurement import refused
 from passes import NO_SINGLES, Singles, add_script_options, peaks_gbps, scripted, time_window, weight_bytes_of
 from runs import (
     Asked,

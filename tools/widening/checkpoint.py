@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
 from widening.convert import atomic_directory
 from widening.made import MadeCheckpoint, fill_gaussian, named_generator
 from widening.rope import widened_rope
@@ -88,9 +88,9 @@ class WidenedCheckpoint(MadeCheckpoint):
         super().__init__(f"{source.reference} (widened)", described, config, source, fills)
         self._parts = self._make_parts()
 
-    def _widened_config(self) -> LlamaConfig:
+    def _widened_config(self) -> transformers.LlamaConfig:
         small, shape, described = self._small, self._shape, self._source.hf_config
-        return LlamaConfig(
+        return transformers.LlamaConfig(
             vocab_size=small.vocab_size,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,

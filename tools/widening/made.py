@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+import transformers
 from widening.shapes import WideShape
 
 from offload_runtime.config import ModelConfig
@@ -95,7 +95,7 @@ class UntrainedLlama(MadeCheckpoint):
         context_tokens: int, reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
         described = None if words is None else words.hf_config
-        hf_config = LlamaConfig(
+        hf_config = transformers.LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
             num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,

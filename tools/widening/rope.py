@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+import transformers
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import UnsupportedArchitectureError
@@ -18,7 +17,7 @@ _KEPT_TYPES = ("default", "linear", "llama3")
 
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """A model's scaled frequencies as transformers makes them, [D/2] fp32, and the factor on cosines and sines."""
-    hf_config = LlamaConfig(
+    hf_config = transformers.LlamaConfig(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
@@ -26,7 +25,8 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope_parameters),
     )
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](hf_config, torch.device("cpu"))
+    scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
+    inv_freq, scaling = scaled(hf_config, torch.device("cpu"))
     return inv_freq.float(), float(scaling)
 
 
