@@ -132,8 +132,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Take the tracer from tests that are `no_cover`: a worker has two, and pytest-cov stops only the one on top."""
     tracer = sys.gettrace()
-    if tracer is not None and item.get_closest_marker("no_cover") is not None:
-        sys.settrace(None)
+    if tracer is None or item.get_closest_marker("no_cover") is None:
+        return (yield)
+    sys.settrace(None)
     try:
         return (yield)
     finally:

@@ -20,7 +20,17 @@ from offload_runtime.engine.load import choose_devices, load_runtime
 from offload_runtime.engine.load_model import warm_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.memory import Card, HopBuffers, LayerPartition, hop, on_card, reaches
+from offload_runtime.memory import (
+    Card,
+    HopBuffers,
+    LayerPartition,
+    arrive,
+    depart,
+    hop,
+    landing_bytes,
+    on_card,
+    reaches,
+)
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
@@ -352,6 +362,15 @@ def test_a_hop_copies_and_one_card_does_not() -> None:
     assert all(map(torch.equal, there, rows)) and [one.dtype for one in there] == [one.dtype for one in rows]
     rows[0].zero_()
     assert there[0].sum() == 15
+
+
+def test_what_hops_lands_where_it_is_told_to() -> None:
+    """Also where it fills no whole words of a hop."""
+    rows = torch.arange(6.0).view(2, 3)
+    landing = torch.zeros(landing_bytes(rows.nbytes), dtype=torch.uint8)
+    (there,) = arrive(depart([rows], Card(0, CPU), Card(1, CPU), HopBuffers()), landing)
+    assert torch.equal(there, rows) and there.data_ptr() == landing.data_ptr()
+    assert len(landing) == 32
 
 
 def test_a_deal_names_the_card_of_every_layer() -> None:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common import NO_ROOM_CODE
 from harness import leading_agreement
 from ours_runtime import NO_MODEL
 
@@ -19,7 +20,6 @@ from offload_runtime.config import GB
 from offload_runtime.errors import OptionError, StorageError
 
 PEERS = Path(__file__).resolve().parent / "peers"
-_NO_ROOM_CODE = 3  # a peer's exit code where there is not enough memory for what was asked
 _SHOWN_CHARACTERS = 600
 FORMATS = (".png", ".svg")
 REFERENCES = ("ours-plain", "resident")
@@ -136,7 +136,7 @@ def run_system(
     given = [option for name in system.takes for option in own.get(name, ())]
     # Its own options come last: they overrule those of all systems.
     result, code = run_script(system.script, [*common, *given, *system.options], timeout_s)
-    if "error" in result and system.whole_model and code == _NO_ROOM_CODE:
+    if "error" in result and system.whole_model and code == NO_ROOM_CODE:
         return {"skipped": result["error"].splitlines()[-1].removeprefix("error: ")}
     return result
 

@@ -408,7 +408,7 @@ def accept(
     Args:
         window: [B, W] int32, see above; its n nodes lie in the slots from `end` on.
         samples: [B, at least n + 1] int64, device: of the newest known token and of every node the token behind it.
-        seconds: The same of what would have been sampled there if not that.
+        seconds: Of the same rows the token that would have been sampled if the one in `samples` were excluded.
         counts: [at least B, 2] int64, device: steps and accepted proposals of each sequence so far.
         links: Of the nodes, fewer than 64.
         runners_up: [at least B, W - 5] int32: in place s - base, what would have been sampled instead of the token of

@@ -23,6 +23,7 @@ from offload_runtime.memory.cards import (
     current_card,
     depart,
     hop,
+    landing_bytes,
     on_card,
     reaches,
 )

@@ -179,21 +179,19 @@ def depart(
 
 def arrive(departure: Departure, landing: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
-    the source goes on with other rows meanwhile. The memory is the allocator's again when the stream has come so far.
+    the source goes on with other rows meanwhile.
 
     Args:
         departure: What `depart` returned.
-        landing: Contiguous memory of the target of as many bytes, for what comes from another card, that the source has
-            computed from what was there last; None: some is taken.
+        landing: Where it lands if it comes from another card: `landing_bytes` of the target, uint8, whose last content
+            it was computed from, if there was any. None: memory is taken, and is the allocator's again when the stream
+            has come so far.
     """
     source, target, packed, left = departure.source, departure.target, departure.packed, departure.left
     if packed is None:
         return list(departure.tensors)
     with on_card(target):
-        if landing is None:
-            landed = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device)
-        else:
-            landed = landing.view(-1).view(torch.uint8)
+        landed = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device) if landing is None else landing
         if left is not None:
             torch.cuda.current_stream(target.device).wait_event(left)
     with _working_for(None), current_device(target.device):
@@ -229,6 +227,11 @@ def reaches(one: torch.device, other: torch.device) -> bool:
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
+def landing_bytes(nbytes: int) -> int:
+    """What a tensor of so many bytes takes on its way."""
+    return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Bytes of tensors, those of each from a multiple of 16 on: uint8. One that fills its bytes is not copied."""
     parts = []
@@ -244,5 +247,5 @@ def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.
     found, start = [], 0
     for tensor in like:
         found.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        start += landing_bytes(tensor.nbytes)
     return found

@@ -241,7 +241,8 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
 
     Raises:
         BudgetError: Nothing fits the device or what can be page-locked; says for how many sequences something would.
-        OptionError: TriForce was asked for and cannot be here.
+            Or TriForce was asked for and does not fit.
+        OptionError: It was, and cannot be here whatever the memory.
     """
     try:
         ways, obstacle = find_candidates(plan)
@@ -308,7 +309,8 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
         Ways without and with a retrieval verifier, and why there is none with one.
 
     Raises:
-        BudgetError: Nothing fits; OptionError: TriForce was asked for and cannot be here.
+        BudgetError: Nothing fits, or not the TriForce that was asked for; OptionError: it cannot be here whatever the
+            memory.
     """
     mode, draft = plan.request.speculation.mode, plan.draft
     chains = [] if mode == "triforce" else _chains(plan)

@@ -28,6 +28,7 @@ from offload_runtime.memory import (
     arrive,
     depart,
     hop,
+    landing_bytes,
     on_card,
     pack,
     pack_words,
@@ -533,21 +534,25 @@ def _over_cards(partition: LayerPartition) -> Iterator[None]:
 def _begin_on_cards(
     decoder: Decoder, pieces: list[PassRows]
 ) -> tuple[dict[Card, list[PassRows]], dict[Card, Sequence[torch.Tensor]], list[Departure]]:
-    """For every card the rows of each piece and where its residual stream lands there, [N, H]; and the streams on the
-    way to the card of the first layer.
+    """For every card the rows of each piece and where its residual stream lands there, uint8; and the streams, [N, H],
+    on the way to the card of the first layer.
 
     A card's landings are one piece of memory. If each stream that arrives took its own, what leaves could not be used
     again until the device has sent it, and the host is layers ahead.
     """
-    partition, sizes = decoder.partition, [len(rows.tokens) for rows in pieces]
+    partition, dtype = decoder.partition, decoder.final_norm.dtype
     first, buffers = partition.cards[0], partition.hop_buffers
+    shapes = [(len(rows.tokens), decoder.config.hidden_size) for rows in pieces]
+    sizes = [height * width * dtype.itemsize for height, width in shapes]
     rows_of, landings = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
         rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
         with on_card(card):
-            shape, dtype = (sum(sizes), decoder.config.hidden_size), decoder.final_norm.dtype
-            landings[card] = torch.empty(shape, dtype=dtype, device=card.device).split(sizes)
-    for residual, rows in zip(landings[first], pieces, strict=True):
-        residual.copy_(decoder.embed(rows))
-    to = partition.card_of(0)
-    return rows_of, landings, [depart([one], first, to, buffers, piece) for piece, one in enumerate(landings[first])]
+            lengths = [landing_bytes(nbytes) for nbytes in sizes]
+            landings[card] = torch.empty(sum(lengths), dtype=torch.uint8, device=card.device).split(lengths)
+    on_way = []
+    for piece, (landing, nbytes, shape) in enumerate(zip(landings[first], sizes, shapes, strict=True)):
+        residual = landing[:nbytes].view(dtype).view(shape)
+        residual.copy_(decoder.embed(pieces[piece]))
+        on_way.append(depart([residual], first, partition.card_of(0), buffers, piece))
+    return rows_of, landings, on_way

@@ -48,7 +48,7 @@ class WindowOutput:
     end: int
     base: int
     tokens: Sequence[int]  # from position `base` on
-    runners_up: Sequence[int]  # of each that was sampled here, what would have been if not that; -1 for none
+    runners_up: Sequence[int]  # the next best of each that was sampled here; -1 for none, undefined before
 
     def between(self, start: int, stop: int) -> list[int]:
         """The tokens of positions `start` to `stop` - 1."""

@@ -172,8 +172,8 @@ class TriForceProposer(Proposer):
             self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
 
     def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra: int) -> Proposal:
-        """What was agreed on for a sequence, and of what the retrieval verifier would have said instead the first
-        `extra`: where the target differs it says that three times of four."""
+        """What was agreed on for a sequence, and beside its first tokens what the retrieval verifier would have said
+        instead, `extra` at most."""
         stop = min(inputs.stop, outputs.end)
         tokens = outputs.between(inputs.end, stop)
         # A level with NaN logits has nothing to say.

@@ -86,7 +86,9 @@ def target_acceptance(rounds: Sequence[StepResult]) -> dict[str, Any]:
     """The part of `Decoding.acceptance` that the target decides."""
     proposed = sum(len(played.proposal) for played in rounds)
     accepted = sum(len(played.path) for played in rounds)
-    judged = accepted + sum(len(played.path) < len(played.proposal) for played in rounds)
+    # Where something was proposed behind the last one that was accepted, the target said something else.
+    ends = [(played.path[-1] if played.path else -1, played.proposal.parents) for played in rounds]
+    judged = accepted + sum(end in parents for end, parents in ends)
     by_depth = []
     deepest = [max(played.proposal.depths, default=0) for played in rounds]
     for depth in range(1, max(deepest, default=0) + 1):
