@@ -544,11 +544,11 @@ def _begin_on_cards(
     first, buffers = partition.cards[0], partition.hop_buffers
     shapes = [(len(rows.tokens), decoder.config.hidden_size) for rows in pieces]
     sizes = [height * width * dtype.itemsize for height, width in shapes]
+    lengths = [landing_bytes(nbytes) for nbytes in sizes]
     rows_of, landings = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
         rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
         with on_card(card):
-            lengths = [landing_bytes(nbytes) for nbytes in sizes]
             landings[card] = torch.empty(sum(lengths), dtype=torch.uint8, device=card.device).split(lengths)
     on_way = []
     for piece, (landing, nbytes, shape) in enumerate(zip(landings[first], sizes, shapes, strict=True)):
