@@ -90,8 +90,8 @@ def workspace_bytes(
     angles = 4 * tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
-    total = (stream + chunk) * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
-    return int(_WORKSPACE_MARGIN * total) + _LIBRARY_WORKSPACE_BYTES
+    passing = chunk * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
+    return stream * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
 
 
 class Prompt(NamedTuple):
@@ -449,12 +449,24 @@ def _run_layers(
     if len(decoder.partition.cards) > 1:
         with _over_cards(decoder.partition):
             return _run_layers_on_cards(decoder, layers, cache, pieces, kept, on_layer)
-    residuals = [decoder.embed(rows) for rows in pieces]
+    residuals = _residual_streams(decoder, pieces)
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
         on_layer(index + 1, decoder.config.num_layers)
     return [residuals[piece] for piece in kept]
+
+
+def _residual_streams(decoder: Decoder, pieces: list[PassRows]) -> Sequence[torch.Tensor]:
+    """The embedded tokens of each piece, [N, H]; those of several are one piece of memory, of which nothing is lost
+    between them."""
+    if len(pieces) == 1:
+        return [decoder.embed(pieces[0])]
+    heights, norm = [len(rows.tokens) for rows in pieces], decoder.final_norm
+    residuals = norm.new_empty(sum(heights), decoder.config.hidden_size).split(heights)
+    for residual, rows in zip(residuals, pieces, strict=True):
+        residual.copy_(decoder.embed(rows))
+    return residuals
 
 
 def _run_layers_on_cards(
