@@ -483,7 +483,7 @@ def test_chains_are_filled_where_rows_cost_nothing() -> None:
     streamed = replace(limits, free=20)
     filled = streamed.settle(GenerationParams(), chains)
     assert isinstance(filled, WindowLimits)
-    assert filled.window(Choice("chain", 8)) == WindowSize(8, extra=12)
+    assert filled.window(Choice("chain", 8)) == WindowSize(8, extra_nodes=12)
     assert filled.window(Choice("chain", 20)) == WindowSize(20) and filled.window(PLAIN) == WindowSize(0)
     # Where branches were refused, or the window is fixed.
     bare = streamed.settle(GenerationParams(tree_nodes=0), chains)

@@ -281,7 +281,7 @@ PRIVATE_WORDS = {
     "lend": "borrow_workspace", "lender": "borrow_workspace", "lent": "borrowed", "forth": "h2d", "back": "d2h",
     "reach_tokens": "max_tokens_with_draft", "making_plans": "request", "placing": "memory",
     "goodness_of_fit": "distribution", "transcripts": "replay", "families": "draft_modes", "thrifty": "cost_aware",
-    "beside": "extra", "told": "metadata", "known": "inputs", "said": "outputs", "old_objects": "",
+    "beside": "extra_nodes", "told": "metadata", "known": "inputs", "said": "outputs", "old_objects": "",
 }  # fmt: skip
 # Plain as a function of Python, a parameter or an attribute; private as the name of a class.
 ONLY_AS_A_CLASS = {"round", "text", "turn", "gains"}

@@ -151,7 +151,7 @@ def _put(data: torch.Tensor, index: torch.Tensor, values: torch.Tensor, there: t
 
 
 def accept_reference(
-    window: torch.Tensor, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
+    window: torch.Tensor, samples: torch.Tensor, second_samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
     runners_up: torch.Tensor,
 ) -> None:  # fmt: skip
     """Plain torch version of `accept`."""
@@ -167,11 +167,11 @@ def accept_reference(
     for node in nodes.tolist():  # a node never stands behind its own slot
         index = first + int(links.depths[node]) - 1
         _put(window, index, proposals[:, node : node + 1], accepted[:, node : node + 1])
-        second = seconds[:, links.parents[node], None]
+        second = second_samples[:, links.parents[node], None]
         _put(runners_up, index - WINDOW_HEADER_WORDS, second, accepted[:, node : node + 1])
     index = first + depth
     _put(window, index, samples.gather(1, last), goes_on[:, None])
-    _put(runners_up, index - WINDOW_HEADER_WORDS, seconds.gather(1, last), goes_on[:, None])
+    _put(runners_up, index - WINDOW_HEADER_WORDS, second_samples.gather(1, last), goes_on[:, None])
     window[:, 0] = (end + depth[:, 0].int() + 1).where(goes_on, end)
     counts[: len(window), 0] += goes_on
     counts[: len(window), 1] += depth[:, 0] * goes_on
@@ -248,13 +248,13 @@ def _put_tokens_kernel(
 # One warp a sequence: what it reads of the window it has read before it writes there.
 @jit(do_not_specialize=("words", "num_nodes", "num_rows", "capacity"))
 def _accept_kernel(
-    window_ptr, samples_ptr, seconds_ptr, counts_ptr, parents_ptr, paths_ptr, depths_ptr, runners_up_ptr, words,
+    window_ptr, samples_ptr, second_samples_ptr, counts_ptr, parents_ptr, paths_ptr, depths_ptr, runners_up_ptr, words,
     num_nodes, num_rows, capacity, LANES: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
     window_ptr += sequence * words
     samples_ptr += sequence * num_rows
-    seconds_ptr += sequence * num_rows
+    second_samples_ptr += sequence * num_rows
     counts_ptr += sequence * 2
     end = tl.load(window_ptr)
     goes_on = _step_at(window_ptr, end)
@@ -266,7 +266,7 @@ def _accept_kernel(
     proposal = tl.load(tokens_ptr + lane, mask=inside, other=0)
     parent = tl.load(parents_ptr + lane, mask=inside, other=0)
     sample = tl.load(samples_ptr + parent, mask=inside, other=0)
-    second = tl.load(seconds_ptr + parent, mask=inside, other=0)
+    second = tl.load(second_samples_ptr + parent, mask=inside, other=0)
     bit = tl.full([LANES], 1, dtype=tl.int64) << lane.to(tl.int64)
     found = tl.sum(tl.where(inside & (proposal.to(tl.int64) == sample), bit, 0), axis=0)
     path = tl.load(paths_ptr + lane, mask=inside, other=0)
@@ -277,7 +277,7 @@ def _accept_kernel(
     tl.store(tokens_ptr + depth - 1, proposal, mask=accepted)
     tl.store(tokens_ptr + deepest, tl.load(samples_ptr + last).to(tl.int32), mask=goes_on)
     tl.store(runners_up_ptr + depth - 1, second.to(tl.int32), mask=accepted)
-    tl.store(runners_up_ptr + deepest, tl.load(seconds_ptr + last).to(tl.int32), mask=goes_on)
+    tl.store(runners_up_ptr + deepest, tl.load(second_samples_ptr + last).to(tl.int32), mask=goes_on)
     tl.store(window_ptr, end + deepest + 1, mask=goes_on)
     tl.store(counts_ptr, tl.load(counts_ptr) + 1, mask=goes_on)
     tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + deepest, mask=goes_on)
@@ -339,21 +339,22 @@ def put_tokens_triton(
 
 
 def accept_triton(
-    window: torch.Tensor, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
+    window: torch.Tensor, samples: torch.Tensor, second_samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
     runners_up: torch.Tensor,
 ) -> None:  # fmt: skip
     """Triton version of `accept`."""
     _check_windows(window)
     _check_windows(runners_up)
-    assert len(runners_up) >= len(window) and seconds.shape == samples.shape
-    assert samples.dtype == seconds.dtype == counts.dtype == torch.int64
-    assert samples.is_contiguous() and seconds.is_contiguous() and counts.is_contiguous()
+    assert len(runners_up) >= len(window) and runners_up.shape[1] == window.shape[1] - WINDOW_HEADER_WORDS
+    assert second_samples.shape == samples.shape
+    assert samples.dtype == second_samples.dtype == counts.dtype == torch.int64
+    assert samples.is_contiguous() and second_samples.is_contiguous() and counts.is_contiguous()
     assert samples.ndim == 2 and len(samples) == len(window) and counts.shape[1] == 2 and len(counts) >= len(window)
     count = len(links.parents)
     assert count < min(64, samples.shape[1]), "a bit for every node"
     _accept_kernel[(len(window),)](
-        window, samples, seconds, counts, links.parents, links.paths, links.depths, runners_up, window.shape[1], count,
-        samples.shape[1], runners_up.shape[1], LANES=triton.next_power_of_2(max(1, count)), num_warps=1,
+        window, samples, second_samples, counts, links.parents, links.paths, links.depths, runners_up, window.shape[1],
+        count, samples.shape[1], runners_up.shape[1], LANES=triton.next_power_of_2(max(1, count)), num_warps=1,
     )  # fmt: skip
 
 
@@ -396,7 +397,7 @@ def put_tokens(
 
 
 def accept(
-    window: torch.Tensor, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
+    window: torch.Tensor, samples: torch.Tensor, second_samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks,
     runners_up: torch.Tensor,
 ) -> None:  # fmt: skip
     """Accept the longest path of proposals, from the newest known token on, each of which is what was sampled behind
@@ -408,11 +409,11 @@ def accept(
     Args:
         window: [B, W] int32, see above; its n nodes lie in the slots from `end` on.
         samples: [B, at least n + 1] int64, device: of the newest known token and of every node the token behind it.
-        seconds: Of the same rows the token that would have been sampled if the one in `samples` were excluded.
+        second_samples: Of the same rows the token that would have been sampled if the one in `samples` were excluded.
         counts: [at least B, 2] int64, device: steps and accepted proposals of each sequence so far.
         links: Of the nodes, fewer than 64.
         runners_up: [at least B, W - 5] int32: in place s - base, what would have been sampled instead of the token of
             slot s, of those that become known here.
     """
     run = accept_triton if window.is_cuda else accept_reference
-    run(window, samples, seconds, counts, links, runners_up)
+    run(window, samples, second_samples, counts, links, runners_up)

@@ -47,11 +47,11 @@ _DEEP_ENOUGH = 16
 @dataclass(frozen=True)
 class WindowSize:
     """Most tokens to propose per step and request: `gamma` in a row and `tree_nodes` in all, None for chains, and
-    `extra` that cost nothing beside a chain."""
+    `extra_nodes` that cost nothing beside a chain."""
 
     gamma: int
     tree_nodes: int | None = None
-    extra: int = 0
+    extra_nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class WindowLimits:
         if self.tree_nodes == 0 or choice == PLAIN:
             return WindowSize(choice.size)
         if choice.mode == "chain":
-            return WindowSize(choice.size, extra=max(0, self.free - choice.size))
+            return WindowSize(choice.size, extra_nodes=max(0, self.free - choice.size))
         return WindowSize(choice.size, choice.size)
 
 
@@ -314,7 +314,7 @@ class StepRunner:
             DraftRequest(
                 request.slot, request.sequence, min(window.gamma, request.room), window.tree_nodes,
                 mode=choice.mode if request in open_ else None, cost_aware=request in open_,
-                extra=max(0, min(window.extra, request.room - window.gamma)),
+                extra_nodes=max(0, min(window.extra_nodes, request.room - window.gamma)),
             )
             for request, window in zip(requests, windows, strict=True)
         ]  # fmt: skip

@@ -107,10 +107,10 @@ class RetrievalVerifier:
         logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.sequences)
         # Where the target says something else it mostly is what comes next here.
-        others = logits.scatter_(1, samples.clamp_min(0)[:, None], -torch.inf)
-        seconds = sample(others, self._sampling, step.following, step.sequences)
+        without_samples = logits.scatter_(1, samples.clamp_min(0)[:, None], -torch.inf)
+        second_samples = sample(without_samples, self._sampling, step.following, step.sequences)
         rows_of = (window.num_rows, -1)
-        window.accept(samples.view(rows_of), seconds.view(rows_of), self._counts, tree.links)
+        window.accept(samples.view(rows_of), second_samples.view(rows_of), self._counts, tree.links)
 
 
 def verifier_step_bytes(

@@ -471,7 +471,7 @@ def _residual_streams(decoder: Decoder, pieces: list[PassRows]) -> Sequence[torc
 
 def _run_layers_on_cards(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], kept: Sequence[int], on_layer: OnLayer
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """The same where the layers are on several cards.
 
     Where the next layer is on another card a piece departs as soon as it is done and arrives just before that layer, so

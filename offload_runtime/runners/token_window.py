@@ -54,7 +54,7 @@ class WindowOutput:
         """The tokens of positions `start` to `stop` - 1."""
         return self._part(self.tokens, start, stop)
 
-    def instead(self, start: int, stop: int) -> list[int]:
+    def runners_up_between(self, start: int, stop: int) -> list[int]:
         """The runners-up of these tokens."""
         return self._part(self.runners_up, start, stop)
 
@@ -152,13 +152,13 @@ class DeviceWindow:
         window_steps.put_tokens(self._rows, start, tokens, offset=offset, cursor=cursor)
 
     def accept(
-        self, samples: torch.Tensor, seconds: torch.Tensor, counts: torch.Tensor, links: TreeLinks
-    ) -> None:  # fmt: skip
+        self, samples: torch.Tensor, second_samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks
+    ) -> None:
         """Move every `end` behind the path of proposals, linked so and in the slots from `end` on, that `samples`
         ([num_rows, at least n + 1] int64, device, behind the newest known token and behind each of them) confirm, and
-        behind the sample that follows it; `seconds` are what would have been sampled if not that. `counts` [at least
-        num_rows, 2] int64 gains a step and what it accepted."""
-        window_steps.accept(self._rows, samples, seconds, counts, links, self._runners_up)
+        behind the sample that follows it; `second_samples` are what would have been sampled if not that. `counts` [at
+        least num_rows, 2] int64 gains a step and what it accepted."""
+        window_steps.accept(self._rows, samples, second_samples, counts, links, self._runners_up)
 
 
 def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:

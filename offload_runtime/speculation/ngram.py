@@ -274,9 +274,9 @@ class WithNgrams(Proposer):
 
     def _filled(self, request: DraftRequest, proposal: Proposal) -> Proposal:
         """With n-grams in the room beside a chain."""
-        if not request.extra:
+        if not request.extra_nodes:
             return proposal
-        room = request.gamma + request.extra
+        room = request.gamma + request.extra_nodes
         looked_up = self.ngrams.guesses(replace(request, gamma=room, tree_nodes=room), LEAST_CHANCE).proposal
         return proposal.joined(looked_up, room)
 

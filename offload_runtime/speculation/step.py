@@ -44,7 +44,7 @@ class DraftRequest:
         tree_nodes: Most tokens to propose in all; None for a chain.
         mode: Who is to propose where there are several (see `Choice`); None leaves it to the proposer.
         cost_aware: Fewer where more are not worth the time that it takes to think of them.
-        extra: So many more may join a chain, as branches or further down, which cost nothing.
+        extra_nodes: So many more may join a chain, as branches or further down, which cost nothing.
     """
 
     slot: int
@@ -53,7 +53,7 @@ class DraftRequest:
     tree_nodes: int | None = None
     mode: str | None = None
     cost_aware: bool = False
-    extra: int = 0
+    extra_nodes: int = 0
 
     @property
     def most_nodes(self) -> int:
@@ -63,7 +63,7 @@ class DraftRequest:
     @property
     def room(self) -> int:
         """Most proposals in all."""
-        return self.most_nodes + self.extra
+        return self.most_nodes + self.extra_nodes
 
     @property
     def longest_chain(self) -> int:
@@ -395,7 +395,7 @@ def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: T
     proposed: dict[int, Proposal] = {}
     for request, proposal in zip(asked, answers, strict=True):
         deepest = max(proposal.depths, default=0)
-        fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra
+        fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra_nodes
         assert fits, "too many proposals"
         proposed[request.slot] = proposal
     return [proposed.get(request.slot, NOTHING) for request in requests]

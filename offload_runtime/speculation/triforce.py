@@ -101,7 +101,7 @@ class TriForceProposer(Proposer):
         for sequence, one in inputs.items():
             self._learned(sequence, one, outputs[sequence])
         return [
-            self._proposal(inputs[request.slot], outputs[request.slot], request.extra)
+            self._proposal(inputs[request.slot], outputs[request.slot], request.extra_nodes)
             if request.slot in inputs
             else Proposal()
             for request in requests
@@ -171,19 +171,19 @@ class TriForceProposer(Proposer):
             written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
             self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
 
-    def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra: int) -> Proposal:
+    def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> Proposal:
         """What was agreed on for a sequence, and beside its first tokens what the retrieval verifier would have said
-        instead, `extra` at most."""
+        instead, `extra_nodes` at most."""
         stop = min(inputs.stop, outputs.end)
         tokens = outputs.between(inputs.end, stop)
         # A level with NaN logits has nothing to say.
         count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
-        others = [
+        runners_up = [
             (token, place - 1)
-            for place, token in enumerate(outputs.instead(inputs.end, stop)[:count])
+            for place, token in enumerate(outputs.runners_up_between(inputs.end, stop)[:count])
             if token >= 0
-        ][:extra]  # fmt: skip
-        nodes = [*zip(tokens[:count], range(-1, count - 1), strict=True), *others]
+        ][:extra_nodes]  # fmt: skip
+        nodes = [*zip(tokens[:count], range(-1, count - 1), strict=True), *runners_up]
         return Proposal(
             tuple(token for token, _ in nodes), tuple(parent for _, parent in nodes), (self.name,) * len(nodes)
         )
