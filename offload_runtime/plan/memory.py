@@ -300,7 +300,8 @@ class ModelPlan:
         layers, last = range(self.config.num_layers), self.context_tokens - 1
         largest = max(self.streamed_kv_bytes(layer, last) for layer in layers)
         pieces = replace(self, kv_ring_slots=kv.KV_RING_SLOTS + 1).kv_pieces(largest)  # of that ring's size
-        return kv.KV_RING_SLOTS + -(-pieces * (num_cards - 1) // num_cards)
+        # Beside that the piece that is attended to, and one that arrives.
+        return max(kv.KV_RING_SLOTS + 1, 2 + -(-pieces * (num_cards - 1) // num_cards))
 
     @property
     def kv_ring_bytes(self) -> int:
