@@ -57,7 +57,7 @@ CHANGES = {
     "more host memory than there is": "--ram 68.7GB --context 75520",
     "less host memory than is needed": "--ram 13.9GB",
     "less of all than is needed": "--vram 7.2GB --ram 15.0GB --pinned 75.5MB",
-    "less than a larger machine needs": "--ram 136.6GB on a machine with 136.6 GB of host memory",
+    "less than a larger machine needs": "--ram 134.9GB on a machine with 134.9 GB of host memory",
 }
 
 

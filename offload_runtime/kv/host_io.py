@@ -27,7 +27,7 @@ from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_h
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4
 # Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little. Those
-# of several cards are four times as large: a host takes up to 0.6 ms to launch the copy of a piece and its attention.
+# of several cards are four times as large: a host takes up to 0.75 ms to launch the copy of one and its attention.
 KV_RING_SLOTS = 4
 _PIECE_BYTES, _PIECE_BYTES_OF_CARDS = 32 << 20, 128 << 20
 
