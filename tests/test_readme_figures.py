@@ -160,6 +160,22 @@ def cards_at_120k() -> Iterator[str]:
     yield f"The host launches for {between(launches, 0)} % of such passes"
 
 
+def papers_rows_on_cards() -> Iterator[str]:
+    for shape, name in (("7b", "7b-120k"), ("13b", "13b-60k")):
+        found = result(f"compare-cards-{name}-h200")
+        rows = [found["results"][system] for system in ("ours-plain", "ours")]
+        asked, plain = found["configuration"], rows[0]["tok_per_s"]
+        assert rows[0]["tokens"] == rows[1]["tokens"]
+        cells = [
+            f"{row['tok_per_s']:.{digits}f} | {row['tokens_per_pass']:.{of_pass}f} "
+            f"| {row['tokens_per_pass'] / row['tok_per_s']:.3f} | {row['time_to_first_token_s']:.1f} s |"
+            for row, digits, of_pass in zip(rows, (2, 1), (0, 1), strict=True)
+        ]
+        yield f"| {shape.upper()}, {asked['prompt_tokens']:,} tokens | plain decoding | {cells[0]} |"
+        yield f"{asked['new_tokens']} tokens) | TriForce | {cells[1]} {rows[1]['tok_per_s'] / plain:.1f} x |"
+        yield f"{1e3 / rows[1]['tok_per_s']:.0f} ms"
+
+
 def serving_memory() -> Iterator[str]:
     (row,) = result("serving-13b-memory-h200")["rows"]
     assert row["at_once"] == 8 and row["seconds"] == 480 and not row["errors"] and not row["left"]
@@ -622,6 +638,7 @@ def turns() -> Iterator[str]:
         packed_13b,
         cards,
         cards_at_120k,
+        papers_rows_on_cards,
         serving_memory,
         long_context,
         on_chip,
