@@ -31,10 +31,10 @@ class RopeTable:
         self.device = device
         self._parameters = dict(config.rope_parameters)
         self._type: str = self._parameters["rope_type"]
-        # Not at the top: transformers takes longer to import than a plan may take.
-        from transformers import LlamaConfig
+        # Not at the top: transformers takes longer to import than a plan may take, and the class of a model much longer.
+        from transformers import PreTrainedConfig
 
-        self._hf_config = LlamaConfig(
+        self._hf_config = PreTrainedConfig(
             hidden_size=config.head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
         )  # fmt: skip
