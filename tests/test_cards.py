@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +244,20 @@ def test_a_streamed_layer_of_each_card_reads_a_prompt_of_several_pieces(tmp_path
         with load(target, owners, draft="none", resident_layers=0) as runtime:
             said.append(runtime.generate([7, 8, 9] * 100, max_new_tokens=4, ignore_eos=True).tokens)
     assert said[0] == said[1]
+
+
+def test_a_sliding_window_is_that_of_one_card(target: Path, tmp_path: Path, watch: CardWatch) -> None:
+    sliding = Path(shutil.copytree(target, tmp_path / "mistral"))
+    written = json.loads((sliding / "config.json").read_text())
+    changes = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    (sliding / "config.json").write_text(json.dumps({**written, **changes}))
+    said = list[list[int]]()
+    for owners in ((), DEALS[0]):
+        with load(sliding, owners, draft="none", kv="host", resident_layers=2) as runtime:
+            assert set(runtime.plan.target.config.layer_windows) == {16}
+            said.append(runtime.generate([7, 8, 9] * 100, max_new_tokens=12, ignore_eos=True).tokens)
+    assert said[0] == said[1] and len(set(said[0])) > 3
+    assert set(watch.touched) == {0, 1}
 
 
 @pytest.mark.parametrize("owners", [(0, 1, 0, 1, 0), (0, 0, 1, 1, 1)])
