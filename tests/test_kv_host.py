@@ -52,6 +52,21 @@ def test_trees(pair: tuple[ModelRunner, ModelRunner]) -> None:
     assert same(*(runner.verify([Window(tuple(random_tokens(9)), parents)], [0]) for runner in pair))
 
 
+def test_prompts_of_all_lengths_are_read_in_the_same_memory() -> None:
+    """However full the device is: there need be no second piece of memory for a longer prompt."""
+    made, places = assemble("llama", host_kv=HostKV()), list[int]()
+    runner = made.runner
+
+    def on_layer(done: int, layers: int) -> None:
+        places.append(runner.cache.store(done - 1).data.data_ptr())
+
+    for length in (300, 600, 500):
+        runner.prefill(0, random_tokens(length), on_layer)
+        runner.cache.truncate(0, 0)
+    assert len(places) > 3 and len(set(places)) == 1
+    made.close()
+
+
 @pytest.mark.slow
 def test_ragged_batches(pair: tuple[ModelRunner, ModelRunner]) -> None:
     reset(*pair)

@@ -320,14 +320,14 @@ def test_what_a_text_said_before_takes_the_room_beside_a_chain() -> None:
     draft = WithNgrams(Sevens(), NgramProposer(), alone=False)
     text = [1, 2, 3, 4, 5, 6, 9, 1, 2]
     assert list(draft.modes({0: text})) == ["chain"]
-    alone, extra = (
+    alone, further = (
         draft.propose([DraftRequest(0, text, 2, mode="chain", cost_aware=True, extra_nodes=count)])[0]
         for count in (0, 5)
     )
     assert alone == Proposal.chain([7, 7], "draft")
-    assert len(extra) == 7 and extra.sources == ("draft",) * 2 + ("ngram",) * 5
+    assert len(further) == 7 and further.sources == ("draft",) * 2 + ("ngram",) * 5
     # Further down than the chain, from where the text ends.
-    assert accepted_path(extra, [3, 0, 0, 4, 5, 6, 9, 0]) == [2, 3, 4, 5, 6]
-    assert extra.depths[2:] == (1, 2, 3, 4, 5)
+    assert accepted_path(further, [3, 0, 0, 4, 5, 6, 9, 0]) == [2, 3, 4, 5, 6]
+    assert further.depths[2:] == (1, 2, 3, 4, 5)
     new = draft.propose([DraftRequest(0, [11, 12, 13], 2, mode="chain", cost_aware=True, extra_nodes=5)])[0]
     assert new == alone

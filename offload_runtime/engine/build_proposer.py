@@ -86,7 +86,7 @@ def _make_triforce(
                 own, own_plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
                 chunk_size=options.chunk_size, batch=batch, budget=own_budget, make_policy=make_policy,
             )  # fmt: skip
-        if isinstance(own, HostKVCache) and batch == 1:
+        if isinstance(own, HostKVCache) and not own_plan.target.prefill_workspace_bytes:
             own.borrow_workspace = chosen.chunks.borrow_workspace
         own_budget.reserve("steps of the retrieval verifier", own_plan.verifier_step_bytes)
         caches.append(chosen)

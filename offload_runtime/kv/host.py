@@ -59,7 +59,7 @@ class HostKVCache(BlockCache):
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
         piece_bytes: Size of the link ring's slots.
         budget: Ledger of the device.
-        workspace_bytes: To reserve there for prefills; 0 when `borrow_workspace` will have enough.
+        workspace_bytes: To allocate there for prefills; 0 when `borrow_workspace` will be set.
         writeback: Copy queue of its own, for blocks on their way to the host.
         resident_layers: Layers that keep all their blocks on the device.
         locking: How its host memory is page-locked.
@@ -74,9 +74,6 @@ class HostKVCache(BlockCache):
         locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
     ) -> None:  # fmt: skip
         super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
-        # Lends device memory that nothing else uses during a prefill, uint8 [nbytes], or None when it has less. It is
-        # the lender's again when the prefill ends, its contents lost.
-        self.borrow_workspace: Callable[[int], torch.Tensor | None] = lambda nbytes: None
         self._dtype = dtype
         self._block_bytes = block_bytes(config, dtype)
         self._piece_blocks = piece_bytes // self._block_bytes
@@ -94,8 +91,11 @@ class HostKVCache(BlockCache):
         # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
         self._ring = dict(zip(streamed, self._rings, strict=True))
         self._resident = dict(zip(resident_layers, self._stays, strict=True))
-        if streamed and workspace_bytes:
-            budget.reserve(f"{name}: prefill workspace", workspace_bytes)
+        # Once for all: from the second prompt on the allocator would put a larger one where residual streams were.
+        workspace = budget.allocate(f"{name}: prefill workspace", workspace_bytes if streamed else 0)
+        # Lends device memory that nothing else uses during a prefill, uint8 [nbytes]. It is the lender's again when the
+        # prefill ends, its contents lost.
+        self.borrow_workspace: Callable[[int], torch.Tensor] = lambda nbytes: workspace[:nbytes]
         self._ring_from = [0] * batch  # first block that the ring holds
         self.writes = HostWrites(writeback, batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
@@ -226,10 +226,7 @@ class HostKVCache(BlockCache):
         self.writes.drain()  # the blocks behind `start` are read back
         shape = (1, num_blocks(total), *block_shape(self._config))
         # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
-        nbytes = shape[1] * self._block_bytes
-        memory = self.borrow_workspace(nbytes)
-        if memory is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory = self.borrow_workspace(shape[1] * self._block_bytes)
         self._prefill = HostPrefill(
             sequence, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
             piece_blocks=self._piece_blocks, writeback=self.writes.engine,

@@ -27,7 +27,7 @@ from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_h
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4
 # Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little. Those
-# of several cards are four times as large: a host takes up to 0.75 ms to launch the copy of one and its attention.
+# of several cards are four times as large: their links bring pieces so much faster than one host launches them.
 KV_RING_SLOTS = 4
 _PIECE_BYTES, _PIECE_BYTES_OF_CARDS = 32 << 20, 128 << 20
 
@@ -372,10 +372,12 @@ class HostPrefill:
 
 
 def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int, *, overlapped: bool = False) -> int:
-    """Bytes of a slot of the ring on the link: whole blocks of a layer, no more than there are; `overlapped` where the
-    links of several cards are busy at once."""
+    """Bytes of a slot of the ring on the link: whole blocks of a layer, of which a long sequence makes pieces of about
+    the same size; `overlapped` where the links of several cards are busy at once."""
     block, most = block_bytes(config, dtype), _PIECE_BYTES_OF_CARDS if overlapped else _PIECE_BYTES
-    return max(1, min(most // block, num_blocks(context_tokens))) * block
+    blocks = num_blocks(context_tokens)
+    pieces = -(-blocks // max(1, most // block))
+    return -(-blocks // pieces) * block
 
 
 def ring_blocks(window_tokens: int) -> int:

@@ -65,13 +65,10 @@ class RetrievedChunks:
         places = (config.num_layers, batch, config.num_kv_heads, self.budget_chunks)
         self.resident = allocate_zeros(budget, f"{name}: places", torch.int32, places).fill_(-1)
 
-    def borrow_workspace(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 [nbytes] of the memory of the chunks, which are forgotten; None when there is less."""
-        memory = self._data.view(-1).view(torch.uint8)
-        if nbytes > memory.nbytes:
-            return None
+    def borrow_workspace(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] of the memory of the chunks, at most all of it; they are forgotten."""
         self.forget(slice(None))
-        return memory[:nbytes]
+        return self._data.view(-1).view(torch.uint8)[:nbytes]
 
     def blocks(self, layer: int) -> KVBlocks:
         """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in the order of their places; see `resident`."""

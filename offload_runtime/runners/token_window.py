@@ -55,7 +55,7 @@ class WindowOutput:
         return self._part(self.tokens, start, stop)
 
     def runners_up_between(self, start: int, stop: int) -> list[int]:
-        """The runners-up of these tokens."""
+        """The runners-up of the tokens of positions `start` to `stop` - 1."""
         return self._part(self.runners_up, start, stop)
 
     def _part(self, values: Sequence[int], start: int, stop: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.kv.device import num_blocks
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.model import Decoder, RopeTable, RowBuilder
 from offload_runtime.runners import ModelRunner
@@ -139,6 +140,7 @@ def make_runner(
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
     else:
         piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
+        workspace_bytes = num_blocks(capacity_tokens) * block_bytes(config, dtype)
         locking, writeback = BlockLocking(host_kv.registrar or registrar), make_copy_engine(device)
         if host_kv.staged is not None:
             locking = BlockLocking(registrar, PageableMemory(), host_kv.staged.layers)
@@ -146,8 +148,8 @@ def make_runner(
             engine, writeback = _staged_queues(host_kv.staged, locking, rings, engine, writeback)
         cache = HostKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
-            piece_bytes=piece_bytes, budget=budget, writeback=writeback, workspace_bytes=0, locking=locking,
-            resident_layers=host_kv.resident_layers,
+            piece_bytes=piece_bytes, budget=budget, writeback=writeback, workspace_bytes=workspace_bytes,
+            locking=locking, resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_slots = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.slots)]
     scratch_bytes = layout.scratch_bytes(device.type)
