@@ -31,7 +31,7 @@ class RopeTable:
         self.device = device
         self._parameters = dict(config.rope_parameters)
         self._type: str = self._parameters["rope_type"]
-        # Not at the top: transformers takes longer to import than a plan may take, and the class of a model much longer.
+        # Not at the top: transformers takes longer to import than a plan may take, and a model's own class much longer.
         from transformers import PreTrainedConfig
 
         self._hf_config = PreTrainedConfig(

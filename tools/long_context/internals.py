@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from long_context.policies import chunk_policy
@@ -180,7 +181,7 @@ def detach_policies(runtime: Runtime, num_reservations: int) -> None:
     cache = target_cache(runtime)
     cache.observers.clear()
     if isinstance(cache, HostKVCache):
-        cache.borrow_workspace = lambda nbytes: None
+        cache.borrow_workspace = partial(torch.empty, dtype=torch.uint8, device=runtime.device)
     reserved = budget_of(runtime).reservations
     for name in list(reserved)[num_reservations:]:
         del reserved[name]
