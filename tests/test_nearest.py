@@ -54,7 +54,7 @@ CHANGES = {
     "several at once": "--batch 1 --kv auto --speculation auto --draft ngram --draft-cache auto",
     "more than the card has": "--vram 25.7GB --context 11520",
     "more of both than there is": "--vram 25.7GB --ram 68.7GB",
-    "more host memory than there is": "--ram 68.7GB --context 75520",
+    "more host memory than there is": "--ram 68.7GB --context 76032",
     "less host memory than is needed": "--ram 13.9GB",
     "less of all than is needed": "--vram 7.2GB --ram 15.0GB --pinned 75.5MB",
     "less than a larger machine needs": "--ram 134.9GB on a machine with 134.9 GB of host memory",
