@@ -197,7 +197,7 @@ def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("way", "owners"), [*((way, DEALS[number % len(DEALS)]) for number, way in enumerate(WAYS)), ("tree", DEALS[0])]
 )
@@ -290,6 +290,7 @@ def test_a_warm_up_takes_part_of_the_layers(target: Path, watch: CardWatch, owne
     assert set(watch.touched) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_batch_and_a_conversation(target: Path, watch: CardWatch) -> None:
     found = []
     for owners in ((), DEALS[0]):
@@ -302,6 +303,7 @@ def test_a_batch_and_a_conversation(target: Path, watch: CardWatch) -> None:
     assert set(watch.touched) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_what_cannot_be_locked_is_staged_on_each_card(target: Path, watch: CardWatch, kv: str) -> None:
     options: dict[str, Any] = {"target": target, "draft": "none", "resident_layers": 0, "kv": kv}
