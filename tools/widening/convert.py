@@ -129,7 +129,8 @@ def convert_to_safetensors(
     needed = checkpoint_tensors(source.config())
     shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in source.fills}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=int(max_shard_bytes))
-    total_bytes, done_bytes, counting = sum(shape.nbytes for shape in shapes.values()), 0, threading.Lock()
+    total_bytes, done_bytes = sum(shape.nbytes for shape in shapes.values()), 0
+    counting, stopped = threading.Lock(), threading.Event()
     with atomic_directory(target, total_bytes + _OTHER_FILES_BYTES) as directory:
         _write_descriptions(source, directory, dtype)
 
@@ -137,6 +138,8 @@ def convert_to_safetensors(
             nonlocal done_bytes
             tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
             for name, tensor in tensors.items():
+                if stopped.is_set():
+                    return
                 source.fills[name](tensor)
                 with counting:
                     done_bytes += tensor.nbytes
@@ -148,7 +151,8 @@ def convert_to_safetensors(
             try:
                 list(pool.map(write, *zip(*split.filename_to_tensors.items(), strict=True)))
             finally:
-                pool.shutdown(cancel_futures=True)  # of the others where one has failed
+                stopped.set()  # of the others where one has failed, or somebody has no time
+                pool.shutdown(cancel_futures=True)
         if split.is_sharded:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": split.tensor_to_filename}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
