@@ -449,7 +449,10 @@ def _run_layers(
     if len(decoder.partition.cards) > 1:
         with _over_cards(decoder.partition):
             return _run_layers_on_cards(decoder, layers, cache, pieces, kept, on_layer)
-    residuals = _residual_streams(decoder, pieces)
+    if len(pieces) == 1:
+        residuals = [decoder.embed(pieces[0])]
+    else:
+        residuals = list(_embedded(decoder, pieces, _landings(decoder, pieces, decoder.final_norm.device)))
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
@@ -457,16 +460,19 @@ def _run_layers(
     return [residuals[piece] for piece in kept]
 
 
-def _residual_streams(decoder: Decoder, pieces: list[PassRows]) -> Sequence[torch.Tensor]:
-    """The embedded tokens of each piece, [N, H]; those of several are one piece of memory, of which nothing is lost
-    between them."""
-    if len(pieces) == 1:
-        return [decoder.embed(pieces[0])]
-    heights, norm = [len(rows.tokens) for rows in pieces], decoder.final_norm
-    residuals = norm.new_empty(sum(heights), decoder.config.hidden_size).split(heights)
-    for residual, rows in zip(residuals, pieces, strict=True):
-        residual.copy_(decoder.embed(rows))
-    return residuals
+def _landings(decoder: Decoder, pieces: list[PassRows], device: torch.device) -> Sequence[torch.Tensor]:
+    """Where the residual stream of each piece lies on a device, uint8: all of them one piece of memory, of which the
+    allocator loses nothing in between."""
+    row_bytes = decoder.config.hidden_size * decoder.final_norm.dtype.itemsize
+    lengths = [landing_bytes(len(rows.tokens) * row_bytes) for rows in pieces]
+    return torch.empty(sum(lengths), dtype=torch.uint8, device=device).split(lengths)
+
+
+def _embedded(decoder: Decoder, pieces: list[PassRows], landings: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The residual streams of the pieces at the bottom, [N, H], one after the other in this memory."""
+    for rows, landing in zip(pieces, landings, strict=True):
+        embedded = decoder.embed(rows)
+        yield landing[: embedded.nbytes].view(embedded.dtype).view(embedded.shape).copy_(embedded)
 
 
 def _run_layers_on_cards(
@@ -549,22 +555,18 @@ def _begin_on_cards(
     """For every card the rows of each piece and where its residual stream lands there, uint8; and the streams, [N, H],
     on the way to the card of the first layer.
 
-    A card's landings are one piece of memory. If each stream that arrives took its own, what leaves could not be used
-    again until the device has sent it, and the host is layers ahead.
+    If each stream that arrives took memory of its own, what leaves could not be used again until the device has sent
+    it, and the host is layers ahead.
     """
-    partition, dtype = decoder.partition, decoder.final_norm.dtype
+    partition = decoder.partition
     first, buffers = partition.cards[0], partition.hop_buffers
-    shapes = [(len(rows.tokens), decoder.config.hidden_size) for rows in pieces]
-    sizes = [height * width * dtype.itemsize for height, width in shapes]
-    lengths = [landing_bytes(nbytes) for nbytes in sizes]
     rows_of, landings = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
         rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
         with on_card(card):
-            landings[card] = torch.empty(sum(lengths), dtype=torch.uint8, device=card.device).split(lengths)
-    on_way = []
-    for piece, (landing, nbytes, shape) in enumerate(zip(landings[first], sizes, shapes, strict=True)):
-        residual = landing[:nbytes].view(dtype).view(shape)
-        residual.copy_(decoder.embed(pieces[piece]))
-        on_way.append(depart([residual], first, partition.card_of(0), buffers, piece))
+            landings[card] = _landings(decoder, pieces, card.device)
+    on_way = [
+        depart([residual], first, partition.card_of(0), buffers, piece)
+        for piece, residual in enumerate(_embedded(decoder, pieces, landings[first]))
+    ]
     return rows_of, landings, on_way
