@@ -106,6 +106,11 @@ class HostKVCache(BlockCache):
         self._schedule: CopySchedule | None = None
         self._snapshot = self.snapshot()
 
+    @property
+    def prefills_by_layer(self) -> bool:
+        """One workspace serves all layers whose blocks are on the host."""
+        return bool(self._ring)
+
     # --- what the streamer asks
 
     def snapshot(self) -> Snapshot:
