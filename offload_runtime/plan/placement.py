@@ -251,8 +251,8 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
     From even counts on layers go from the card that is short of memory, or whose copies take longest, to the one with
     the shortest: as many as would even both out, and half as many where that gains nothing. Layers are dealt out in
     turn, so that all links are busy, and all cards, where a prefill goes layer by layer; where everything is on the
-    cards, in blocks: an 80-layer model then hops 2 times in place of 80, which are predicted to take 2.4 ms of a pass of
-    two RTX 4090s.
+    cards, in blocks: an 80-layer model then hops 2 times in place of 80, which are predicted to take 2.4 ms of a pass
+    of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -318,7 +318,7 @@ def _longest_bytes(cards: Sequence[_CardLoad]) -> float:
 
 
 def _uses_host(cards: Sequence[_CardLoad]) -> bool:
-    """Whether some card is too small, or has weights, keys or values on the host, even if a pass brings none of them."""
+    """Whether some card is too small, or has anything on the host, even keys and values that no pass brings."""
     return any(card.missing_bytes or card.plan.streamed_bytes or card.plan.target.kv_layers_on_host for card in cards)
 
 
