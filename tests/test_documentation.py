@@ -1,9 +1,12 @@
-"""What the documentation names is there: files, links with their headings, options of the commands."""
+"""What the documents name is there: files, headings, options, commands, and every figure beside the JSON it is from."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,80 +16,135 @@ import typer
 from offload_runtime.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-}
-# Of pytest, and what every parser adds.
-FOREIGN_OPTIONS = {"--cov", "--help"}
-# Names in a list leave out the folder that they share with the one before.
-FOLDERS = ("", "tests", "tests/kernels", "tools", "docs")
-
-
-def anchor(heading: str) -> str:
-    """The fragment that GitHub gives a heading."""
-    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-    return re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+FOREIGN_OPTIONS = {"--cov", "--help", "--version", "--install-completion", "--no-deps"}
 
 
 def anchors(text: str) -> set[str]:
-    """Of all headings, those within blocks of code left out."""
+    """The fragments that GitHub gives the headings of a page."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)}
+    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def missing_links(page: Path) -> Iterator[str]:
-    """Links to files and headings that are not there."""
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if link.startswith(("http://", "https://")):
-            continue
-        name, _, fragment = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (fragment and fragment not in anchors(target.read_text(encoding="utf-8"))):
-            yield link
+def indented(text: str) -> list[str]:
+    """The lines of indented blocks, continued ones joined."""
+    return re.findall(r"^ {4,}(.+)$", re.sub(r"\\\n\s*", "", text), flags=re.MULTILINE)
 
 
-def missing_files(text: str) -> Iterator[str]:
-    """Scripts and tests named in code, of which none is there."""
-    for name in re.findall(r"(?<![\w./-])((?:[\w.*-]+/)*[\w*]+\.(?:py|toml|json))(?![\w*])", code_of(text)):
-        ours = name.startswith(("tools/", "tests/", "profiles/", "test_", "bench_", "widen_"))
-        if ours and not any(list(ROOT.glob(f"{folder}/{name}".lstrip("/"))) for folder in FOLDERS):
-            yield name
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
+        if not link.startswith("https://"):
+            path, _, fragment = " ".join(link.split()).partition("#")
+            target = (ROOT / name).parent / path if path else ROOT / name
+            assert target.exists(), link
+            assert not fragment or fragment in anchors(target.read_text(encoding="utf-8")), link
 
 
-def code_of(text: str) -> str:
-    """Everything between backticks and in indented blocks."""
-    blocks = [line for line in text.splitlines() if line.startswith("    ")]
-    return "\n".join([*re.findall(r"`([^`\n]+)`", text), *blocks])
-
-
+@cache
 def known_options() -> set[str]:
-    """All that a command takes, as typer reads it, or a tool, as the sources spell it."""
-    group: Any = typer.main.get_command(app)
-    options = {name for command in (group, *group.commands.values()) for one in command.params for name in one.opts}
+    """What a command or a tool takes."""
+    options = {name for command in COMMANDS.values() for option in command.params for name in option.opts}
     for path in (ROOT / "tools").rglob("*.py"):
-        options.update(re.findall(r"[\"'/,](--[a-z][a-z-]+)[\"'/,]", path.read_text()))
-    return options
+        options.update(re.findall(r"[\"'/,](--[a-z][a-z-]+)[\"'/,]", path.read_text(encoding="utf-8")))
+    return options | FOREIGN_OPTIONS
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_and_files_are_there(name: str) -> None:
-    page = PAGES[name]
-    assert not [*missing_links(page), *missing_files(page.read_text(encoding="utf-8"))]
+def test_options_and_files_in_code_are_there(name: str) -> None:
+    code = "\n".join([*re.findall(r"`([^`\n]+)`", PAGES[name]), *indented(PAGES[name])])
+    assert not set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)) - known_options()
+    for path in re.findall(r"(?<![\w./])((?:tools|tests|examples)/[\w/]+\.py)", code):
+        assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_options_are_known(name: str) -> None:
-    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", code_of(PAGES[name].read_text(encoding="utf-8"))))
-    assert not used - known_options() - FOREIGN_OPTIONS
+def test_commands_can_be_asked_for() -> None:
+    lines = [(name, words) for name, page in PAGES.items() for words in indented(page)]
+    asked = [(name, line.split("offload-runtime ", 1)[1]) for name, line in lines if "offload-runtime " in line]
+    for _, line in asked:
+        command, *words = shlex.split(line.partition(" < ")[0].rstrip("&"), comments=True)
+        COMMANDS[command].make_context(command, words)
+    assert {line.split()[0] for name, line in asked if name == "docs/guide.md"} == set(COMMANDS)
 
 
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
-    (tmp_path / "other.md").write_text("# A heading, `code` & more\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[a](other.md#a-heading-code--more) [b](other.md#b) [c](absent.md) [d](#here)\n## Here\n[e](https://x)"
+@pytest.mark.slow
+def test_the_program_of_the_readme_runs(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGES["README.md"], flags=re.DOTALL)
+    exec(block.replace("path/or/id", str(target)), {})
+    assert re.search(r"\d+\.\d+ \d+\.\d+\n", capsys.readouterr().out)
+
+
+# --- figures: where result files are named every decimal number is in one of them, in the unit that is shown
+
+SCALES = {"%": (100.0,), "ms": (1e3, 1.0), "GB": (1e-9,), "tokens/s": (1.0, 0.0)}  # 0 is the inverse
+UNIT = r"%|\bx\b|\bms\b|GB/s|GB|MB|tokens/s|\bs\b"
+Figure = tuple[frozenset[str], str, str]  # result files, unit, digits
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers of a result, without lists of tokens."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from () if key in ("tokens", "text", "next_token") and isinstance(part, list) else numbers(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from numbers(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+@cache
+def shown(names: frozenset[str], unit: str, digits: int) -> set[str]:
+    """How the numbers of result files are written in a unit."""
+    found = {n for name in names for n in numbers(json.loads((ROOT / "tools/results" / name).read_text()))}
+    return {f"{n * scale or 1 / (n or 1):.{digits}f}" for n in found for scale in SCALES.get(unit, (1.0,))}
+
+
+def is_shown(figure: Figure) -> bool:
+    """Whether a figure is that of a result."""
+    return figure[2] in shown(*figure[:2], len(figure[2].partition(".")[2]))
+
+
+def results_in(text: str) -> frozenset[str]:
+    """The result files that a text names."""
+    return frozenset(re.findall(r"tools/results/([\w.-]+\.json)\)", text))
+
+
+def figures(page: str) -> Iterator[Figure]:
+    """The figures of a page, each with the result files of its row, else of its paragraph, else of its section."""
+    for section in re.split(r"^#+ .*$", page, flags=re.MULTILINE):
+        header: list[str] = []
+        for block in re.split(r"\n\n|\n(?=\|)", section):
+            cells = block.strip().split("|") if block.startswith("|") else [block]
+            header = (header or cells) if len(cells) > 1 else []
+            names = results_in(block) or results_in(section)
+            for cell, title in zip(cells, header or [""], strict=True):
+                if names and "in the paper" not in title and "| predicted |" not in block:
+                    yield from ((names, *one) for one in figures_of(cell, title))
+
+
+def figures_of(cell: str, title: str) -> Iterator[tuple[str, str]]:
+    """Decimal numbers with their units, but for code, links, versions and settings."""
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|^ {4,}.*$|^!\[.*$|\d+(\.\d+){2,}|[\d.]+B\b", " ", cell, flags=re.MULTILINE)
+    prose = re.sub(
+        r"(T =|[Nn]oise|temperature|needle at|transformers|accelerate|Qwen|Llama-|arXiv)\s?[\d., and]+", "", prose
     )
-    assert list(missing_links(page)) == ["other.md#b", "absent.md"]
-    named = "`tests/test_engine.py`, `test_triforce*.py`, `tests/test_absent.py`, `bench_absent*.py`, `model.json`"
-    assert list(missing_files(named)) == ["tests/test_absent.py", "bench_absent*.py"]
-    assert {"--draft", "--json", "--noise"} <= known_options() and "--drafts" not in known_options()
+    for listed, unit in re.findall(rf"((?:\d+(?:\.\d+)?(?:, | and | to |\s)*)+)({UNIT})?", prose):
+        unit = unit or "".join(re.findall(UNIT, title)[:1])
+        yield from ((unit, one) for one in re.findall(r"\d+\.\d+", listed))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_figures_are_those_of_the_results(name: str) -> None:
+    assert not [figure for figure in figures(PAGES[name]) if not is_shown(figure)]
+
+
+def test_wrong_figures_would_be_found() -> None:
+    """Most figures that are 7 % too large are in no result."""
+    all_of_them = list(figures(PAGES["docs/benchmarks.md"]))
+    wrong = [(*rest, f"{1.07 * float(one):.{len(one.partition('.')[2])}f}") for *rest, one in all_of_them]
+    found = [one for one, right in zip(wrong, all_of_them, strict=True) if one != right and not is_shown(one)]
+    assert len(found) > 0.6 * len(wrong) > 120

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -188,19 +187,6 @@ def test_a_cut_out_draws_and_counts_like_the_whole_trace(trace: Path, tmp_path: 
     assert timeline.main([str(cut), "--passes", "1-9", "--out", str(out)]) == 2
     # A compressed trace's picture is named like that of the trace itself.
     assert timeline.picture_path(cut, None) == tmp_path / "cut.png"
-
-
-def test_the_documented_pictures_are_what_their_commands_draw(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "scheduler.md").read_text()
-    commands = [shlex.split(line) for line in page.splitlines() if line.startswith("    python tools/timeline.py")]
-    assert len(commands) == 2
-    for _, tool, trace, *ways in commands:
-        assert tool == "tools/timeline.py"
-        documented = ROOT / ways[ways.index("--out") + 1]
-        drawn = tmp_path / documented.name
-        assert timeline.main([str(ROOT / trace), *ways[: ways.index("--out")], "--out", str(drawn)]) == 0
-        assert words_of(drawn) == words_of(documented), f"{documented} is older than the tool: run {commands}"
-        assert f"](charts/{documented.name})" in page
 
 
 def test_copies_are_told_apart_by_the_pass_that_they_are_for(trace: Path) -> None:

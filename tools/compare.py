@@ -6,7 +6,7 @@
 
 Every system runs in its own process. A peer that is not installed is reported as missing, one that lacks what it needs
 as skipped, each with the reason. Prints a table, then one JSON line; writes the JSON and the chart (PNG and SVG) beside
-it. Exit code 1 when a system that is installed failed. docs/compare.md says how each is set up.
+it. Exit code 1 when a system that is installed failed. docs/benchmarks.md says how each is set up.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ runtime and one prefill: the hierarchy is built anew for each row around the cac
 Over streamed weights: `window` tokens in the window of a pass; `resident` shares of the layers that stay on the device,
 like 3/8.
 
-Which table is which sweep, and what cannot be reproduced here, is in docs/sweeps.md. Each row is written when it is
+Which table is which sweep, and what cannot be reproduced here, is in docs/benchmarks.md. Each row is written when it is
 there, and rows that the file has already, of the same settings, commit and machine, are not measured again. An option
 that none of the sweeps would use is refused. Ends with one JSON line per sweep, and with exit code 1 if any row's
 tokens differ from those of plain decoding. `draw` makes pictures of files that are there, and measures nothing.
