@@ -1,22 +1,32 @@
-"""The same tokens whatever proposes them, wherever weights, keys and values are, however they are sampled: in pairs."""
+"""The same tokens as plain decoding on one device that holds everything: whatever proposes them, wherever weights, keys
+and values are, on however many devices, however long the prompt, wherever windows slide, however they are sampled."""
 
 from __future__ import annotations
 
-from itertools import combinations, product
+import json
+from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
-from tests.helpers.covering import few
-from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 
-# The first is longer than a block of keys and values, so that some of them stream.
-PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(300)], PROMPT, "the lazy dog"]
-COUNT = 10
+COUNT = 7
+# Shorter than everything that is cut, longer than a piece of a prompt and a block of keys and values, and than two.
+PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 270, 600)]
+# The first of four layers that slides, and how far it reaches: less than what a device holds anyway, and more.
+WINDOWS: dict[str, tuple[int, int] | None] = {
+    "full attention": None, "all layers slide": (0, 37), "some layers slide": (2, 37), "long windows": (1, 400),
+}  # fmt: skip
 SMALL: dict[str, Any] = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4}
 DRAFTS: dict[str, dict[str, Any]] = {
+    "nothing": {"draft": "none"},
     "n-grams": {"draft": "ngram", "gamma": 7},
     "chains": {"gamma": 5, "tree_nodes": 0},
     "trees": {"gamma": 3, "tree_nodes": 24},
@@ -25,60 +35,106 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "retrieved chunks": {"gamma": 4, "speculation": SpeculationOptions("chain", "retrieval", **SMALL)},
     "TriForce": {"gamma": 8, "speculation": SpeculationOptions("triforce", gamma_draft=2, **SMALL)},
 }  # fmt: skip
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.8, "seed": 3},
-    "filtered": {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 2**63},
-}
-AXES: list[list[Any]] = [list(DRAFTS), ["gpu", "host"], [0, 2, "auto"], list(SAMPLINGS)]
-# TriForce needs all weights on the device.
-GRID = [row for row in product(*AXES) if row[0] != "TriForce" or row[2] == "auto"]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 2**63, "presence_penalty": 0.5},
+]
 
 
-def chosen(rows: list[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:
-    return [rows[at] for at in few([dict(zip("dkrs", map(list.index, AXES, row), strict=True)) for row in rows], count)]
+def _rows(cards: tuple[int, ...], resident: tuple[int | str, ...]) -> list[tuple[int, str, str, str, int | str]]:
+    """All combinations of devices, places of keys and values, windows and layers that stay, with what drafts in turn;
+    TriForce, which needs all layers on the devices and full attention, with each number of devices."""
+    turn = cycle(name for name in DRAFTS if name != "TriForce")
+    rows = [(*row, next(turn), stay) for *row, stay in product(cards, ("gpu", "host"), WINDOWS, resident)]
+    return rows + [(number, kv, "full attention", "TriForce", "auto") for number, kv in product(cards, ("gpu", "host"))]
 
 
-ROWS = chosen(GRID, 22)
-OFTEN = chosen(ROWS, 8)
-
-
-def _pairs(rows: list[tuple[Any, ...]]) -> set[Any]:
-    return {pair for row in rows for pair in combinations(enumerate(row), 2)}
-
-
-def test_every_pair_of_values_is_tried() -> None:
-    assert _pairs(ROWS) == _pairs(GRID)
-    assert {value for row in OFTEN for value in enumerate(row)} == {value for row in GRID for value in enumerate(row)}
+OFTEN, SELDOM = _rows((1, 2), ("auto", 0)), _rows((3,), ("auto", 2))
 
 
 @pytest.fixture(scope="module")
-def expected(target: Path) -> dict[str, list[list[int]]]:
-    """Plain decoding with everything on the device."""
-    with load(target, draft="none", max_batch=3) as runtime:
-        asked = {"max_new_tokens": COUNT, "ignore_eos": True}
-        tokens = {
-            name: [result.tokens for result in runtime.generate_batch(PROMPTS, **asked, **sampling)]
-            for name, sampling in SAMPLINGS.items()
-        }
-    assert len({tuple(answer) for answers in tokens.values() for answer in answers}) == 3 * len(SAMPLINGS)
-    return tokens
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint for each kind of windows, all of the same weights."""
+    base = tmp_path_factory.mktemp("windows")
+    tokenizer = byte_level_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    model, generator = Qwen2ForCausalLM(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                scale = 0.5 if "embed" in name or name.endswith("bias") else 2.0 * parameter.shape[-1] ** -0.5
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+    def made(windows: str) -> Path:
+        path, slides = base / windows.replace(" ", "-"), WINDOWS[windows]
+        if not path.exists():
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+            if slides is not None:
+                fields = json.loads((path / "config.json").read_text())
+                fields.pop("layer_types", None)
+                fields |= {"use_sliding_window": True, "max_window_layers": slides[0], "sliding_window": slides[1]}
+                (path / "config.json").write_text(json.dumps(fields))
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def noisy(targets: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that is often right."""
+    return write_noisy_copy(targets("full attention"), tmp_path_factory.mktemp("draft") / "noisy", noise=0.03)
+
+
+def answers(target: Path, **options: Any) -> list[list[int]]:
+    """All prompts at once for each way of sampling, and a longer one, of which much is kept."""
+    asked = {"max_new_tokens": COUNT, "ignore_eos": True}
+    with Runtime.load(target, context=1024, max_batch=len(PROMPTS), **options) as runtime:
+        found = [result for way in SAMPLINGS for result in runtime.generate_batch(PROMPTS, **asked, **way)]
+        found.append(runtime.generate(PROMPTS[2] + [7, 8, 9], **asked, **SAMPLINGS[1]))
+        if options["draft"] not in ("none", "ngram") and "gamma" in options:
+            assert sum(map(sum, (result.stats.accepted_by_depth for result in found)))
+        return [result.tokens for result in found]
+
+
+@pytest.fixture(scope="module")
+def expected(targets: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
+    """Those of plain decoding on one device, which are computed once."""
+    known: dict[tuple[Any, ...], list[list[int]]] = {}
+
+    def found(windows: str, device: str, **options: Any) -> list[list[int]]:
+        key = (windows, device)
+        if key not in known:
+            known[key] = answers(targets(windows), device=device, draft="none", kv="gpu", **options)
+            assert len(set(map(tuple, known[key]))) == len(known[key]), "answers that differ show more"
+        return known[key]
+
+    return found
 
 
 @pytest.mark.parametrize(
-    ("proposed_by", "kv", "resident", "sampling"),
-    [pytest.param(*row, marks=[] if row in OFTEN else pytest.mark.slow) for row in ROWS],
+    ("cards", "kv", "windows", "drafts", "resident"),
+    [*OFTEN, *(pytest.param(*row, marks=pytest.mark.slow) for row in SELDOM)],
 )
-def test_the_tokens_are_those_of_plain_decoding(
-    target: Path, draft: Path, expected: dict[str, list[list[int]]], proposed_by: str, kv: str, resident: int | str,
-    sampling: str,
+def test_tokens_are_those_of_plain_decoding(
+    targets: Callable[[str], Path], noisy: Path, expected: Callable[..., list[list[int]]], cards: int, kv: str,
+    windows: str, drafts: str, resident: int | str,
 ) -> None:  # fmt: skip
-    """In a batch, and alone, where the first answer draws the same noise."""
-    options = {"draft": draft, "kv": kv, "resident_layers": resident, "max_batch": 3, **DRAFTS[proposed_by]}
-    asked = {"max_new_tokens": COUNT, "ignore_eos": True, **SAMPLINGS[sampling]}
-    with load(target, **options) as runtime:
-        together = runtime.generate_batch(PROMPTS, **asked)
-        alone = runtime.generate(PROMPTS[0], **asked)
-    assert [result.tokens for result in (*together, alone)] == [*expected[sampling], expected[sampling][0]]
-    if proposed_by not in ("n-grams", "whatever is chosen"):  # those may find nothing to propose
-        assert all(sum(result.stats.accepted_by_depth) > 0 for result in together)
+    options = {"draft": noisy, "kv": kv, "resident_layers": resident, "dtype": "fp32", **DRAFTS[drafts]}
+    found = answers(targets(windows), device=",".join(["cpu"] * cards), **options)
+    assert found == expected(windows, "cpu", dtype="fp32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cards", "kv", "windows", "drafts", "resident"), OFTEN)
+def test_on_a_gpu_tokens_are_those_of_plain_decoding(
+    targets: Callable[[str], Path], noisy: Path, expected: Callable[..., list[list[int]]], cards: int, kv: str,
+    windows: str, drafts: str, resident: int | str,
+) -> None:  # fmt: skip
+    options = {"draft": noisy, "kv": kv, "resident_layers": resident, "vram": ",".join(["2GB"] * cards)}
+    found = answers(targets(windows), device=",".join(["cuda:0"] * cards), **options | DRAFTS[drafts])
+    assert found == expected(windows, "cuda:0", vram="4GB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
@@ -34,24 +34,32 @@ from offload_runtime.trace import TraceRecorder
 
 def make_proposer(
     plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget], *,
-    recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
+    trees: bool = False, recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
     make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
-    """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them.
+    """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them. On a GPU all
+    models and their steps are warmed up.
 
     Args:
         plan: Who proposes, and whether there is a retrieval verifier on top.
         target: Verifies.
         draft: The draft model; None where none was loaded.
         budgets: Of the cards; who proposes is on the first.
+        trees: Whether the target verifies trees, too.
         recorder: Of a trace that steps are told; None: none.
         free_s: Behind a pass, in which drafting delays nothing.
         free_rows: Of a window, up to which no pass takes longer.
         make_policy: What chooses the chunks of the retrieval verifier.
     """
     batch, budget = plan.target.batch, budgets[0]
-    if plan.has_verifier:
-        hierarchy = _make_triforce(plan, target, draft, budgets, recorder, make_policy)
+    # Before the first prefill, which may borrow their memory.
+    retrieved = _make_retrieval_cache(plan, target, budgets, make_policy) if plan.has_verifier else None
+    if budget.device.type == "cuda":
+        warm_up(target, trees=trees)
+        if draft is not None:
+            warm_up(draft)
+    if retrieved is not None:
+        hierarchy = _make_triforce(plan, target, draft, retrieved, budget, recorder)
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
     if draft is None:
         return Proposer() if plan.proposer == "none" else NgramProposer()
@@ -69,14 +77,12 @@ def make_proposer(
     return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=worth), ngrams)
 
 
-def _make_triforce(
-    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget],
-    recorder: TraceRecorder | None, make_policy: type[RetrievalPolicy],
-) -> Proposer:  # fmt: skip
-    options, runner, budget = plan.request.speculation, target.runner, budgets[0]
-    config, batch, partition = plan.target.config, plan.target.batch, runner.decoder.partition
-    layers, source = runner.streamer.resident_layers(), runner.cache
-    assert layers is not None, "refused when it was planned"
+def _make_retrieval_cache(
+    plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget], make_policy: type[RetrievalPolicy]
+) -> RetrievalCache | MultiCardRetrievalCache:
+    """What the retrieval verifier sees of the target's cache, whose prefills borrow memory of it where they were
+    planned to."""
+    options, batch, partition = plan.request.speculation, plan.target.batch, target.runner.decoder.partition
     caches = list[RetrievalCache]()
     for card, share, own_budget in zip(partition.cards, target.shares, budgets, strict=True):
         own, own_plan = share.cache, plan.on_card(card.number)
@@ -90,7 +96,16 @@ def _make_triforce(
             own.borrow_workspace = chosen.chunks.borrow_workspace
         own_budget.reserve("steps of the retrieval verifier", own_plan.verifier_step_bytes)
         caches.append(chosen)
-    retrieved = MultiCardRetrievalCache(partition, caches) if len(caches) > 1 else caches[0]
+    return MultiCardRetrievalCache(partition, caches) if len(caches) > 1 else caches[0]
+
+
+def _make_triforce(
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, retrieved: RetrievalCache | MultiCardRetrievalCache,
+    budget: DeviceBudget, recorder: TraceRecorder | None,
+) -> Proposer:  # fmt: skip
+    runner, config, batch = target.runner, plan.target.config, plan.target.batch
+    layers, source = runner.streamer.resident_layers(), runner.cache
+    assert layers is not None, "refused when it was planned"
     trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(

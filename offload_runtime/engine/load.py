@@ -291,8 +291,7 @@ def _load(
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
         target, drafter = assembly.load_models(
-            target_source, draft_source, plan, open_cards, registrar=registrar, on_progress=on_progress, trees=branches,
-            undo=undo,
+            target_source, draft_source, plan, open_cards, registrar=registrar, on_progress=on_progress, undo=undo
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:
@@ -300,7 +299,9 @@ def _load(
             links = sum(card.limits.link_ratio for card, share in shares if share.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
-        proposer = make_proposer(plan, target, drafter, budgets, recorder=recorder, free_s=free_s, free_rows=free_rows)
+        proposer = make_proposer(
+            plan, target, drafter, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
+        )  # fmt: skip
         free = max(0, min(config.max_gamma, free_rows - 1))
         windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         placed = plan.with_target(target.plan)

@@ -188,10 +188,9 @@ def open_sources(
 
 def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
-    *, registrar: Registrar | None, on_progress: LoadProgress | None, trees: bool, undo: ExitStack,
+    *, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """The target and its draft, which is loaded first, onto the first card; on a GPU warmed up too, the target for
-    windows that are `trees`.
+    """The target and its draft, which is loaded first, onto the first card.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
@@ -204,13 +203,9 @@ def load_models(
     )
     draft = load(draft_source, plan.draft, cards[:1], name="draft") if draft_source and plan.draft else None
     target = load(target_source, plan.target, cards, name="target")
-    if on_gpu:
-        warm_up(target, trees=trees)
-        runner, layers = target.runner, target.runner.streamer.resident_layers()
-        if plan.captured_bytes and layers is not None:
-            runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
-        if draft is not None:
-            warm_up(draft)
+    runner, layers = target.runner, target.runner.streamer.resident_layers()
+    if on_gpu and plan.captured_bytes and layers is not None:
+        runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
     return target, draft
 
 

@@ -51,6 +51,10 @@ class KVCache(LayerCache, Protocol):
         """Whether the windows of a pass may be prompts, too, to be committed as a whole."""
 
     @property
+    def prefills_by_layer(self) -> bool:
+        """Whether a prefill has to take all pieces of a prompt through one layer before the next."""
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory that it holds."""
 
@@ -113,6 +117,8 @@ class BlockCache:
         batch: Sequences.
         device: Where passes run.
     """
+
+    prefills_by_layer = False
 
     def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int, device: torch.device) -> None:
         self._config, self._device = config, device

@@ -91,6 +91,7 @@ class HostKVCache(BlockCache):
         # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
         self._ring = dict(zip(streamed, self._rings, strict=True))
         self._resident = dict(zip(resident_layers, self._stays, strict=True))
+        self.prefills_by_layer = bool(streamed)  # one workspace serves all of these
         # Once for all: from the second prompt on the allocator would put a larger one where residual streams were.
         workspace = budget.allocate(f"{name}: prefill workspace", workspace_bytes if streamed else 0)
         # Lends device memory that nothing else uses during a prefill, uint8 [nbytes]. It is the lender's again when the

@@ -335,6 +335,9 @@ class HostPrefill:
             ring: Its newest blocks: [R, 2, H_kv, 256, D], device.
             first_in_ring: The first block to take from there.
         """
+        assert self.layer in (-1, *self.finished_layers[-1:]), (
+            "a layer begins before all pieces have gone through another"
+        )
         if self.layer >= 0:
             self.writeback.compute_wait(self.written)  # the layer before is still being copied from there
         self.layer, self._blocks_written = layer, self.start // BLOCK_TOKENS

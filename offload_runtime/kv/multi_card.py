@@ -60,6 +60,10 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
         self.mixes = first.mixes
 
     @property
+    def prefills_by_layer(self) -> bool:
+        return any(cache.prefills_by_layer for cache in self.caches)
+
+    @property
     def pinned_bytes(self) -> int:
         return sum(cache.pinned_bytes for cache in self.caches)
 

@@ -313,7 +313,7 @@ class RetrievedDraftCache(RetrievalCache):
 
     pinned_bytes = 0
 
-    mixes = False
+    mixes = prefills_by_layer = False
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,

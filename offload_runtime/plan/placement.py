@@ -250,8 +250,9 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
 
     From even counts on layers go from the card that is short of memory, or whose copies take longest, to the one with
     the shortest: as many as would even both out, and half as many where that gains nothing. Layers are dealt out in
-    turn, so that all links are busy; where nothing is streamed, in blocks: an 80-layer model then hops 2 times in place
-    of 80, which are predicted to take 2.4 ms of a pass of two RTX 4090s.
+    turn, so that all links are busy, and all cards, where a prefill goes layer by layer; where everything is on the
+    cards, in blocks: an 80-layer model then hops 2 times in place of 80, which are predicted to take 2.4 ms of a pass
+    of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -272,7 +273,7 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
     dealt = interleaved(counts)
-    if not _streams(best) and not _streams(blocks := partitioner.place(in_blocks(counts))):
+    if not _uses_host(best) and not _uses_host(blocks := partitioner.place(in_blocks(counts))):
         dealt, best = in_blocks(counts), blocks
     if any(_unmatched_bytes(best)):
         # Cards that stream keys and values of as many layers wait for none, and keep more weights instead.
@@ -316,9 +317,9 @@ def _longest_bytes(cards: Sequence[_CardLoad]) -> float:
     return max(card.link_bytes + waits for card, waits in zip(cards, _unmatched_bytes(cards), strict=True))
 
 
-def _streams(cards: Sequence[_CardLoad]) -> bool:
-    """Whether some card streams something, or is too small."""
-    return any(card.missing_bytes or card.plan.streamed_bytes for card in cards)
+def _uses_host(cards: Sequence[_CardLoad]) -> bool:
+    """Whether some card is too small, or has anything on the host, even keys and values that no pass brings."""
+    return any(card.missing_bytes or card.plan.streamed_bytes or card.plan.target.kv_layers_on_host for card in cards)
 
 
 def _better_partitions(

@@ -169,7 +169,8 @@ class ModelRunner:
         self, pieces: list[PassRows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None = None
     ) -> list[torch.Tensor]:
         """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
-        if layers is None and self.decoder.partition.in_blocks and not self.streamer.num_streamed:
+        in_blocks = layers is None and self.decoder.partition.in_blocks
+        if in_blocks and not self.streamer.num_streamed and not self.cache.prefills_by_layer:
             with _over_cards(self.decoder.partition):
                 return _run_blocks(self.decoder, self.streamer, self.cache, pieces, kept, on_layer)
         layers = self.streamer.layers() if layers is None else layers
