@@ -135,6 +135,6 @@ def test_on_a_gpu_tokens_are_those_of_plain_decoding(
     targets: Callable[[str], Path], noisy: Path, expected: Callable[..., list[list[int]]], cards: int, kv: str,
     windows: str, drafts: str, resident: int | str,
 ) -> None:  # fmt: skip
-    options = {"draft": noisy, "kv": kv, "resident_layers": resident, "vram": ",".join(["2GB"] * cards)}
+    options = {"draft": noisy, "kv": kv, "resident_layers": resident, "vram": ",".join(["8GB"] * cards)}
     found = answers(targets(windows), device=",".join(["cuda:0"] * cards), **options | DRAFTS[drafts])
-    assert found == expected(windows, "cuda:0", vram="4GB")
+    assert found == expected(windows, "cuda:0", vram="8GB")
