@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.plan import RunPlan
+from offload_runtime.errors import ContextLengthError, OptionError
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 COUNT = 40
-SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 17},
     {"max_new_tokens": 22, "temperature": 0.8, "seed": 3},
@@ -92,22 +86,6 @@ def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, An
 
 
 @pytest.mark.slow
-def test_answers_end_on_their_own(target: Path, draft: Path) -> None:
-    """Some end early; the others go on, and the runtime serves single prompts afterwards."""
-    finished: list[tuple[int, int]] = []
-    with load(target, draft=draft, max_batch=5, kv="host") as runtime:
-        alone = [runtime.generate(prompt, max_new_tokens=COUNT, stop="quick") for prompt in PROMPTS]
-        together = runtime.generate_batch(
-            PROMPTS, max_new_tokens=COUNT, stop="quick", on_progress=lambda done, total: finished.append((done, total))
-        )
-        for one, other in zip(alone, together, strict=True):
-            assert (one.text, one.tokens, one.finish_reason) == (other.text, other.tokens, other.finish_reason)
-        assert finished == sorted(finished) and finished[-1] == (4, 4)
-        assert all(result.stats.new_tokens == len(result.tokens) for result in together)
-        assert runtime.generate(PROMPTS[0], max_new_tokens=COUNT, stop="quick").tokens == alone[0].tokens
-
-
-@pytest.mark.slow
 def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) -> None:
     """Before the third pass: one answer is done, the others are what they are, and the runtime goes on."""
     with load(target, draft=draft, max_batch=3, kv="host") as runtime:
@@ -132,25 +110,6 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
         assert [result.tokens for result in again] == [result.tokens for result in whole]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
-def test_memory_that_runs_out_costs_no_answer(target: Path, draft: Path, error: Exception) -> None:
-    with load(target, draft=draft, max_batch=3, kv="host") as runtime:
-        asked: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": 2}
-        whole = runtime.generate_batch(PROMPTS[:3], **asked)
-        loaded = runtime.parts.target
-        failing = replace(loaded, runner=FailingRunner(loaded.runner, error, after=2))
-        runtime.parts = replace(runtime.parts, target=failing)
-        with pytest.raises(BudgetError, match=r"the host is full|device memory allowed did not suffice") as caught:
-            runtime.generate_batch(PROMPTS[:3], **asked)
-        for result, other in zip(caught.value.answers, whole, strict=True):
-            assert result.finish_reason == "interrupted" and result.stats.passes == 2
-            assert 3 <= len(result.tokens) < COUNT and result.tokens == other.tokens[: len(result.tokens)]
-        assert [result.tokens for result in runtime.generate_batch(PROMPTS[:3], **asked)] == [
-            result.tokens for result in whole
-        ]
-
-
 def test_batches_that_make_no_sense(target: Path) -> None:
     with load(target, max_batch=2) as runtime:
         with pytest.raises(OptionError, match="3 prompts for a runtime loaded for 1 to 2"):
@@ -162,35 +121,3 @@ def test_batches_that_make_no_sense(target: Path) -> None:
         with pytest.raises(OptionError, match=r"prompt 2 of 2: .*empty"):
             runtime.generate_batch(["a", ""], max_new_tokens=3)
         assert len(runtime.generate_batch(["a", "b"], max_new_tokens=3)) == 2
-
-
-def test_what_a_batch_leaves_behind_is_not_streamed(target: Path) -> None:
-    with load(target, kv="host", max_batch=3) as runtime:
-        long = [PROMPTS[2] + PROMPTS[2][:100]] * 3  # type: ignore[operator]
-        alone = runtime.generate(long[0], max_new_tokens=8, ignore_eos=True).stats.bytes_per_pass
-        assert alone > 0
-        runtime.generate_batch(long, max_new_tokens=1)
-
-        def interrupt(done: int, total: int) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            runtime.generate_batch(long, max_new_tokens=8, ignore_eos=True, on_progress=interrupt)
-        assert runtime.generate(long[0], max_new_tokens=8, ignore_eos=True).stats.bytes_per_pass == alone
-
-
-def test_as_many_sequences_as_stream_no_more_are_chosen(short_target: Path) -> None:
-    """Where device memory is short of a layer with one sequence more; where it is not, 16."""
-
-    def plan_of(count: int | str, vram: int | None) -> RunPlan:
-        with load(short_target, draft="none", context=512, max_batch=count, vram=vram) as runtime:
-            return runtime.plan
-
-    assert plan_of("auto", None).target.batch == 16
-    whole = plan_of(4, None)
-    vram = whole.on_card(0).device_bytes
-    chosen = plan_of("auto", vram)
-    assert not chosen.streamed_bytes and 4 <= chosen.target.batch < 16
-    assert chosen.target.context_tokens == 512
-    with suppress(BudgetError):
-        assert plan_of(chosen.target.batch + 1, vram).streamed_bytes > 0

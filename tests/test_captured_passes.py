@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from offload_runtime.model import PassShape, Window
+from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import CapturedPasses, ModelRunner, decided
-from offload_runtime.runners.graphs import CAPTURED_ROWS, captured_pass_shape
+from offload_runtime.runners.graphs import CAPTURED_ROWS
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import CAPACITY, assemble, reset, same
 from tests.helpers.models import random_tokens
@@ -108,20 +105,6 @@ def test_captured_passes_say_what_others_say(runner: ModelRunner, seed: int) -> 
         assert runner.captured.graphs.num_graphs > 3
 
 
-def test_a_pass_says_the_same_whatever_ran_before(device: dict[str, Any]) -> None:
-    """What absent rows and shorter paths leave in the inputs is read by nobody, and a result is nobody else's."""
-    made = assemble("llama-gqa", batch=3, **device)
-    made.runner.captured = captured(made.runner)
-    read_prompts(made.runner)
-    window, others = Window((5, 6, 7), (-1, 0, 0)), Window((9,) * 8, (-1, 0, 1, 2, 3, 4, 5, 6))
-    first = made.runner.verify([window], [1])
-    kept = first.clone()
-    for sequence in (0, 2):
-        made.runner.verify([others], [sequence])
-    assert same(made.runner.verify([window], [1]), kept) and same(first, kept)
-    made.close()
-
-
 WAYS = [SamplingParams(), SamplingParams(temperature=1.0, seed=2**40), SamplingParams(temperature=0.8, top_k=30)]
 
 
@@ -153,33 +136,6 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
     made.close()
 
 
-def test_a_trace_has_the_layers_of_a_captured_pass_as_one_span(device: dict[str, Any]) -> None:
-    made = assemble("llama-gqa", batch=3, **device)
-    runner, recorder = made.runner, TraceRecorder(made.runner.rows.rope.device)
-    runner.recorder = runner.streamer.recorder = recorder
-    runner.captured = captured(runner)
-    windows = [Window((5, 6, 7)), Window((8,) * (CAPTURED_ROWS + 1)), Window((5, 6, 7))]
-    for window in windows:
-        runner.verify([window], [0])
-    spans = recorder.finish().spans
-    passes = [span for span in spans if span.row == "passes"]
-    layers = [
-        [span.args["layer"] for span in spans if span.row == "compute" and one.start_s <= span.start_s <= one.end_s]
-        for one in passes
-    ]
-    assert layers == [[None], list(range(runner.decoder.config.num_layers)), [None]]
-    made.close()
-
-
-def test_wide_passes_are_not_captured(device: dict[str, Any]) -> None:
-    made = assemble("llama-gqa", batch=3, **device)
-    passes = captured(made.runner)
-    wide = Window((3,) * (CAPTURED_ROWS + 1))
-    assert passes.run([wide], [0], [0]) is None
-    assert passes.run([Window((3,) * 24)] * 3, [0] * 3, [0, 1, 2]) is None
-    made.close()
-
-
 def test_up_to_the_end_of_the_cache(runner: ModelRunner) -> None:
     """Filled-up windows reach beyond the last token there is room for, and write nothing there."""
     runner.prefill(0, random_tokens(CAPACITY - 3))
@@ -188,19 +144,3 @@ def test_up_to_the_end_of_the_cache(runner: ModelRunner) -> None:
     runner.captured = captured(runner)
     for _ in range(3):
         assert same(runner.verify([window], [0]), expected)
-
-
-@given(
-    lengths=st.lists(st.integers(1, CAPTURED_ROWS), min_size=1, max_size=8),
-    committed=st.integers(0, 5000),
-    tree=st.booleans(),
-)
-def test_shapes_have_room_for_what_they_are_for(lengths: list[int], committed: int, tree: bool) -> None:
-    parents = [tuple(range(-1, length - 1)) if tree else None for length in lengths]
-    windows = [Window((1,) * length, own) for length, own in zip(lengths, parents, strict=True)]
-    needed = PassShape.of(windows, [committed] * len(windows))
-    shape = captured_pass_shape(needed, 5120)
-    assert shape.batch == needed.batch and shape.width >= needed.width and shape.depth >= needed.depth
-    assert shape.reach >= min(needed.reach, 5120) and bool(shape.depth) == tree
-    assert shape.width < 2 * needed.width and shape.width - needed.width < 8
-    assert captured_pass_shape(shape, 5120) == shape

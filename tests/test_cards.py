@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,32 +17,22 @@ import torch
 from offload_runtime.config import RuntimeConfig, SpeculationOptions, format_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices, load_runtime
-from offload_runtime.engine.load_model import warm_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import (
     Card,
     HopBuffers,
-    LayerPartition,
-    arrive,
-    depart,
     hop,
-    landing_bytes,
     on_card,
     reaches,
 )
-from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan
 from offload_runtime.plan.memory import LayerShare, Placement
 from offload_runtime.plan.request import MemoryLimits
-from offload_runtime.runners import Prompt, StepGraphs
-from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS
+from offload_runtime.runners import StepGraphs
 from tests.helpers.cards import CardWatch
 from tests.helpers.engine import PROMPT, one_thread, write_checkpoint, write_noisy_copy  # noqa: F401
-from tests.helpers.page_locking import LimitedRegistrar
-from tests.helpers.planning import finding_pieces
 
-CPU = torch.device("cpu")
 TRIFORCE = SpeculationOptions("triforce", budget_tokens=256, chunk_size=8, gamma_draft=4)
 # Of five layers, each card's: two in turn, two unequal ones, three, and two in blocks.
 DEALS = [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1), (1, 2, 2, 0, 1)]
@@ -124,40 +113,12 @@ def answers(runtime: Runtime) -> list[list[int]]:
     return said
 
 
-def test_a_slow_link_gets_fewer_layers(target: Path) -> None:
-    """By the profile; those of a machine that is played are alike."""
-    uneven = MachineProfile(
-        "uneven", "made up", 2, 10**9, gpu_name="uneven", vram_bytes=10**9, link_gbps=0.1, hbm_gbps=1000.0,
-        links_at_once_gbps=(0.1, 0.025), tflops={"fp32": 1.0},
-    )  # fmt: skip
-    config = RuntimeConfig(target, "none", device="cpu,cpu", profile=uneven, resident_layers=0)
-    counts = []
-    for asked in (config, replace(config, emulate=uneven)):
-        with Runtime(load_runtime(asked)) as runtime:
-            counts.append(sorted(len(share.layers) for share in runtime.plan.target.shares))
-            assert runtime.plan.limits.further_cards[0].link_ratio == (0.25 if asked is config else 1.0)
-    assert counts == [[1, 4], [2, 3]]
-
-
 def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
     """A machine to play, of two cards."""
     return MachineProfile(
         "slow", "made up", 2, 10**9, gpu_name="slow", vram_bytes=vram_bytes, link_gbps=gbps, link_back_gbps=gbps,
         hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
     )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_links_bring_keys_and_values_at_the_same_time(tmp_path: Path) -> None:
-    """Of 786 kB a layer, in pieces of 49 kB that take 12 ms: with room for four of them a pass takes 1.5 x as long."""
-    model = write_checkpoint(tmp_path / "model", num_layers=4, context=4352)
-    options: dict[str, Any] = {"draft": "none", "kv": "host", "context": 4352, "emulate": slow_link(10**9, 0.004)}
-    find = dealt((0, 1, 0, 1), find_plan=finding_pieces(1), keeps_kv=False)
-    with Runtime(load_runtime(RuntimeConfig(target=model, device="cpu,cpu", **options), find=find)) as runtime:
-        stats = runtime.generate([7] * 4100, max_new_tokens=5, ignore_eos=True).stats
-        least_s = 4 / 2 * 16 * runtime.plan.target.kv_piece_bytes / 0.004e9
-    assert stats.measured_s_per_pass is not None
-    assert 0.9 * least_s <= stats.measured_s_per_pass <= 1.3 * least_s
 
 
 def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:
@@ -197,126 +158,6 @@ def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("way", "owners"), [*((way, DEALS[number % len(DEALS)]) for number, way in enumerate(WAYS)), ("tree", DEALS[0])]
-)
-def test_the_tokens_are_those_of_one_card(
-    target: Path, draft: Path, watch: CardWatch, way: str, owners: tuple[int, ...]
-) -> None:
-    options = {name: draft if value == "model" else value for name, value in WAYS[way].items()}
-    with load(target, **options) as runtime:
-        expected = answers(runtime)
-    with load(target, owners, **options) as runtime:
-        assert answers(runtime) == expected
-    assert set(watch.touched) == set(owners) and min(watch.touched.values()) > 100
-
-
-@pytest.mark.parametrize(
-    ("kv", "dealt_as", "resident"), [("gpu", DEALS[0], 1), ("host", DEALS[0], 1), ("gpu", BLOCKS, 5)]
-)
-def test_logits_are_those_of_one_card(
-    target: Path, watch: CardWatch, kv: str, dealt_as: tuple[int, ...], resident: int
-) -> None:
-    """Of a prompt in several pieces, of a window behind it and of a tree."""
-    seen: list[list[torch.Tensor]] = []
-    for owners in ((), dealt_as):
-        with load(target, owners, draft="none", kv=kv, resident_layers=resident, max_batch=3) as runtime:
-            runner, tokens = runtime.parts.target.runner, runtime.tokenizer(PROMPT * 20)["input_ids"]
-            found = [runner.prefill(0, tokens[:290])]
-            found.append(runner.verify([Window(tuple(tokens[290:300]))], [0]))
-            runner.cache.commit(0, 10)
-            found.append(runner.verify([Window((5, 6, 7, 8), (-1, 0, 0, 1))], [0]))
-            runner.cache.commit_path(0, [0, 2])
-            found.append(runner.verify([Window((9,))], [0]))
-            if runner.cache.mixes:
-                prompts = [Prompt(1, tokens[:290]), Prompt(2, tokens[5:9])]
-                found.append(runner.read(prompts, [Window((5, 6, 7), (-1, 0, 0))], [0]))
-            seen.append([logits.clone() for logits in found])
-    assert all(map(torch.equal, *seen))
-    assert set(watch.touched) == {0, 1}
-
-
-def test_a_streamed_layer_of_each_card_reads_a_prompt_of_several_pieces(tmp_path: Path, watch: CardWatch) -> None:
-    """A block of one layer, whose weights cross the link once for all pieces."""
-    target, said = write_checkpoint(tmp_path, num_layers=2), list[list[int]]()
-    for owners in ((), (0, 1)):
-        with load(target, owners, draft="none", resident_layers=0) as runtime:
-            said.append(runtime.generate([7, 8, 9] * 100, max_new_tokens=4, ignore_eos=True).tokens)
-    assert said[0] == said[1]
-
-
-def test_a_sliding_window_is_that_of_one_card(target: Path, tmp_path: Path, watch: CardWatch) -> None:
-    sliding = Path(shutil.copytree(target, tmp_path / "mistral"))
-    written = json.loads((sliding / "config.json").read_text())
-    changes = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
-    (sliding / "config.json").write_text(json.dumps({**written, **changes}))
-    said = list[list[int]]()
-    for owners in ((), DEALS[0]):
-        with load(sliding, owners, draft="none", kv="host", resident_layers=2) as runtime:
-            assert set(runtime.plan.target.config.layer_windows) == {16}
-            said.append(runtime.generate([7, 8, 9] * 100, max_new_tokens=12, ignore_eos=True).tokens)
-    assert said[0] == said[1] and len(set(said[0])) > 3
-    assert set(watch.touched) == {0, 1}
-
-
-@pytest.mark.parametrize("owners", [(0, 1, 0, 1, 0), (0, 0, 1, 1, 1)])
-def test_every_layer_of_a_card_finds_a_piece_at_the_same_place(
-    target: Path, owners: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stream per card is all that a prompt takes, however far the host is ahead of the device."""
-    places: dict[tuple[int, int], set[int]] = {}
-    with load(target, owners, draft="none") as runtime:
-        decoder = runtime.parts.target.runner.decoder
-        layer = decoder.layer
-
-        def watched(index: int, weights: Any, residual: torch.Tensor, rows: Any, cache: Any) -> None:
-            piece = int(rows.query.positions.view(-1)[0]) // PREFILL_CHUNK_TOKENS["cpu"]
-            places.setdefault((owners[index], piece), set()).add(residual.data_ptr())
-            layer(index, weights, residual, rows, cache)
-
-        monkeypatch.setattr(decoder, "layer", watched)
-        runtime.generate([7, 8, 9] * 160, max_new_tokens=1, ignore_eos=True)
-    assert set(places) == {(card, piece) for card in (0, 1) for piece in range(2)}
-    assert all(len(found) == 1 for found in places.values())
-    assert len(set.union(*places.values())) == len(places)
-
-
-@pytest.mark.parametrize("owners", [DEALS[0], DEALS[1], BLOCKS])
-def test_a_warm_up_takes_part_of_the_layers(target: Path, watch: CardWatch, owners: tuple[int, ...]) -> None:
-    """Single ones and the first few, whose rows were on their way to other cards."""
-    with load(target, owners, draft="none") as runtime:
-        warm_up(runtime.parts.target, trees=True)
-    assert set(watch.touched) == {0, 1}
-
-
-@pytest.mark.slow
-def test_a_batch_and_a_conversation(target: Path, watch: CardWatch) -> None:
-    found = []
-    for owners in ((), DEALS[0]):
-        with load(target, owners, max_batch=3, resident_layers=1) as runtime:
-            said = answers(runtime)
-            chat = runtime.conversation("be brief")
-            turns = ["".join(chat.say(text, max_new_tokens=10)) for text in ("the quick", "jumps over", "and on")]
-            found.append((said, turns))
-    assert found[0] == found[1]
-    assert set(watch.touched) == {0, 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_what_cannot_be_locked_is_staged_on_each_card(target: Path, watch: CardWatch, kv: str) -> None:
-    options: dict[str, Any] = {"target": target, "draft": "none", "resident_layers": 0, "kv": kv}
-    with load(target, (), **{name: value for name, value in options.items() if name != "target"}) as runtime:
-        expected, layer_bytes = answers(runtime), max(runtime.plan.target.layout.layer_bytes)
-    config = RuntimeConfig(device="cpu,cpu", **options)
-    registrar = LimitedRegistrar((3 if kv == "gpu" else 5) * layer_bytes - 1)
-    with Runtime(load_runtime(config, registrar=registrar, find=dealt(DEALS[0]))) as runtime:
-        assert answers(runtime) == expected
-        assert runtime.parts.target.pageable_bytes > 0
-    assert not registrar.locked and set(watch.touched) == {0, 1}
-
-
 def test_keys_and_values_of_all_cards_must_fit_the_host(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for those of each card, and not for those of both."""
     tokens = [7] * 300
@@ -349,67 +190,7 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_trace_has_rows_for_each_card(target: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    with load(target, DEALS[0], draft="none", resident_layers=0, trace=path) as runtime:
-        runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
-    events = json.loads(path.read_text())["traceEvents"]
-    layers: dict[str, set[int]] = {}
-    for event in events:
-        if event["ph"] == "X" and "layer" in event["args"]:
-            layers.setdefault(event["cat"], set()).add(event["args"]["layer"])
-    assert layers == {"link": {0, 2, 4}, "compute": {0, 2, 4}, "link of card 1": {1, 3}, "compute of card 1": {1, 3}}
-    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    assert {event["cat"] for event in events if event["ph"] == "X"} <= set(names.values())
-
-
-def test_the_line_says_how_layers_are_dealt(target: Path) -> None:
-    with load(target, DEALS[2]) as runtime:
-        assert "5 of 5 layers resident, dealt out to 3 cards (1 and 2 and 2)" in runtime.placement
-
-
 # --- hops, and the watch itself
-
-
-def test_a_hop_copies_and_one_card_does_not() -> None:
-    one, other = Card(0, CPU), Card(1, CPU)
-    rows = [torch.arange(6.0).view(2, 3), torch.tensor([True, False, True]), torch.tensor([3, 4, 5])[::2]]
-    assert all(there is here for there, here in zip(hop(rows, one, one, HopBuffers()), rows, strict=True))
-    there = hop(rows, one, other, HopBuffers())
-    assert all(map(torch.equal, there, rows)) and [one.dtype for one in there] == [one.dtype for one in rows]
-    rows[0].zero_()
-    assert there[0].sum() == 15
-
-
-def test_what_hops_lands_where_it_is_told_to() -> None:
-    """Also where it fills no whole words of a hop."""
-    rows = torch.arange(6.0).view(2, 3)
-    landing = torch.zeros(landing_bytes(rows.nbytes), dtype=torch.uint8)
-    (there,) = arrive(depart([rows], Card(0, CPU), Card(1, CPU), HopBuffers()), landing)
-    assert torch.equal(there, rows) and there.data_ptr() == landing.data_ptr()
-    assert len(landing) == 32
-
-
-def test_a_deal_names_the_card_of_every_layer() -> None:
-    cards = Card(0, CPU), Card(1, CPU)
-    partition = LayerPartition(cards, (1, 0, 0, 1))
-    assert [partition.card_of(layer).number for layer in range(5)] == [1, 0, 0, 1, 0]  # behind the last the first card
-    assert [partition.layers_of(card) for card in cards] == [[1, 2], [0, 3]]
-    assert partition.layer_slots() == [(1, 0), (0, 0), (0, 1), (1, 1)]
-
-
-def test_the_watch_sees_who_touches_another_cards_tensor(watch: CardWatch) -> None:
-    one, other = Card(0, CPU), Card(1, CPU)
-    with on_card(one):
-        mine = torch.ones(3)
-    with on_card(other):
-        view = mine[1:]  # reads nothing
-        (copy,) = hop([mine], one, other, HopBuffers())
-        copy.add_(1)
-        for touch in (lambda: mine + 1, lambda: copy.add_(view), lambda: mine.zero_()):
-            with pytest.raises(AssertionError, match=r"for card 1 touches a tensor .* of 0"):
-                touch()
-    assert mine.sum() == 3 and watch.touched[1] >= 1
 
 
 @pytest.mark.parametrize(

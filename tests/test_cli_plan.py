@@ -58,20 +58,6 @@ def test_tables_say_what_lives_where_and_how_fast() -> None:
     assert sum(listed) == pytest.approx(parse_bytes(peak[1]), rel=0.02)
 
 
-@pytest.mark.parametrize("columns", ["80", "40", "1"])
-def test_no_figure_is_cut_off(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    draft = str(CONFIGS / "llama-68m")
-    for target, *arguments in (
-        ("llama-2-7b-128k", "--draft", draft, "--context", "131072", "--profile", "rtx4090-x2", "--gamma", "1000"),
-        ("llama-3.1-8b", "--context", "4096", "--profile", "h200"),
-        ("llama-3.1-8b", "--context", "32768", "--vram", "8GB", "--pinned", "1GB", "--profile", "rtx4090"),
-    ):
-        result = plan(target, *arguments)
-        assert result.exit_code == 0 and "bound by" in result.stdout and "to first token" in result.stdout
-        assert "…" not in result.stdout
-
-
 def test_json_has_the_same_in_bytes_and_seconds() -> None:
     record = planned("llama-2-13b", "--context", "4096")
     memory, layers = record["device_memory"], record["layers"]
@@ -85,36 +71,6 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
     assert record["usual"]["acceptance"] == USUAL_ACCEPTANCE["n-grams"]
     assert {gain["before_tok_per_s"] for gain in record["upgrades"]} == {record["usual"]["tok_per_s"]}
     assert all(gain["after_tok_per_s"] > gain["before_tok_per_s"] for gain in record["upgrades"])
-
-
-def test_the_draft_cache_that_is_chosen_is_said() -> None:
-    """With little memory it gives way to layers of the target."""
-    asked = ("llama-3.1-8b", "--draft", str(CONFIGS / "llama-3.2-1b"), "--context", "20000", "--tree-nodes", "0")
-    caches = {vram: planned(*asked, "--vram", vram)["draft_cache"] for vram in ("8.5GB", "14GB")}
-    assert caches == {"8.5GB": "streaming", "14GB": "retrieval"}
-    said = "\nthe draft retrieves 4096 tokens a head of its own KV cache ("
-    for vram, cache in caches.items():
-        assert (said in plan(*asked, "--vram", vram, "--profile", "rtx4090").stdout) == (cache == "retrieval")
-    assert planned("llama-3.1-8b", "--context", "2048")["draft_cache"] is None
-
-
-def test_no_row_is_there_twice() -> None:
-    """The usual acceptance may be among those of the table."""
-    draft = ("--draft", str(CONFIGS / "llama-3.2-1b"), "--profile", "rtx4090")
-    for arguments in (
-        ("--context", "2048", "--draft-cache", "full"),
-        (
-            "--context",
-            "131072",
-        ),
-    ):
-        rows = re.findall(r"^ *(0\.\d\d)", plan("llama-3.1-8b", *draft, *arguments).stdout, flags=re.MULTILINE)
-        assert len(rows) == 6 and len(set(rows)) == 6
-
-
-def test_what_a_limit_keeps_back_is_a_larger_limit() -> None:
-    limited = plan("llama-3.1-8b", "--context", "8192", "--profile", "rtx4090", "--vram", "9GB").stdout
-    assert "\n--vram 10.0GB: " in limited and "1 GB more" not in limited
 
 
 def test_options_reach_the_plan() -> None:
@@ -176,26 +132,6 @@ def test_staging_and_what_it_costs_are_said() -> None:
     assert record["host_memory"]["pinned_bytes"] <= 4 * 10**9
     predicted = record["pass"]["plain"]
     assert predicted["bound_by"] == "staging" and predicted["seconds"] == predicted["staging_s"] > predicted["link_s"]
-
-
-def test_staged_keys_and_values_and_what_they_cost_are_said() -> None:
-    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--tree-nodes", "0",
-                 "--pinned", "8GB")  # fmt: skip
-    result = plan(*arguments)
-    assert result.exit_code == 0, result.stderr
-    said = re.search(r"the KV cache of (\d+) layers is staged from pageable memory", result.stdout)
-    assert said is not None and 0 < int(said[1]) < 32
-    for text in ("if all could be page-locked", "staging ring", "staged KV cache", "pieces to write KV through"):
-        assert text in result.stdout
-    record = json.loads(plan(*arguments, "--json").stdout)
-    assert len(record["layers"]["kv_staged"]) == int(said[1]) and not record["layers"]["weights_staged"]
-    assert record["host_memory"]["pinned_bytes"] <= 8 * 10**9
-    predicted, whole = record["pass"]["plain"], planned("llama-3.1-8b", *arguments[3:9])["pass"]["plain"]
-    assert predicted["bytes_streamed"] == whole["bytes_streamed"] and whole["staging_s"] == 0
-    streamed_layers = len(record["layers"]["kv_streamed"])
-    share = int(said[1]) / streamed_layers
-    assert predicted["staging_s"] == pytest.approx(share * predicted["bytes_streamed"] / 10e9)
-    assert record["prefill"]["staging_s"] == pytest.approx(predicted["staging_s"], rel=0.01)
 
 
 def test_triforce_without_enough_page_locked_memory() -> None:
@@ -321,10 +257,3 @@ def test_a_picture_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     assert "fifo.png is not a regular file" in plan("llama-3.1-8b", *arguments, str(fifo)).stderr
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert "pip install 'offload-runtime[plots]'" in plan("llama-3.1-8b", *arguments, "x.png").stderr
-
-
-def test_a_terminal_of_no_columns_is_shown_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("--context", "4096", "--profile", "rtx4090")
-    usual = plan("llama-2-13b", *arguments).stdout
-    monkeypatch.setenv("COLUMNS", "0")
-    assert plan("llama-2-13b", *arguments).stdout == usual != ""

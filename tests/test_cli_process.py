@@ -71,38 +71,6 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
-@pytest.mark.slow
-def test_json_has_the_same_tokens_with_and_without_a_draft(target: Path, tmp_path: Path) -> None:
-    records: dict[str, dict[str, Any]] = {}
-    asked = [
-        "generate", "--target", str(target), "--prompt", "the quick brown", "--json", "--device", "cpu",
-        "--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--seed", "4",
-    ]  # fmt: skip
-    done = run(tmp_path, *asked, "--draft", "ngram", "--resident-layers", "0", "--gamma", "4", "--tree-nodes", "70")
-    called = CliRunner().invoke(app, [*asked, "--draft", "none"])
-    assert done.returncode == called.exit_code == 0, done.stderr
-    for draft, printed in (("none", called.stdout), ("ngram", done.stdout)):
-        assert len(printed.splitlines()) == 1
-        records[draft] = json.loads(printed)
-    plain, ngram = records["none"], records["ngram"]
-    assert len(plain["tokens"]) == 24
-    assert plain["tokens"] == ngram["tokens"]
-    assert (plain["dtype"], plain["device"], plain["seed"], plain["finish_reason"]) == ("fp32", "cpu", 4, "length")
-    assert list(plain["stats"]) == [
-        "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
-        "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
-        "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
-        "link_idle_share", "hidden_draft_share",
-        "accepted_by_depth", "accepted_by_source", "windows", "kept_tokens",
-    ]  # fmt: skip
-    assert plain["stats"]["acceptance"] == plain["stats"]["accepted_by_depth"] == []
-    assert sum(ngram["stats"]["accepted_by_depth"]) == sum(ngram["stats"]["accepted_by_source"].values())
-    (level,) = ngram["stats"]["acceptance"]
-    assert level["proposed_by"] == "ngram" and level["verified_by"] == "target"
-    assert level["accepted"] == 23 - ngram["stats"]["passes"] and level["verifications"] <= ngram["stats"]["passes"]
-    assert plain["stats"]["link_gbps"] is None and ngram["stats"]["link_gbps"] > 0
-
-
 def test_files_in_one_batch(target: Path, tmp_path: Path) -> None:
     """The first has the tokens that it has alone; so has each of them at temperature 0, in text and in JSON."""
     files = []
@@ -131,12 +99,6 @@ def assert_one_line(code: int, out: str, err: str, words: str) -> None:
     assert "Traceback" not in err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and words in errors[0] and err.splitlines()[-1] == errors[0]
-
-
-@pytest.mark.slow
-def test_what_the_engine_refuses_is_one_line_and_exit_code_2(target: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, "generate", "--device", "cpu", "--target", str(target), "--prompt", "a", "--vram", "100kB")
-    assert_one_line(done.returncode, done.stdout, done.stderr, "kB")
 
 
 @pytest.mark.parametrize(
@@ -339,41 +301,3 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, 
     assert terminal.process.wait(timeout=30) == 0
     history = (tmp_path / "offload-runtime" / "chat_history").read_text()
     assert "+the quick\n+brown fox\n" in history and "half a line" not in history
-
-
-@pytest.mark.slow
-def test_a_conversation_is_steered_by_commands(terminal: Terminal) -> None:
-    def take(line: str, shown: str) -> None:
-        terminal.expect("> ")
-        terminal.type(f"{line}\r")
-        terminal.expect(shown)
-
-    take("/set max-new-tokens 5", "max-new-tokens     5")
-    take("the fox", "cut after 5")
-    terminal.expect("> ")
-    terminal.type("/set temp\t")
-    terminal.expect("erature")
-    terminal.type(" 0.9\r")
-    terminal.expect("temperature        0.9")
-    take("/regen", "cut after 5")
-    take("/context", "2 messages")
-    take("/undo", "dropped your last message and its answer: the fox")
-    take("/context", "0 messages")
-    terminal.expect("> ")
-    terminal.type("/exit\r")
-    assert terminal.process.wait(timeout=30) == 0
-
-
-@pytest.mark.slow
-def test_ctrl_d_leaves(terminal: Terminal) -> None:
-    terminal.expect("> ")
-    terminal.type("\x04")
-    assert terminal.process.wait(timeout=30) == 0
-
-
-@pytest.mark.slow
-def test_json_at_a_terminal_is_refused(tmp_path: Path) -> None:
-    chat = Terminal(tmp_path, "chat", "--target", "some/model", "--json")
-    chat.expect("--json is for programs")
-    assert chat.process.wait(timeout=30) == 2
-    chat.close()

@@ -130,53 +130,6 @@ def test_sampled_answers_are_those_of_a_fresh_start(runtime: Runtime, spy: Spy) 
         assert_as_from_scratch(runtime, prompt, tokens, **options)
 
 
-@pytest.mark.few(1)
-def test_an_answer_that_ends_by_itself_is_kept_too(runtime: Runtime, spy: Spy) -> None:
-    """The random model never ends by itself: it does in its sixth token here."""
-    end = spy.runner.end
-    spy.runner.end_at = len(runtime.encode([{"role": "user", "content": "the fox"}])) + 5
-    conversation = spy.conversation()
-    turn = conversation.say("the fox", max_new_tokens=COUNT)
-    list(turn)
-    assert turn.result.finish_reason == "stop" and turn.result.tokens[5:] == [end]
-    said = say(conversation, "dog")
-    known = len(spy.prompts[0]) + 5
-    assert spy.prompts[1][: known + 1] == spy.prompts[0] + turn.result.tokens
-    assert spy.prefilled[1] == spy.prompts[1][known:]
-    assert spy.prompts[1].count(end) == 3  # two messages of the user, one answer: not written twice
-    assert_as_from_scratch(runtime, list(spy.prompts[1]), said)
-
-
-@pytest.mark.few(1)
-def test_options_may_be_given_as_params(runtime: Runtime) -> None:
-    params = GenerationParams(COUNT, ignore_eos=True, sampling=SamplingParams(0.7, seed=9))
-    by_name: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperature": 0.7, "seed": 9}
-    turn = runtime.conversation().say("dog", params=params)
-    assert list(turn) and turn.result.tokens == say(runtime.conversation(), "dog", **by_name)
-    assert "".join(runtime.stream("dog", params=params)) == runtime.generate("dog", **by_name).text
-    assert runtime.generate("dog", params=params).tokens == runtime.generate("dog", **by_name).tokens
-    for start in (runtime.stream, runtime.generate, runtime.conversation().say):
-        with pytest.raises(OptionError, match="options are given twice"):
-            start("dog", params=params, seed=9)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_an_interrupted_answer_stays_as_far_as_it_got(runtime: Runtime, spy: Spy, pieces: int) -> None:
-    conversation = spy.conversation()
-    turn = conversation.say("the fox", max_new_tokens=COUNT, ignore_eos=True)
-    shown = "".join(next(turn) for _ in range(pieces))
-    turn.close()
-    turn.close()
-    assert turn.result.finish_reason == "interrupted"
-    assert len(conversation.messages) == 2 and conversation.messages[-1]["content"].startswith(shown)
-    said = say(conversation, "dog")
-    kept = len(spy.prompts[0]) + len(turn.result.tokens)
-    assert spy.prompts[1][:kept] == spy.prompts[0] + turn.result.tokens
-    assert spy.prefilled[1] == spy.prompts[1][kept - 1 :]
-    assert_as_from_scratch(runtime, list(spy.prompts[1]), said)
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("after", [2, 7])
 def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
@@ -191,37 +144,6 @@ def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
     said = say(conversation, "slot")
     assert len(spy.prefilled[-1]) < len(spy.prompts[2]) - len(spy.prompts[0])
     assert_as_from_scratch(runtime, list(spy.prompts[2]), said)
-
-
-@pytest.mark.few(1)
-def test_other_generations_in_between(runtime: Runtime, spy: Spy) -> None:
-    first, second = spy.conversation("a"), spy.conversation("b")
-    turns = []
-    for text in ("the fox", "and the dog"):
-        for conversation in (first, second):
-            tokens = say(conversation, text)
-            turns.append((spy.prompts[-1], spy.prefilled[-1], tokens))
-        runtime.generate("quick", max_new_tokens=5)
-    for prompt, prefilled, tokens in turns:
-        assert prefilled == prompt
-        assert_as_from_scratch(runtime, prompt, tokens)
-
-
-@pytest.mark.few(1)
-def test_turns_that_were_never_asked_for_or_overtaken(runtime: Runtime, spy: Spy) -> None:
-    conversation = spy.conversation()
-    say(conversation, "the fox")
-    before = conversation.to_json()
-    abandoned = conversation.say("never heard", max_new_tokens=COUNT)
-    assert conversation.to_json() == before
-    begun = conversation.say("half heard", max_new_tokens=COUNT, ignore_eos=True)
-    next(begun)
-    assert conversation.to_json() == before
-    said = say(conversation, "dog")
-    assert_as_from_scratch(runtime, list(spy.prompts[-1]), said)
-    for turn in (abandoned, begun):
-        with pytest.raises(OptionError, match="another generation"):
-            list(turn)
 
 
 @pytest.mark.few(1)
@@ -264,17 +186,6 @@ def test_going_back_reads_nothing_again(runtime: Runtime, spy: Spy) -> None:
     prompts = list(spy.prompts)
     assert_as_from_scratch(runtime, prompts[2], anew.result.tokens, temperature=0.9, seed=3, noise_id=5)
     assert_as_from_scratch(runtime, prompts[3], again)
-
-
-@pytest.mark.few(1)
-def test_going_back_before_what_was_restored(runtime: Runtime, spy: Spy) -> None:
-    conversation = spy.conversation()
-    say(conversation, "the fox")
-    conversation.restore(conversation.to_json())
-    list(conversation.regenerate(GenerationParams(COUNT, ignore_eos=True)))
-    assert spy.prompts[1] == spy.prompts[0] and len(conversation.messages) == 2
-    conversation.restore({"version": 1, "messages": [{"role": "user", "content": "never answered"}]})
-    assert conversation.undo() == "never answered" and conversation.messages == []
 
 
 @pytest.mark.few(1)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from offload_runtime.cli.app import app
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import measure_link_both_ways
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
-from offload_runtime.hardware import MachineProfile, load_profile, save_profile
+from offload_runtime.hardware import MachineProfile, save_profile
 from offload_runtime.kv import HostKVCache, block_bytes
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 
@@ -61,25 +56,12 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
     assert result.stats.to_dict()["emulated"] == "toy"
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("vram", "limit"), [(None, 350 * MB), ("300MB", 300 * MB)])
-def test_the_smaller_limit_holds(target: Path, vram: str | None, limit: int) -> None:
-    with load(target, emulate=TOY, vram=vram) as runtime:
-        assert runtime.plan.limits.device_bytes == limit
-        assert f"of {limit // MB}.0 MB of memory" in runtime.placement
-
-
 def test_more_than_the_emulated_card_has_is_refused(target: Path) -> None:
     words = (
         r"--vram 1\.0 GB is more than the 350\.0 MB of an emulated toy: lower it to 350\.0MB, or emulate a larger card"
     )
     with pytest.raises(BudgetError, match=words):
         Runtime.load(target, device="cpu", emulate=TOY, vram="1GB")
-
-
-def test_what_does_not_fit_the_emulated_card_is_refused(target: Path) -> None:
-    with load(target), pytest.raises(BudgetError, match=r"the allowed memory of 60\.0 MB is too small"):
-        Runtime.load(target, device="cpu", emulate=replace(TOY, vram_bytes=110 * MB))
 
 
 def test_a_card_that_is_not_smaller_is_refused_with_figures(target: Path) -> None:
@@ -102,42 +84,6 @@ def test_a_profile_has_to_say_what_to_emulate(target: Path) -> None:
             replace(TOY, **changes).emulation()
     with pytest.raises(ProfileError, match="did you mean rtx4090"):
         Runtime.load(target, device="cpu", emulate="rtx409")
-
-
-def test_what_a_shipped_profile_leaves_open() -> None:
-    profile = load_profile("rtx4090")
-    found = profile.emulation()
-    assert (found.link_gbps, found.link_back_gbps) == (25.0, 25.0)
-    assert found.vram_bytes == 25_757_220_864 - 1_500_000_000
-    assert replace(profile, vram_reserved_bytes=None).emulation().vram_bytes == 25_757_220_864
-
-
-def test_the_link_is_measured_in_both_directions() -> None:
-    there, back = measure_link_both_ways(torch.device("cpu"), nbytes=1 << 20)
-    assert there > 0.01 and back > 0.01
-
-
-@pytest.mark.slow
-def test_the_commands_emulate(target: Path) -> None:
-    save_profile(TOY, "toy")
-    common = ["--target", str(target), "--device", "cpu", "--emulate", "toy", "--json", "--no-progress"]
-    quiet = ["--resident-layers", "0", "--profile", "toy"]
-    asked = ["generate", *common, *quiet, "--draft", "none", "--prompt", "the quick", "--max-new-tokens", "3"]
-    result = CliRunner().invoke(app, [*asked, "--ignore-eos"])
-    assert result.exit_code == 0, result.stderr
-    record = json.loads(result.stdout)
-    assert record["emulated"] == record["stats"]["emulated"] == "toy"
-    # Nothing but the link binds here.
-    bound_s = record["stats"]["bytes_per_pass"] / record["stats"]["link_peak_gbps"] / 1e9
-    assert record["stats"]["predicted_s_per_pass"] == pytest.approx(bound_s)
-    assert record["stats"]["measured_s_per_pass"] > 0
-    assert "emulating toy" in result.stderr and " s a pass, measured " in result.stderr
-    common.remove("--json")
-    verified = CliRunner().invoke(
-        app, ["verify", *common, "--quick", "--tokens", "8", "--seeds", "32", "--context", "128"]
-    )
-    assert verified.exit_code == 0, verified.stderr
-    assert verified.stdout.endswith("\non cpu, emulating toy, in float32\n")  # of the record that --json prints
 
 
 @pytest.mark.gpu

@@ -51,18 +51,6 @@ def assert_same(runtime: Runtime, expected: list[list[int]], **options: Any) -> 
     return [result.stats.tokens_per_pass for result in results]
 
 
-# The tile is 8 rows high: windows of 2, 8, 9, 17 and 40 rows.
-@pytest.mark.few(1)
-@pytest.mark.parametrize("gamma", [None, 1, 7, 8, 16, 39])
-def test_a_draft_model_changes_nothing_but_the_passes(
-    speculative: Runtime, expected: list[list[int]], gamma: int | None
-) -> None:
-    per_pass = assert_same(speculative, expected, gamma=gamma)
-    if gamma is not None:  # else what is chosen depends on how long it takes
-        assert max(per_pass) > 1.2
-        assert all(1 <= tokens <= gamma + 1 for tokens in per_pass)
-
-
 def test_no_speculation_is_one_token_a_pass(speculative: Runtime, expected: list[list[int]]) -> None:
     assert assert_same(speculative, expected, speculate=False) == [1.0, 1.0, 1.0]
 
@@ -75,36 +63,6 @@ def test_ngram_lookup_saves_passes_where_the_text_repeats(plain: Runtime, target
     assert result.stats.tokens_per_pass > 1.2  # this model stammers a token for a while
 
 
-@pytest.mark.slow
-def test_small_and_large_budgets_change_nothing(target: Path, expected: list[list[int]]) -> None:
-    seen = set()
-    for layers in (2, 3, 4, NUM_LAYERS):
-        vram = _vram_for(target, layers)
-        with load(target, vram=vram) as runtime:
-            assert_same(runtime, expected)
-            stats = runtime.generate(PROMPT, max_new_tokens=2).stats
-            assert stats.peak_vram_bytes <= vram
-            seen.add(stats.bytes_per_pass)
-    assert len(seen) == 3 and 0 in seen  # two layers' worth and three are both a mere ring
-
-
-def _vram_for(target: Path, layers: int) -> int:
-    """Bytes of everything with `layers` resident layers or slots, from what a runtime without a limit has reserved."""
-    with load(target, draft="none") as runtime:
-        everything = runtime.generate([1], max_new_tokens=1).stats.peak_vram_bytes
-    with load(target, draft="none", resident_layers=0) as runtime:
-        layer_bytes = runtime.generate([1], max_new_tokens=1).stats.bytes_per_pass // NUM_LAYERS
-    return everything - (NUM_LAYERS - layers) * layer_bytes
-
-
-@pytest.mark.slow
-def test_pieces_of_the_prompt_change_nothing(target: Path, expected: list[list[int]]) -> None:
-    with load(target, resident_layers=0) as runtime:
-        for chunk in (16, 24, 64):
-            runtime.parts.target.runner.chunk_tokens = chunk
-            assert_same(runtime, expected)
-
-
 def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
     for sampling in SAMPLINGS:
         whole = speculative.generate(PROMPT, max_new_tokens=COUNT, **sampling)
@@ -113,13 +71,6 @@ def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
         assert "".join(pieces) == whole.text == stream.result.text
         assert all(pieces) and len(pieces) > 5
         assert (stream.result.tokens, stream.result.finish_reason) == (whole.tokens, whole.finish_reason)
-
-
-@pytest.mark.slow
-def test_earlier_calls_do_not_matter(speculative: Runtime, expected: list[list[int]]) -> None:
-    for other in ("a", [7] * 300):
-        speculative.generate(other, max_new_tokens=9, temperature=1.0, seed=8)
-        assert_same(speculative, expected)
 
 
 def test_every_kind_of_prompt(plain: Runtime) -> None:
@@ -186,22 +137,6 @@ def test_figures_add_up(speculative: Runtime) -> None:
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)
     assert stats.link_idle_share is not None and 0 < stats.link_idle_share < 1
     assert stats.hidden_draft_share is None  # known with a trace only
-
-
-def test_figures_of_a_single_token_and_of_resident_weights(plain: Runtime, speculative: Runtime) -> None:
-    stats = speculative.generate(PROMPT, max_new_tokens=1).stats
-    assert (stats.passes, stats.tokens_per_pass, stats.tok_per_s, stats.link_gbps) == (0, 0.0, 0.0, None)
-    stats = plain.generate(PROMPT, max_new_tokens=4, ignore_eos=True).stats
-    assert (stats.passes, stats.bytes_per_pass, stats.link_gbps, stats.link_peak_gbps) == (3, 0, None, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_16_bit_tokens_on_the_cpu_do_not_depend_on_speculation(target: Path, draft: Path, dtype: str) -> None:
-    with load(target, draft="none", dtype=dtype) as runtime:
-        expected = [runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **s).tokens for s in SAMPLINGS]
-    with load(target, draft=draft, dtype=dtype, resident_layers=1) as runtime:
-        assert max(assert_same(runtime, expected, gamma=7)) > 1.2
 
 
 def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:

@@ -13,13 +13,9 @@ import torch
 
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.kv import DeviceKVCache
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.errors import OptionError
 from offload_runtime.model import Decoder
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftProposer, Proposer
-from offload_runtime.trace import CopyLog
 from offload_runtime.weights import Weight
 from tests.helpers.engine import PROMPT, load, one_thread, raising, without_host_memory  # noqa: F401 (an autouse fixture)
 
@@ -91,19 +87,6 @@ def interrupted(model: LoadedModel, after: int) -> LoadedModel:
     return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens))
 
 
-class InterruptedLog(CopyLog):
-    """The time line of a queue, of which only the waits for copies matter."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    def copied(self, *_: Any) -> None:
-        pass
-
-    def stalled(self, *_: Any) -> None:
-        self._hook()
-
-
 def first_places(said: list[int]) -> list[int]:
     """Where a token occurs for the first time."""
     return [place for place, token in enumerate(said) if token not in said[:place]]
@@ -160,18 +143,6 @@ def test_stop_strings_anywhere(runtime: Runtime, said: list[int]) -> None:
             tried += 1
     assert tried > 6, "the text is short"
     assert_usable(runtime, said)
-
-
-@pytest.mark.slow
-def test_overlapping_stop_strings_and_one_that_never_completes(runtime: Runtime) -> None:
-    text = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).text
-    options = {"max_new_tokens": COUNT, "ignore_eos": True}
-    # Of two that end at the same place the longer one is cut off; the one that is complete first wins.
-    assert runtime.generate(PROMPT, stop=[text[6:9], text[3:9]], **options).text == text[: text.index(text[3:9])]
-    assert runtime.generate(PROMPT, stop=[text[2:12], text[4:6]], **options).text == text[: text.index(text[4:6])]
-    unfinished = runtime.generate(PROMPT, stop=text[-5:] + "\0", **options)
-    assert (unfinished.text, unfinished.finish_reason) == (text, "length")
-    assert "".join(runtime.stream(PROMPT, stop=text[-5:] + "\0", **options)) == text
 
 
 def test_streamed_pieces_hold_back_what_may_be_a_stop_string(runtime: Runtime) -> None:
@@ -234,68 +205,6 @@ def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], afte
     assert_usable(runtime, said)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
-def test_ctrl_c_in_a_layer_of_the_draft(runtime: Runtime, said: list[int], after: int) -> None:
-    assert runtime.parts.draft is not None
-    draft = interrupted(runtime.parts.draft, runtime.parts.draft.config.num_layers + after)  # behind the prompt
-    own = DeviceKVCache(
-        draft.config, runtime.dtype, capacity_tokens=runtime.context_tokens, batch=1,
-        budget=DeviceBudget(runtime.device, None),
-    )  # fmt: skip
-    runner = ModelRunner(draft.runner.decoder, draft.runner.streamer, own, draft.runner.rows, draft.runner.chunk_tokens)
-    proposer = DraftProposer(runner, vocab_size=runtime.config.vocab_size)
-    with working_with(runtime, proposer=proposer):
-        assert_interrupted(runtime, said)
-        assert_usable(runtime, said)
-        again = runtime.generate(PROMPT, max_new_tokens=13, ignore_eos=True, gamma=3)
-        assert again.stats.tokens_per_pass == 4.0, "the draft knows what it has read"
-    assert_usable(runtime, said)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
-def test_ctrl_c_while_waiting_for_a_copy(runtime: Runtime, said: list[int], after: int) -> None:
-    queue = runtime.parts.target.shares[0].engine
-    assert queue.log is None
-
-    def interrupt() -> None:
-        queue.log = InterruptedLog(ctrl_c(after))
-
-    assert_interrupted(runtime, said, interrupt)
-    queue.log = None
-    assert_usable(runtime, said)
-
-
-@pytest.mark.slow
-def test_a_host_that_is_full_in_mid_answer(
-    runtime: Runtime, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The block that the answer fills finds no memory: the error has what was said before, and the session goes on."""
-    prompt = runtime.encode(" ".join([PROMPT] * 20))[:250]
-    whole = runtime.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens
-    with load(target, draft=draft, kv="host") as paged:
-        with monkeypatch.context() as patch:
-            without_host_memory(patch)
-            with pytest.raises(BudgetError, match="could not grow by") as caught:
-                paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True, gamma=2)
-            (answer,) = caught.value.answers
-            assert answer.finish_reason == "interrupted" and 1 < len(answer.tokens) < COUNT
-            assert answer.tokens == whole[: len(answer.tokens)] and answer.text == paged.tokenizer.decode(answer.tokens)
-            with pytest.raises(BudgetError, match="could not grow by") as caught:
-                paged.generate(prompt * 2, max_new_tokens=1)
-            assert caught.value.answers == ()
-        assert paged.generate(prompt, max_new_tokens=COUNT, ignore_eos=True).tokens == whole
-
-
-@pytest.mark.slow
-def test_ctrl_c_without_closing(runtime: Runtime, said: list[int]) -> None:
-    target = interrupted(runtime.parts.target, after=8)
-    with working_with(runtime, target=target), pytest.raises(KeyboardInterrupt):
-        runtime.generate(PROMPT, max_new_tokens=COUNT)
-    assert_usable(runtime, said)
-
-
 @pytest.mark.slow
 def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said: list[int]) -> None:
     first = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=1)
@@ -312,32 +221,3 @@ def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said:
     assert rest == runtime.generate(PROMPT + " and", max_new_tokens=COUNT, ignore_eos=True).text
     assert second.result.finish_reason == "length"
     assert_usable(runtime, said)
-
-
-def test_stopping_figures(runtime: Runtime, said: list[int]) -> None:
-    place = first_places(said)[4]
-    with working_with(runtime, eos_token_ids=frozenset({said[place]})):
-        stats = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=COUNT).stats
-    assert (stats.new_tokens, stats.passes, stats.tokens_per_pass) == (place + 1, 1, float(place))
-
-
-class InterruptedLeaving(Proposer):
-    """Has no idea, and is interrupted when an answer ends, once."""
-
-    name = "ngram"
-
-    def __init__(self) -> None:
-        self._leave = raising(KeyboardInterrupt(), after=1, then=super().leave)  # all slots are left at the beginning
-
-    def leave(self, slot: int) -> None:
-        self._leave(slot)
-
-
-def test_ctrl_c_while_an_answer_ends_keeps_it(runtime: Runtime, said: list[int]) -> None:
-    with working_with(runtime, proposer=InterruptedLeaving()):
-        stream = runtime.stream(PROMPT, max_new_tokens=3, ignore_eos=True)
-        with pytest.raises(KeyboardInterrupt):
-            list(stream)
-        stream.close()
-        assert (stream.result.tokens, stream.result.finish_reason) == (said[:3], "length")
-        assert runtime.generate(PROMPT, max_new_tokens=5, ignore_eos=True).tokens == said[:5]

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.config import SpeculationOptions, format_bytes, parse_bytes
-from offload_runtime.copy import CopyEngine, CopyQueues
+from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load_model import LoadedModel, OpenCard, load_model
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
@@ -33,10 +33,8 @@ from offload_runtime.errors import (
     UnsupportedArchitectureError,
     VocabularyMismatchError,
 )
-from offload_runtime.memory import Card, DeviceBudget
 from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.runners import ModelRunner
-from offload_runtime.weights import open_checkpoint
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
@@ -319,21 +317,6 @@ def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, cop
         assert len(stream.result.tokens) <= copies // NUM_LAYERS
         with pytest.raises(CopyError, match="load the runtime again"):
             runtime.generate(PROMPT, max_new_tokens=1)
-
-
-def test_a_copy_that_fails_while_loading(target: Path) -> None:
-    with load(target, draft="none", resident_layers=0) as runtime:
-        plan = runtime.plan.target
-    with (
-        pytest.raises(CopyError, match="cable fell out"),
-        closing(failing_once(after=4)) as engine,
-        ExitStack() as undo,
-    ):
-        cpu = torch.device("cpu")
-        card = OpenCard(Card(0, cpu), DeviceBudget(cpu, None), CopyQueues(engine, None))
-        load_model(
-            open_checkpoint(target), plan, [card], name="target", registrar=None, on_progress=None, undo=undo
-        )  # fmt: skip
 
 
 def test_prompts_are_checked_before_weights_are_read(target: Path) -> None:

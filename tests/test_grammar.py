@@ -11,24 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import ErrorEvent, Runtime, Scheduler
 from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, token_masks
 from offload_runtime.model import Window
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
-from offload_runtime.runners import ModelRunner, decided
+from offload_runtime.runners import decided
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import DraftRequest, PromptRequest, Proposal, Proposer, run_step
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, one_thread, refuse_weights  # noqa: F401
-from tests.helpers.kv_runners import assemble, require_tokens_of_captured_passes
-from tests.helpers.models import random_tokens
-from tests.helpers.schemas import SCHEMAS, assert_valid
+from tests.helpers.schemas import assert_valid
 from tests.test_tokenizers import EXPECTED, metadata_of, written
 
 PERSON: dict[str, Any] = {
@@ -81,20 +75,6 @@ def test_a_draft_changes_no_token(target: Path, draft: Path, expected: list[list
 
 
 @some_ways
-def test_n_grams_change_no_token(target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
-    with load(target) as runtime:
-        assert_same(runtime, expected, chosen, gamma=7)
-        assert_same(runtime, expected, chosen)
-
-
-@pytest.mark.slow
-def test_triforce_changes_no_token(target: Path, draft: Path, expected: list[list[int]]) -> None:
-    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=3)
-    with load(target, draft=draft, speculation=options) as runtime:
-        assert_same(runtime, expected, [1, 3], gamma=5)
-
-
-@some_ways
 def test_rows_of_deep_trees_have_the_masks_of_their_own_paths(
     plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
 ) -> None:
@@ -105,71 +85,6 @@ def test_rows_of_deep_trees_have_the_masks_of_their_own_paths(
             script = ScriptedProposer([*prompt, *expected[way], 0, 0], 320, accuracy=0.95, seed=3)
             found = transcribe(runtime, prompt, params_of(way, gamma=12, tree_nodes=40), script)
             assert found.tokens == expected[way] and found.passes < len(expected[way]) / 2
-
-
-def test_answers_of_a_batch_have_their_own(plain: Runtime, expected: list[list[int]]) -> None:
-    params = [params_of(1), GenerationParams(12, ignore_eos=True)]
-    alone = plain.generate(PROMPT, params=params[1]).tokens
-    for order in ([0, 1], [1, 0]):
-        together = plain.generate_batch([PROMPT] * 2, params=[params[i] for i in order])
-        assert [result.tokens for result in together] == [[expected[1], alone][i] for i in order]
-
-
-class Forbidden(Proposer):
-    """Proposes a tree behind the first token of an answer, of which a schema forbids two nodes."""
-
-    name = "draft"
-
-    def __init__(self, answer: Sequence[int]) -> None:
-        self._answer = answer
-
-    def modes(self, texts: Any) -> Sequence[str]:
-        return ("chain", "tree")
-
-    def propose(self, requests: Any) -> list[Proposal]:
-        tokens = (300, self._answer[1], 301, self._answer[2])
-        return [Proposal(tokens, (-1, -1, 1, 1), ("draft", "ngram", "draft", "retrieval")) for _ in requests]
-
-
-def test_forbidden_proposals_count_as_rejected(plain: Runtime) -> None:
-    """And the others as of those who proposed them."""
-    schema = {"const": "ab"}
-    answer = plain.generate(PROMPT, json_schema=schema)
-    assert answer.text == '"ab"' and len(answer.tokens) == 4
-    params = GenerationParams(9, gamma=3, tree_nodes=4, sampling=SamplingParams(json_schema=schema))
-    found = transcribe(plain, plain.encode(PROMPT), params, Forbidden(answer.tokens))
-    assert found.tokens == answer.tokens and found.passes == 1
-    result = plain.replay(
-        plain.encode(PROMPT), params, proposer=Forbidden(answer.tokens), on_logits=lambda slot, logits: None
-    )
-    assert result.stats.accepted_by_source == {"ngram": 1, "retrieval": 1}
-    assert result.stats.accepted_by_depth == (1, 1) and result.stats.acceptance[-1].proposed == 4
-
-
-class Watched:
-    """A target whose windows are kept."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.cache, self.windows, self._runner = runner.cache, list[Window](), runner
-
-    def decide(self, windows: Sequence[Window], *rest: Any) -> Any:
-        self.windows += windows
-        return self._runner.decide(windows, *rest)
-
-
-def test_forbidden_proposals_are_not_verified(compiler: GrammarCompiler) -> None:
-    made = assemble("llama-gqa", batch=1)
-    prompt, sampling = random_tokens(30), SlotSampling.of([SamplingParams()], torch.device("cpu"))
-    (first,) = run_step(made.runner, sampling, Proposer(), [], prompts=[PromptRequest(0, prompt)])[0].tokens
-    allowed = byte_level_tokenizer().encode("t")
-    sampling.assign(0, SamplingParams(), matcher_of(compiler, [], grammar='start: "a" | "tz"'))
-    target = Watched(made.runner)
-    request = DraftRequest(0, [*prompt, first], 3, 4)
-    run_step(target, sampling, Forbidden([0, allowed[0], 5]), [request])  # type: ignore[arg-type]
-    assert target.windows == [Window((first, allowed[0]))]
-    sampling.release(0)
-    assert sampling.is_plain
-    made.close()
 
 
 def test_how_an_answer_ends(plain: Runtime) -> None:
@@ -291,77 +206,9 @@ def matcher_of(compiler: GrammarCompiler, answer: Sequence[int], **asked: Any) -
     return matcher
 
 
-def test_captured_passes_have_masks_too(compiler: GrammarCompiler) -> None:
-    """Of a slot with a grammar, windows that are captured otherwise."""
-    params = [SamplingParams(0.8), SamplingParams(1.0, seed=3)]
-
-    def bind(sampling: SlotSampling, *_: Any) -> None:
-        sampling.assign(0, params[0], matcher_of(compiler, [], grammar=r"start: /(x|[%&]*y)z/"))
-
-    require_tokens_of_captured_passes(params, bind)
-
-
 def mask_behind(compiler: GrammarCompiler, answer: Sequence[int], device: str = "cpu", **asked: Any) -> torch.Tensor:
     """[W] of the row that plain decoding has behind an answer."""
     return token_masks([matcher_of(compiler, answer, **asked)], [((0,), (-1,))], torch.device(device))[0]
-
-
-def allowed_by(mask: torch.Tensor) -> list[int]:
-    return [token for token in range(333) if int(mask[token // 32]) >> token % 32 & 1]
-
-
-def tree_behind(compiler: GrammarCompiler, chance: random.Random, asked: dict[str, Any]) -> tuple[list[int], Window]:
-    """An answer so far, and a tree of what a grammar allows behind it."""
-    answer, tokens, parents = list[int](), [0], [-1]
-
-    def next_token(path: Sequence[int]) -> tuple[int, bool]:
-        """One that may follow, and whether nothing may follow that."""
-        token = chance.choice(allowed_by(mask_behind(compiler, path, **asked)))
-        return token, matcher_of(compiler, path, **asked).advance(token)
-
-    for _ in range(chance.randrange(12)):
-        token, is_last = next_token(answer)
-        answer += [] if is_last else [token]
-    open_rows = [0]
-    for row in range(1, chance.randrange(1, 6)):
-        parents.append(chance.choice(open_rows))
-        token, is_last = next_token([*answer, *path_of(tokens, parents, parents[-1])])
-        tokens.append(token)
-        open_rows += [] if is_last else [row]
-    return answer, Window(tuple(tokens), tuple(parents))
-
-
-def path_of(tokens: Sequence[int], parents: Sequence[int], row: int) -> list[int]:
-    return [] if row <= 0 else [*path_of(tokens, parents, parents[row]), tokens[row]]
-
-
-@settings(max_examples=12)
-@given(st.integers(0, 1 << 30), st.sampled_from(range(len(SCHEMAS))), st.sampled_from([0.0, 0.7, 1.3]))
-def test_each_row_has_the_mask_of_plain_decoding(
-    compiler: GrammarCompiler, seed: int, number: int, temperature: float
-) -> None:
-    """Also of a slot beside one without a grammar; the tokens are the likeliest that the mask allows, and proposals of
-    them are kept."""
-    chance, asked = random.Random(seed), {"json_schema": SCHEMAS[number]}
-    answer, window = tree_behind(compiler, chance, asked)
-    parents = window.all_parents
-    rows = [mask_behind(compiler, [*answer, *path_of(window.tokens, parents, row)], **asked)
-            for row in range(len(parents))]  # fmt: skip
-    matcher = matcher_of(compiler, answer, **asked)
-    below = [parent - 1 for parent in parents[1:]]
-    assert matcher.allowed(window.tokens[1:], below) == [*range(len(below))]
-    found = token_masks([None, matcher], [((0, 1), (-1, 0)), (window.tokens, parents)], torch.device("cpu"))
-    assert torch.equal(found, torch.stack([torch.full_like(rows[0], -1)] * 2 + rows))
-    logits = torch.randn(2 + len(parents), 333, generator=torch.Generator().manual_seed(seed))
-    kept = logits.clone()
-    for row, mask in enumerate(rows, start=2):
-        kept[row, sorted({*range(333)} - {*allowed_by(mask)})] = -torch.inf
-    assert torch.equal(masked(logits, found), kept)
-    params, windows = SamplingParams(temperature, seed=seed, top_k=5), [Window((0, 1)), window]
-    bound, free = (SlotSampling.of([params, params], torch.device("cpu")) for _ in range(2))
-    bound.assign(1, params, matcher)
-    tokens = decided(logits, bound, windows, [0, 1], [9, 9]).tokens()
-    assert tokens == decided(kept, free, windows, [0, 1], [9, 9]).tokens() and -1 not in tokens
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -403,28 +250,3 @@ def test_tokens_that_are_allowed_make_json_with_every_vocabulary(name: str, tmp_
         is_complete = matcher.advance(tokens[-1])
     assert max(tokens) < len(tokenizer)
     assert_valid(tokenizer.decode(tokens, skip_special_tokens=True), schema)
-
-
-def test_answers_to_one_schema_share_what_is_compiled_and_nothing_else(compiler: GrammarCompiler) -> None:
-    """Also beyond as many as may share it."""
-    params = SamplingParams(json_schema=json.dumps({"enum": ["ab", "cd"]}))
-    found = [compiler.compile(params) for _ in range(150)]
-    first, second = found[0], found[1]
-    quote = next(token for token in range(300) if first.allowed([token], [-1]))
-    first.advance(quote)
-    assert second.allowed([quote], [-1]) and found[-1].allowed([quote], [-1]) and not first.allowed([quote], [-1])
-
-
-def test_masks_take_no_more_memory_than_is_planned_for_a_row() -> None:
-    """24 bytes a logit, of the rows that are sampled together."""
-    from torch.profiler import ProfilerActivity, profile
-
-    logits, masks = torch.randn(32, 4000).bfloat16(), torch.full((32, 125), -1, dtype=torch.int32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        masked(logits, masks)
-    held = most = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    assert 0 < most <= 24 * logits.numel()

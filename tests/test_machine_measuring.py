@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
 import torch
 
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.hardware import MachineProfile, host_bench, load_profile, profile_toml, save_profile
+from offload_runtime.hardware import MachineProfile, host_bench, load_profile, save_profile
 from offload_runtime.hardware.gpu_bench import (
-    LinkBench,
     NvmlAnswer,
     PcieLink,
     measure_decode_gweights_per_s,
-    measure_hops,
     measure_library_rows,
-    measure_links_gbps,
-    read_nvml,
 )
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, read_host_info
-from offload_runtime.hardware.measure import Findings, GpuReport, MachineReport, MeasureOptions, advise, measure_machine
+from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions, advise, measure_machine
 from offload_runtime.hardware.profile import DTYPES, CpuFigures
-from offload_runtime.memory import Card, resolve_devices
+from offload_runtime.memory import resolve_devices
 
 GIB = 1 << 30
 
@@ -70,17 +60,6 @@ def test_the_host_is_read_from_the_system(tmp_path: Path) -> None:
 HOST = HostInfo(CpuFigures("Some CPU", 16), 64 * GIB, 48 * GIB, 8 << 20, wsl=False)
 
 
-def test_what_may_be_pinned_follows_system_and_free_memory() -> None:
-    assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=True) == 40 * GIB
-    assert host_bench.estimate_pinnable_bytes(replace(HOST, wsl=True), sample_locked=True) == 32 * GIB
-    assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=False) == 8 << 20
-    for host, locked in ((replace(HOST, locked_limit_bytes=None), False), (replace(HOST, available_bytes=GIB), True)):
-        with pytest.raises(CannotMeasureError):
-            host_bench.estimate_pinnable_bytes(host, sample_locked=locked)
-    assert host_bench.sample_bytes(HOST, 2 * GIB) == 2 * GIB
-    assert host_bench.sample_bytes(replace(HOST, available_bytes=GIB), 2 * GIB) == GIB // 8
-
-
 # Measuring.
 
 
@@ -102,26 +81,6 @@ def test_measuring_without_a_gpu_gives_the_host_and_reasons_for_the_rest() -> No
     assert any("no GPU was measured" in line for line in advise(report))
     save_profile(profile, "cpu-box")
     assert load_profile("cpu-box") == replace(profile, name="cpu-box")
-
-
-def test_what_fails_becomes_a_reason_and_ends_nothing() -> None:
-    def fail(error: Exception) -> Callable[[], Any]:
-        def measure() -> Any:
-            raise error
-
-        return measure
-
-    found = Findings()
-    found.take("HBM", "hbm_gbps", fail(torch.OutOfMemoryError("CUDA out of memory.\nLong story")))
-    found.take("link", ("link_gbps", "link_back_gbps"), fail(CannotMeasureError("no card")))
-    found.take("disk", "disk_gbps", fail(OSError()))
-    found.take("rest", ("pin_gbps", "launch_us"), lambda: (12.34567, 2.0))
-    assert found.missing == {
-        "hbm_gbps": "CUDA out of memory.", "link_gbps": "no card", "link_back_gbps": "no card", "disk_gbps": "OSError",
-    }  # fmt: skip
-    assert found.figures == {"pin_gbps": 12.35, "launch_us": 2.0}
-    with pytest.raises(KeyError):  # a defect of ours is not a property of the machine
-        found.take("products", "tflops", fail(KeyError("x")))
 
 
 @pytest.fixture
@@ -153,94 +112,7 @@ def test_what_cannot_time_a_disk_is_refused_with_the_reason(disk: Path) -> None:
         MeasureOptions(disk_file=disk / "absent")
 
 
-def test_a_file_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def mounts(all: bool) -> list[Any]:
-        return [types.SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
-            ("/", "ext4"), (tmp_path.resolve(), "tmpfs"), (tmp_path.resolve() / "disk", "xfs"))]  # fmt: skip
-
-    monkeypatch.setattr(psutil, "disk_partitions", mounts)
-    with pytest.raises(CannotMeasureError, match=r"is in memory \(tmpfs\)"):
-        host_bench.refuse_memory_file(tmp_path / "some" / "file")
-    host_bench.refuse_memory_file(tmp_path / "disk" / "file")
-
-
-@pytest.mark.parametrize(("cores", "quick", "counts"), [
-    (1, False, [1]), (6, False, [1, 2, 4, 6]), (16, False, [1, 2, 4, 8, 16]), (16, True, [1, 16]), (1, True, [1]),
-])  # fmt: skip
-def test_threads_that_are_tried_end_with_all_cores(cores: int, quick: bool, counts: list[int]) -> None:
-    assert host_bench.thread_counts(cores, quick=quick) == counts
-
-
-def test_the_reader_reads_all_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    reader = host_bench.HostReader(1 << 20, 3)
-    monkeypatch.setattr(np, "max", lambda part: seen.append(part.nbytes))
-    for threads in (1, 2, 3):
-        reader.read(threads)
-    reader.close()
-    assert sum(seen) == 3 << 20
-    assert sorted(seen)[-1] == 1 << 20
-
-
 # Several cards.
-
-
-class MeetingBench(LinkBench):
-    """Copies only once all of `others` have begun to copy, too."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), 4096)
-        self.others: list[MeetingBench] = []
-        self.has_begun, self.copies = threading.Event(), 0
-
-    def copy_in(self, piece_bytes: int = 4096) -> None:
-        self.has_begun.set()
-        for other in self.others:
-            if not other.has_begun.wait(5):
-                raise RuntimeError("the other link is idle")
-        super().copy_in(piece_bytes)
-        self.copies += 1
-
-
-def test_links_are_measured_while_all_others_run() -> None:
-    benches = [MeetingBench() for _ in range(3)]
-    for bench in benches:
-        bench.others = [other for other in benches if other is not bench]
-    rates = measure_links_gbps(benches, budget_s=0.05)
-    assert len(rates) == 3 and min(rates) > 0
-    alone = MeetingBench()
-    alone.others = [MeetingBench()]
-    with pytest.raises(CannotMeasureError, match="copies beside it failed: the other link is idle"):
-        measure_links_gbps([alone], budget_s=0.05)
-
-
-def test_a_rate_is_of_the_bytes_that_arrived_meanwhile() -> None:
-    bench = MeetingBench()
-    (gbps,) = measure_links_gbps([bench], budget_s=0.5)
-    assert 0.1 < gbps * 1e9 * 0.8 / (bench.copies * bench.nbytes) < 10  # 0.3 s of waking before
-
-
-def test_hops_go_round_all_cards_and_end_on_the_first() -> None:
-    cards = [Card(number, torch.device("cpu")) for number in range(3)]
-    hop_us, least_us, gbps = measure_hops(cards, (8.0, 4096.0), budget_s=0.02)
-    assert list(hop_us) == [8.0, 4096.0] and least_us == hop_us[8.0] > 0
-    assert hop_us[4096.0] == pytest.approx(least_us + (4 << 20) / (gbps * 1e9) * 1e6)
-    with pytest.raises(CannotMeasureError, match="a hop of 8 KiB takes no longer than one of 8 KiB"):
-        measure_hops(cards, (8.0,), budget_s=0.02)
-
-
-def test_logical_cards_of_one_device_are_reported_and_no_figures_of_the_machine() -> None:
-    steps: list[str] = []
-    found = measure_machine(MeasureOptions("cpu,cpu", quick=True), on_progress=lambda stage, *_: steps.append(stage))
-    cards = found.cards
-    assert cards is not None and cards.devices == ("cpu", "cpu") and cards.on_one_device and not cards.peer_to_peer
-    assert len(cards.links_alone_gbps) == len(cards.links_at_once_gbps) == 2 and min(cards.links_at_once_gbps) > 0.01
-    assert all(gbps == float(f"{gbps:.4g}") for gbps in cards.links_alone_gbps + cards.links_at_once_gbps)
-    assert list(cards.hop_us_by_kib) == [8, 64, 1024, 8192] and cards.hop_us == cards.hop_us_by_kib[8]
-    assert cards.hop_gbps is not None and cards.hop_gbps > 0.01
-    assert {"links of all cards", "hops from card to card"} <= {*steps}
-    assert found.profile.gpus == 0 and "hop" not in profile_toml(found.profile)
-    assert found.missing["links_at_once_gbps"] == "--device cpu,cpu leaves the GPU out"
 
 
 def test_cards_of_different_kinds_are_not_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,49 +137,6 @@ def test_devices_that_are_not_there_are_refused() -> None:
 
 
 # NVML and advice.
-
-
-class FakeNvml:
-    """Stands for pynvml: a link, or an error in one of its functions."""
-
-    def __init__(self, *, generation: int = 3, width: int = 4, failing: str = "") -> None:
-        self._generation, self._width, self._failing = generation, width, failing
-        self.opened = 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        answers = {
-            "nvmlDeviceGetCurrPcieLinkWidth": self._width, "nvmlDeviceGetMaxPcieLinkWidth": 16,
-            "nvmlDeviceGetCurrPcieLinkGeneration": self._generation, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
-            "nvmlSystemGetDriverVersion": "580.1",
-        }  # fmt: skip
-
-        def call(*arguments: Any) -> Any:
-            if name == self._failing:
-                raise RuntimeError("Not Supported")
-            self.opened += {"nvmlInit": 1, "nvmlShutdown": -1}.get(name, 0)
-            if name == "nvmlDeviceGetHandleByUUID":
-                assert arguments == ("GPU-abc",)
-            return answers.get(name)
-
-        return call
-
-
-def test_nvml_tells_the_link_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(nvml: FakeNvml | None) -> NvmlAnswer:
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        return read_nvml("abc")
-
-    nvml = FakeNvml()
-    assert answer(nvml) == NvmlAnswer("580.1", PcieLink(3, 4, 4, 16), "")
-    broken = FakeNvml(failing="nvmlDeviceGetMaxPcieLinkWidth")
-    assert answer(broken) == NvmlAnswer("580.1", None, "NVML refuses a query: Not Supported")
-    assert nvml.opened == broken.opened == 0
-    assert answer(FakeNvml(failing="nvmlInit")).reason == "NVML is not available: Not Supported"
-    for generation, width in ((3, 0), (0, 16)):
-        nowhere = answer(FakeNvml(generation=generation, width=width))
-        assert (nowhere.link, nowhere.reason) == (None, f"NVML tells of a link of generation {generation}, x{width}")
-    missing = answer(None)
-    assert (missing.driver, missing.link) == (None, None) and missing.reason.startswith("NVML is not available: ")
 
 
 GOOD_LINK = PcieLink(4, 16, 4, 16)

@@ -12,10 +12,9 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
-from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.profile import shipped_directory
-from offload_runtime.plan import Refusal, machine_figures, plan_or_refuse, plan_run
+from offload_runtime.plan import Refusal, machine_figures, plan_or_refuse
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, plan_or_none
 
@@ -109,23 +108,6 @@ def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from(
     fitting = [tokens for tokens in range(256, 100_000, 256) if plan_or_none(replace(request, context=tokens), machine)]
     assert fitting[0] == 4096 and fitting[-1] < 7000
     assert f"--context {fitting[-1]}" in {proposal.change for proposal in outcome.suggestions}
-
-
-def test_the_memory_that_triforce_is_short_of_is_enough_and_no_more() -> None:
-    machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
-    request = RuntimeConfig(
-        describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
-        speculation=SpeculationOptions("triforce"),
-    )  # fmt: skip
-    for vram_bytes in range(18 * GB, 22 * GB, GB // 3):
-        with pytest.raises(BudgetError, match=r"of 32 layers would be streamed: raise --vram by ") as refused:
-            plan_run(replace(request, vram_bytes=vram_bytes), machine)
-        more = re.search(r"raise --vram by ([0-9.]+ [kMG]?B)", str(refused.value))
-        assert more is not None
-        enough_bytes = vram_bytes + parse_bytes(more[1])
-        assert plan_run(replace(request, vram_bytes=enough_bytes), machine).has_verifier
-        with pytest.raises(BudgetError):
-            plan_run(replace(request, vram_bytes=enough_bytes - GB // 10), machine)
 
 
 @pytest.mark.parametrize(

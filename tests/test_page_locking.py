@@ -7,9 +7,7 @@ import gc
 import pytest
 import torch
 
-from offload_runtime.errors import BudgetError
 from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar
-from offload_runtime.memory.arena import LOCK_BLOCK_BYTES
 from tests.helpers.page_locking import REFUSED, LimitedRegistrar
 
 NO_LIMIT = 1 << 60
@@ -30,33 +28,6 @@ def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None
     arena.unpin()
     arena.unpin()
     assert arena.pinned_bytes == 0 and not registrar.locked
-
-
-@pytest.mark.parametrize("blocks", range(4))
-def test_an_arena_is_locked_as_far_as_the_system_allows(blocks: int) -> None:
-    """In blocks of 1 GiB, none of whose pages are touched here."""
-    registrar = LimitedRegistrar(blocks * LOCK_BLOCK_BYTES)
-    arena = HostArena(2 * LOCK_BLOCK_BYTES + PAGE_BYTES, name="layer 0")
-    locked_bytes = min(blocks * LOCK_BLOCK_BYTES, arena.nbytes)
-    assert (arena.lock(registrar) == 0) == arena.pinned == (blocks == 3)
-    assert arena.pinned_bytes == registrar.locked_bytes == locked_bytes
-    assert all(address >= arena.buffer.data_ptr() for address in registrar.locked)
-    arena.unpin()
-    assert not arena.pinned and not registrar.locked
-    assert arena.buffer.nbytes == arena.nbytes  # only the lock is gone
-
-
-def test_all_or_nothing_is_one_block_and_leaves_nothing_locked() -> None:
-    registrar = LimitedRegistrar(LOCK_BLOCK_BYTES)
-    arena = HostArena(LOCK_BLOCK_BYTES + PAGE_BYTES, name="layer 7")
-    with pytest.raises(BudgetError, match=r"could not page-lock 1\.1 GB for layer 7 \(CUDA error 2\): raise"):
-        arena.pin(registrar)
-    assert registrar.num_calls == 1 and not registrar.locked and not arena.pinned
-    larger = LimitedRegistrar(NO_LIMIT)
-    arena.pin(larger)
-    arena.pin(larger)
-    assert list(larger.locked.values()) == [arena.nbytes]
-    arena.close()
 
 
 @pytest.mark.parametrize("closed", [True, False])

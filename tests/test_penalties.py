@@ -20,16 +20,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.model import Window, paths_below_roots
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.runners import decided
-from offload_runtime.sampling import MOST_FILTERED_ROWS, SlotSampling, perturbed_logits, sample
+from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401
-from tests.helpers.kv_runners import require_tokens_of_captured_passes
 from tests.helpers.models import random_tokens
 from tests.helpers.sampling import noise
 
@@ -91,39 +89,6 @@ def test_tokens_are_those_of_transformers_processors(plain: Runtime, target: Pat
         assert of_transformers(model, plain.encode(PROMPT), SamplingParams(**way)) == tokens
 
 
-def assert_same(
-    runtime: Runtime, expected: Sequence[Sequence[int]], chosen: Sequence[int], *, count: int = COUNT, **asked: Any
-) -> float:
-    """Compare some of the `WAYS`; returns the most tokens a pass."""
-    per_pass = list[float]()
-    for way in chosen:
-        result = runtime.generate(PROMPT, max_new_tokens=count, ignore_eos=True, **WAYS[way], **asked)
-        assert result.tokens == expected[way][:count]
-        per_pass.append(result.stats.tokens_per_pass)
-    return max(per_pass)
-
-
-@some_ways
-def test_a_draft_changes_no_token(target: Path, draft: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
-    with load(target, resident_layers=1, draft=draft, tree_nodes=24) as runtime:
-        assert assert_same(runtime, expected, chosen, count=13, gamma=5, tree_nodes=0) > 1.2
-        assert assert_same(runtime, expected, chosen, count=13, gamma=5, tree_nodes=24) > 1.2
-
-
-@some_ways
-def test_n_grams_change_no_token(target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
-    with load(target) as runtime:
-        assert assert_same(runtime, expected, [*chosen, 2], gamma=7) > 1.2
-        assert_same(runtime, expected, chosen)
-
-
-@some_ways
-def test_triforce_changes_no_token(target: Path, draft: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
-    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=3)
-    with load(target, draft=draft, speculation=options) as runtime:
-        assert_same(runtime, expected, chosen, count=10 if len(chosen) < len(WAYS) else COUNT, gamma=5)
-
-
 @some_ways
 def test_deep_windows_and_trees_count_the_tokens_of_their_own_paths(
     plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
@@ -139,18 +104,6 @@ def test_deep_windows_and_trees_count_the_tokens_of_their_own_paths(
             script = ScriptedProposer([*prompt, *expected[way]], 320, accuracy=0.95, seed=3)
             found = transcribe(runtime, prompt, params, script)
             assert found.tokens == expected[way] and found.passes < 12
-
-
-def test_answers_of_a_batch_have_their_own(target: Path) -> None:
-    """Unlike options share passes, those without any among them; then the slots are others'."""
-    prompts = [PROMPT, "the lazy dog", [9] * 40, PROMPT]
-    ways = [WAYS[0], {"temperature": 0.9, "top_k": 20}, WAYS[3], {"logit_bias": {0: 5.0, 300: -3.0}}]
-    params = [GenerationParams(15, ignore_eos=True, gamma=4, sampling=SamplingParams(**way)) for way in ways]
-    with load(target, max_batch=4) as runtime:
-        alone = [runtime.generate(prompt, params=one).tokens for prompt, one in zip(prompts, params, strict=True)]
-        for order in ([0, 1, 2, 3], [2, 3, 0, 1]):
-            together = runtime.generate_batch([prompts[i] for i in order], params=[params[i] for i in order])
-            assert [result.tokens for result in together] == [alone[i] for i in order]
 
 
 def test_a_turn_counts_earlier_ones_as_prompt(plain: Runtime) -> None:
@@ -179,17 +132,6 @@ def test_a_bias_of_a_token_that_is_none(target: Path, plain: Runtime) -> None:
     params = GenerationParams(sampling=SamplingParams(logit_bias={320: 1.0}))
     with pytest.raises(OptionError, match="outside the vocabulary"):
         Runtime.load(target, device="cpu", on_progress=refuse_weights, check=lambda room: room.check(params))
-
-
-def test_captured_passes_have_penalties_too() -> None:
-    """Of a slot with penalties, windows that are captured otherwise."""
-    params = [SamplingParams(0.8, frequency_penalty=1.5, logit_bias={3: 4.0}), SamplingParams(1.0, seed=3)]
-
-    def see_root(sampling: SlotSampling, prompts: list[list[int]], root: int) -> None:
-        for slot, prompt in enumerate(prompts):
-            sampling.adjustments.see(slot, [*prompt, root])
-
-    require_tokens_of_captured_passes(params, see_root)
 
 
 VOCAB_SIZE = 12
@@ -305,34 +247,3 @@ def test_a_bias_is_part_of_a_cuda_graph() -> None:
         sampling.assign(0, SamplingParams(logit_bias={token: 100}))
         graph.replay()
         assert tokens.tolist() == [token] * 3
-
-
-def test_a_draft_of_fewer_tokens_has_the_bias_of_those_it_has() -> None:
-    sampling = SlotSampling.of(
-        [SamplingParams(logit_bias={2: 1.0, 9: 5.0}, repetition_penalty=2.0)], torch.device("cpu")
-    )
-    scores = perturbed_logits(torch.zeros(1, 4), sampling, torch.tensor([3]), torch.tensor([0]))
-    assert scores.tolist() == [[0.0, 0.0, 1.0, 0.0]]
-
-
-@pytest.mark.parametrize("num_rows", [1, MOST_FILTERED_ROWS])
-def test_penalties_take_no_more_memory_than_is_planned_for_a_row(num_rows: int) -> None:
-    """24 bytes a logit, of the rows that are sampled together, and 5 a slot and entry of the vocabulary."""
-    from torch.profiler import ProfilerActivity, profile
-
-    vocab_size, window = 4000, Window(tuple(range(num_rows)))
-    params = SamplingParams(1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3)
-    sampling = SlotSampling.of([params], torch.device("cpu"))
-    sampling.adjustments.begin(0, [1, 2, 3])
-    sampling.adjustments.see(0, [1, 2, 3, 0])
-    logits = torch.randn(num_rows, vocab_size).bfloat16()
-    paths = torch.tensor(paths_below_roots([window])).view(num_rows, -1)
-    owners = torch.zeros(num_rows, dtype=torch.int32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        sampling.adjustments.apply(logits, owners, paths)
-    held = most = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    assert 0 < most <= (24 * num_rows + 5) * vocab_size

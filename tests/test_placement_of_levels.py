@@ -15,13 +15,11 @@ from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.kv.device import StreamingDraftCache
 from tests.helpers.engine import load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 
 TARGET = "long_target"
 CARD = load_profile("rtx4090")
 CONTEXT, DRAFT_CONTEXT = 700, 512
-PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(600)]
 SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 64, "budget_tokens": 128, "gamma_draft": 3}
 
 
@@ -81,19 +79,6 @@ def test_auto_takes_triforce_or_says_why_not(target: Path, draft: Path, one_laye
         assert "(not TriForce: a retrieval budget of 4096 tokens is more than the context of 700)" in runtime.placement
 
 
-def test_who_asked_for_no_triforce_is_not_told_why_there_is_none(target: Path, draft: Path) -> None:
-    assert placement(target, "chain", draft=draft, kv="host") == "proposals from the draft"
-    assert placement(target, kv="host") == "proposals from n-grams"
-    assert placement(target, "none", kv="host") == "plain decoding"
-
-
-def test_auto_does_without_a_retrieval_verifier_that_does_not_fit(target: Path, draft: Path) -> None:
-    speculation = SpeculationOptions("chain", **SMALL)
-    vram = least_vram(target, draft=draft, kv="host", speculation=speculation)
-    said = placement(target, draft=draft, kv="host", vram=vram + 10_000)
-    assert re.search(r"\(not TriForce: its [0-9.]+ [kM]B do not fit the memory\)$", said)
-
-
 def test_a_draft_that_ends_before_the_context_is_refused(target: Path, short_draft: Path) -> None:
     """It would have nothing to say there, and the retrieval verifier would wait for it."""
     message = refused(
@@ -117,19 +102,6 @@ def test_layers_that_are_streamed_leave_no_room_for_triforce(target: Path, draft
     assert "3 of 5 layers are streamed: drop --resident-layers" in asked
 
 
-@pytest.mark.slow
-def test_auto_gives_such_a_draft_a_streaming_cache(target: Path, short_draft: Path) -> None:
-    said = placement(target, "auto", "full", draft=short_draft, kv="host")
-    assert said.endswith("(not TriForce: the draft was made for 512 tokens and the context has 700)")
-    options = SpeculationOptions("triforce", **SMALL)
-    # Of fixed windows: how long they take decides nothing.
-    with load(target, draft=short_draft, context=CONTEXT, kv="host", gamma=4, speculation=options) as runtime:
-        assert runtime.parts.draft is not None
-        assert isinstance(runtime.parts.draft.runner.cache, StreamingDraftCache)
-        inner, outer = runtime.generate(PROMPT, max_new_tokens=24, ignore_eos=True).stats.acceptance
-    assert inner.accepted > 0 and outer.accepted > 0
-
-
 @pytest.mark.parametrize("mode", ["auto", "triforce"])
 def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: Path, mode: str) -> None:
     options: dict[str, Any] = {
@@ -145,16 +117,3 @@ def test_a_batch_that_does_not_fit_is_told_how_many_would(target: Path, draft: P
     Runtime.load(target, device="cpu", context=CONTEXT, max_batch=fitting, vram=vram, **options).close()
     message = refused(OffloadError, target, max_batch=fitting + 1, vram=vram, **options)
     assert " ".join(message.split()).endswith(f"; {fitting} prompts at once would fit, {fitting + 1} do not")
-
-
-@pytest.mark.slow
-def test_a_streaming_cache_keeps_no_more_than_the_context_has(target: Path, draft: Path) -> None:
-    held = []
-    for recent_tokens in (300, 100_000):
-        options = SpeculationOptions("chain", "streaming", recent_tokens=recent_tokens)
-        with load(target, draft=draft, context=300, speculation=options) as runtime:
-            held.append(runtime.plan.device_bytes)
-            tokens = runtime.generate(PROMPT[:200], max_new_tokens=40, ignore_eos=True).tokens
-        with load(target, draft="none", context=300) as plain:
-            assert tokens == plain.generate(PROMPT[:200], max_new_tokens=40, ignore_eos=True).tokens
-    assert held[0] == held[1]

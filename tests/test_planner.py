@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import GB, RuntimeConfig, parse_bytes
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.errors import BudgetError
 from offload_runtime.plan import MachineFigures, RunPlan, plan_run
-from offload_runtime.runners.target import workspace_bytes
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, models
 
@@ -91,55 +90,9 @@ def test_the_budget_that_is_named_is_enough_and_the_parts_add_up(problem: tuple[
         assert ("fewer layers resident" in str(error)) == bool(resident)
 
 
-def test_resident_layers_are_layers_of_the_model() -> None:
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
-    for resident in (-1, 33):
-        with pytest.raises(OptionError, match=f"between 0 and 32, the model's layers, not {resident}"):
-            plan_run(replace(request, resident_layers=resident), MACHINE)
-
-
 @pytest.mark.parametrize(("pinnable_bytes", "most"), [(10 * GB, "10.0"), (None, "900.0")])
 def test_no_more_is_page_locked_than_the_machine_does(pinnable_bytes: int | None, most: str) -> None:
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), pinned_bytes=901 * GB)
     words = rf"--pinned 901\.0 GB is more than the {most} GB that some page-locks: lower it to {most}GB, or choose"
     with pytest.raises(BudgetError, match=words):
         plan_run(request, replace(MACHINE, pinnable_bytes=pinnable_bytes))
-
-
-def test_a_draft_and_a_verifier_are_named_with_ways_out_of_their_own() -> None:
-    target, draft = describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b")
-    request = RuntimeConfig(target, draft, context=32768, kv="gpu", vram_bytes=4 * GB)
-    with pytest.raises(BudgetError, match=r"draft weights [0-9.]+ GB, .*use a\ssmaller\s+draft\s+or --draft ngram"):
-        plan_run(replace(request, speculation=replace(request.speculation, mode="chain")), MACHINE)
-    with pytest.raises(BudgetError, match=r"(?s)retrieval cache [0-9.]+ [MG]B, .*lower --budget-tokens or\s+use"):
-        plan_run(replace(request, speculation=replace(request.speculation, mode="triforce")), MACHINE)
-
-
-def test_workspace_grows_with_everything_it_is_for() -> None:
-    config = describe_model(CONFIGS / "tinyllama-1.1b").config()
-    sizes = {"chunk_tokens": 512, "context_tokens": 1024, "rows": 300, "sampled_rows": 64}
-    base = workspace_bytes(config, 2, **sizes)
-    assert workspace_bytes(config, 4, **sizes) > base
-    for name, value in sizes.items():
-        assert workspace_bytes(config, 2, **{**sizes, name: 2 * value}) > base
-    # At least the logits and the residual stream themselves.
-    assert base > 300 * config.vocab_size * 2 + 1024 * config.hidden_size * 2
-
-
-@PROPERTY
-@given(problems(), st.integers(0, 40 * GB))
-def test_keys_and_values_that_stay_fit_what_is_left(problem: tuple[RunPlan, int, int | None], spare: int) -> None:
-    whole, _, _ = problem
-    request = replace(whole.request, kv="host", resident_layers=0)
-    try:
-        plan = plan_run(replace(request, vram_bytes=min(200 * GB, GB + spare)), MACHINE)
-    except BudgetError:
-        return
-    kept, layers, target = plan.resident_kv_layers, plan.placement.num_layers, plan.target
-    assert list(kept) == sorted(set(kept)) and set(kept) <= set(range(layers))
-    assert plan.limits.device_bytes is not None
-    left_bytes = plan.limits.device_bytes - plan.device_bytes
-    assert left_bytes >= 0
-    each_bytes = target.kv_layer_bytes - target.open_kv_bytes
-    if each_bytes > 0 and len(kept) < layers - 1 and plan.placement.num_slots == min(RING_SLOTS, layers):
-        assert left_bytes < each_bytes

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes_up, parse_bytes
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
@@ -24,14 +24,12 @@ from offload_runtime.plan import (
     RunPlan,
     common_figures,
     forecast,
-    link_slack,
     machine_figures,
     pass_time,
     plan_or_refuse,
     plan_run,
-    upgrades,
 )
-from offload_runtime.weights import DescribedModel, ModelLayout, describe_model
+from offload_runtime.weights import ModelLayout, describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -115,83 +113,6 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     assert set(plan.resident_kv_layers) <= set(range(target.config.num_layers))
 
 
-@PROPERTY
-@given(st.tuples(requests(), machines) | little_locked())
-def test_a_forecast_streams_what_is_streamed(case: tuple[RuntimeConfig, MachineFigures]) -> None:
-    request, machine = case
-    plan = plan_or_none(request, machine)
-    if plan is None:
-        return
-    predicted = forecast(plan, machine)
-    target = plan.target
-    host_kv = sum(part.nbytes for part in plan.host if part.name in ("KV cache", "staged KV cache"))
-    streamed = len(plan.placement.streamed_layers) * target.layer_bytes
-    assert streamed <= predicted.plain.bytes_streamed <= streamed + host_kv
-    assert predicted.prefill.link_bytes >= target.batch * streamed
-    assert plan.is_staged == (predicted.plain.staging_s > 0) or predicted.context_tokens <= 256
-    assert predicted.plain.staging_s <= predicted.plain.bytes_streamed / (machine.staging_gbps * GB) * (1 + 1e-9)
-    assert predicted.plain.seconds > 0 and predicted.prefill.seconds > 0
-    speeds = [row.tok_per_s for row in predicted.steps]
-    assert speeds == sorted(speeds)
-
-
-@pytest.mark.slow
-def test_no_step_of_vram_makes_a_pass_longer() -> None:
-    """Where the memory of one more layer of weights would keep more bytes of keys and values, those are kept."""
-    machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 90 * GB, {"bf16": 165.0})
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), "none", context=2048, kv="host", max_batch=4)
-    sizes = [size * GB // 20 for size in range(6 * 20, 40 * 20)]
-    plans = [plan_or_none(replace(request, vram_bytes=size), machine) for size in sizes]
-    streamed = [plan.streamed_bytes for plan in plans if plan is not None]
-    assert streamed[-1] == 0 and len(set(streamed)) > 40
-    assert streamed == sorted(streamed, reverse=True)
-
-
-def test_rings_hold_no_more_than_a_pass_brings() -> None:
-    """Of sliding windows a pass brings little: as layers stay, less is hidden, but never more than is copied."""
-    machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 200 * GB, {"bf16": 165.0})
-    config = replace(describe_model(CONFIGS / "llama-3.1-8b").config(), layer_windows=(4096,) * 32)
-    request = RuntimeConfig(DescribedModel(config, torch.bfloat16), context=65536, kv="host", resident_layers=32)
-    hidden = []
-    for vram_bytes in range(20 * GB, 32 * GB, GB // 5):
-        plan = plan_or_none(replace(request, vram_bytes=vram_bytes), machine)
-        if plan is not None:
-            plain = pass_time(plan, machine, length_tokens=65535, rows=1)
-            hidden.append((plain.copies_s, plain.lookahead_s))
-    assert all(ring_s <= copies_s for copies_s, ring_s in hidden)
-    assert any(0 < ring_s == copies_s for copies_s, ring_s in hidden)
-    assert any(ring_s < copies_s for copies_s, ring_s in hidden)
-
-
-def test_keys_and_values_that_stay_are_those_of_full_attention_first() -> None:
-    """A layer with a sliding window streams little of what it would take to keep it."""
-    machine = MachineFigures("some", 40 * GB, GB, 25.0, 1000.0, 200 * GB, {"bf16": 165.0})
-    config = describe_model(CONFIGS / "llama-3.1-8b").config()
-    config = replace(config, layer_windows=tuple(None if layer % 4 == 3 else 1024 for layer in range(32)))
-    request = RuntimeConfig(DescribedModel(config, torch.bfloat16), context=65536, max_batch=4, kv="host")
-    kept = plan_run(replace(request, vram_bytes=25 * GB), machine).resident_kv_layers
-    assert 0 < len(kept) < 8 and all(layer % 4 == 3 for layer in kept)
-    more = plan_run(replace(request, vram_bytes=38 * GB), machine).resident_kv_layers
-    assert len(more) > 8 and set(range(3, 32, 4)) <= set(more)
-
-
-@PROPERTY
-@given(requests(), machines, st.floats(1, 8), st.floats(1, 8))
-def test_more_link_or_hbm_is_never_slower(
-    request: RuntimeConfig, machine: MachineFigures, link: float, hbm: float
-) -> None:
-    plan = plan_or_none(request, machine)
-    if plan is None:
-        return
-    better = replace(machine, link_gbps=link * machine.link_gbps, hbm_gbps=hbm * machine.hbm_gbps)
-    slow, fast = forecast(plan, machine), forecast(plan, better)
-    assert fast.plain.seconds <= slow.plain.seconds * (1 + 1e-9)
-    assert fast.prefill.seconds <= slow.prefill.seconds * (1 + 1e-9)
-    # What is then chosen may take longer for a prompt, but its tokens never come slower.
-    chosen = forecast(plan_run(request, better), better)
-    assert chosen.usual.tok_per_s >= fast.usual.tok_per_s * (1 - 1e-9) >= slow.usual.tok_per_s * (1 - 2e-9)
-
-
 @pytest.mark.slow
 @PROPERTY
 @given(requests(), machines)
@@ -231,54 +152,6 @@ def test_a_refusal_names_the_largest_that_fits() -> None:
     assert least_bytes <= memory.machine.vram_bytes < least_bytes + GB // 10
     with pytest.raises(BudgetError, match="too small"):
         plan_run(replace(request, vram_bytes=least_bytes - 20_000_000), replace(machine, vram_bytes=200 * GB))
-
-
-def test_a_limit_of_ones_own_is_raised_before_the_machine_is() -> None:
-    """As far as the card goes, for what is short of it and for what is short of host memory; as it would be typed."""
-    machine = machine_figures(load_profile("rtx4090"))
-    model = describe_model(CONFIGS / "llama-3.1-8b")
-    short_of_vram = RuntimeConfig(model, context=65536, kv="gpu", vram_bytes=8 * GB)
-    short_of_ram = RuntimeConfig(model, context=65536, vram_bytes=8 * GB, ram_bytes=20 * GB)
-    for request in (short_of_vram, short_of_ram):
-        outcome = plan_or_refuse(request, machine)
-        assert isinstance(outcome, Refusal)
-        raised = [proposal for proposal in outcome.suggestions if proposal.change.startswith("--vram ")]
-        assert len(raised) == 1 and not any("device memory" in proposal.change for proposal in outcome.suggestions)
-        vram_bytes = parse_bytes(raised[0].change.removeprefix("--vram "))
-        assert plan_run(replace(request, vram_bytes=vram_bytes), machine) == raised[0].plan
-        with pytest.raises(BudgetError):
-            plan_run(replace(request, vram_bytes=vram_bytes - GB // 10), machine)
-    beyond = plan_or_refuse(replace(short_of_vram, vram_bytes=80 * GB), machine)
-    assert isinstance(beyond, Refusal) and beyond.suggestions[0].change == "--vram 25.7GB"
-    beyond = plan_or_refuse(RuntimeConfig(model, context=8192, pinned_bytes=80 * GB), machine)
-    assert isinstance(beyond, Refusal) and beyond.suggestions[0].change == "--pinned 60.1GB"
-
-
-def test_host_memory_that_the_machine_lacks_is_not_had_by_asking() -> None:
-    machine = machine_figures(load_profile("rtx4090"))
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-70b"), context=4096)
-    with pytest.raises(
-        BudgetError, match=r"host memory of 68\.7 GB is too small .* or add memory: rtx4090 has no more"
-    ):
-        plan_run(request, machine)
-    with pytest.raises(BudgetError, match=r"--ram 500\.0 GB is more than the 68\.7 GB of rtx4090: lower it to 68\.7GB"):
-        plan_run(replace(request, ram_bytes=500 * GB), machine)
-    with pytest.raises(BudgetError, match=r"^--ram of 20\.0 GB is too small .* or allow more with --ram"):
-        plan_run(replace(request, ram_bytes=20 * GB), machine)
-
-
-def test_what_is_short_of_page_locked_memory_is_what_the_problem_says() -> None:
-    machine = machine_figures(load_profile("rtx4090"))
-    request = RuntimeConfig(
-        describe_model(CONFIGS / "llama-3.1-8b"), context=32768, vram_bytes=8 * GB, pinned_bytes=10_000_000
-    )
-    outcome = plan_or_refuse(request, machine)
-    assert isinstance(outcome, Refusal)
-    least_bytes = 10_000_000 + outcome.short_bytes["page-locked memory"]
-    assert f"too little by {format_bytes_up(outcome.short_bytes['page-locked memory'])}" in str(outcome.problem)
-    assert plan_run(replace(request, pinned_bytes=least_bytes), machine).pinned_bytes == least_bytes
-    with pytest.raises(BudgetError, match="too little by 1 B"):
-        plan_run(replace(request, pinned_bytes=least_bytes - 1), machine)
 
 
 def test_several_changes_together_when_no_single_one_fits() -> None:
@@ -329,78 +202,6 @@ def staged_request(request: RuntimeConfig) -> RuntimeConfig:
     return replace(request, context=4096, max_batch=1, kv="gpu", vram_bytes=8 * GB)
 
 
-def test_drafting_is_hidden_while_rings_fill_at_the_pace_of_what_is_staged() -> None:
-    """A link that waits for staging hides no less by being faster."""
-    machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
-    request = RuntimeConfig(
-        describe_model(CONFIGS / "llama-2-7b"), describe_model(CONFIGS / "llama-3.2-1b"), context=512,
-        gamma=63, speculation=SpeculationOptions("chain"),
-    )  # fmt: skip
-    plan = plan_run(request, machine)
-    slow, fast = (forecast(plan, replace(machine, link_gbps=gbps)).usual for gbps in (12.0, 50.0))
-    assert slow.bound_by == "staging" and 0 < slow.hidden_s < slow.drafting_s
-    assert fast == slow
-
-
-def test_drafting_is_free_as_long_as_the_rings_take_to_fill() -> None:
-    """At the pace of the link that was measured, or of staging where that is slower."""
-    machine = MachineFigures("some", 8 * GB, GB, 12.0, 1000.0, 64 * GB, {"bf16": 165.0}, 2 * GB)
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b"), "none", context=512)
-    staged, locked = (plan_run(request, replace(machine, pinnable_bytes=most)) for most in (2 * GB, None))
-
-    def times(plan: RunPlan, link_gbps: float) -> tuple[float, int]:
-        return link_slack(plan, replace(machine, link_gbps=link_gbps))
-
-    ring_bytes = locked.placement.num_slots * locked.target.layer_bytes
-    for gbps in (12.0, 50.0):
-        assert times(locked, gbps)[0] == pytest.approx(ring_bytes / (gbps * GB) - 0.015)
-    assert times(staged, 50.0) == times(staged, 12.0)
-    assert times(staged, 12.0)[0] > times(locked, 12.0)[0] > 0
-    assert times(locked, 1e6) == (0, 0)
-
-
-def test_windows_up_to_some_size_are_bound_by_the_link() -> None:
-    """Rows cost arithmetic: on a fast link few of them take as long as the copies, and of a small part any does."""
-    request = RuntimeConfig(
-        describe_model(CONFIGS / "llama-2-13b"), describe_model(CONFIGS / "llama-3.2-1b"), context=2048,
-        tree_nodes=1024,
-    )  # fmt: skip
-    rows = []
-    for tflops in (60.0, 165.0, 900.0):
-        machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 64 * GB, {"bf16": tflops}, None)
-        plan = plan_run(request, machine)
-        rows.append(link_slack(plan, machine)[1])
-        assert link_slack(plan, replace(machine, link_gbps=1e5))[1] == 0
-    assert 1 < rows[0] < rows[1] <= rows[2] == 1025
-    assert rows[0] == pytest.approx(rows[1] * 60 / 165, rel=0.2) or rows[1] == 1025
-
-
-@pytest.mark.parametrize(("context", "nodes"), [(512, 256), (1024, 512), (1030, 512), (2048, 1024), (4096, 1024)])
-def test_room_for_trees_is_what_half_of_a_context_leaves(context: int, nodes: int) -> None:
-    """More could be proposed only behind a short text, and the room for it would push out a layer of the target."""
-    machine = MachineFigures("some", 24 * GB, GB, 55.0, 4800.0, 64 * GB, {"bf16": 800.0}, None)
-    target, draft = describe_model(CONFIGS / "llama-2-13b"), describe_model(CONFIGS / "llama-3.2-1b")
-    request = RuntimeConfig(target, draft, context=context)
-    assert plan_run(request, machine).tree_room == nodes
-    assert plan_run(replace(request, tree_nodes=2 * nodes), machine).tree_room == 2 * nodes
-
-
-def test_a_second_card_and_a_gigabyte_help_what_is_bound_by_the_link() -> None:
-    machine = machine_figures(load_profile("rtx4090"))
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), context=4096)
-    plan = plan_run(request, machine)
-    predicted = forecast(plan, machine)
-    gigabyte, card = upgrades(plan, predicted, machine)
-    assert predicted.usual.tok_per_s == gigabyte.before_tok_per_s < gigabyte.after_tok_per_s < card.after_tok_per_s
-    assert card.what == "a second card" and "dealt out" in card.note and not gigabyte.note
-    large = replace(machine, ram_bytes=400 * GB, pinnable_bytes=None)  # where a second card's memory is not enough
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-70b"), context=4096)
-    plan = plan_run(request, large)
-    predicted = forecast(plan, large)
-    _, card = upgrades(plan, predicted, large)
-    assert 2 * card.before_tok_per_s < card.after_tok_per_s < 3 * card.before_tok_per_s
-
-
 def test_a_profile_without_a_gpu_or_a_link_cannot_be_planned_for() -> None:
     with pytest.raises(OptionError, match="has no GPU"):
         machine_figures(MachineProfile("bare", "measured", 0, 8 * GB))
@@ -430,17 +231,6 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
             assert forecast(outcome, machine).usual.tok_per_s > 0
         # The promise is two seconds with the imports; arithmetic alone has to stay far below.
         assert time.process_time() - started_s < 2
-
-
-def test_levels_that_one_card_cannot_hold_are_planned_on_two() -> None:
-    request = RuntimeConfig(
-        describe_model(CONFIGS / "llama-2-13b-128k"), describe_model(CONFIGS / "llama-3.2-1b"), context=60_000,
-        speculation=SpeculationOptions("triforce", "streaming"),
-    )  # fmt: skip
-    with pytest.raises(BudgetError, match=r"no TriForce here: beside it \d+ of 40 layers would be streamed"):
-        plan_run(request, machine_figures(load_profile("rtx4090")))
-    plan = plan_run(request, machine_figures(load_profile("rtx4090-x2")))
-    assert plan.has_verifier and len(plan.cards) == 2
 
 
 # --- what is planned is what is loaded
@@ -500,38 +290,6 @@ def test_the_ledger_of_a_run_holds_what_was_planned(
         assert parts["resident layers"] == reserved["target: resident layers"]
         assert parts["workspace"] == reserved["workspace"]
         assert runtime.plan.pinned_bytes == 0  # there is nothing to copy to
-
-
-def test_branches_of_a_streaming_cache_lie_beside_its_places() -> None:
-    """How long it is depends on how deep trees may be, not on how wide, and is within the draft's positions."""
-    draft = describe_model(CONFIGS / "tinyllama-1.1b")
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), draft, context=4096)
-    machine, kept = machine_figures(load_profile("rtx4090")), set()
-    for nodes in (512, 1024):
-        plan = plan_run(replace(request, tree_nodes=nodes), machine).draft
-        assert plan is not None and plan.cache == "streaming" and plan.tree_slots > nodes
-        kept.add(plan.streaming_window_tokens)
-    assert len(kept) == 1 and kept.pop() < 300
-    least = plan_run(request, machine)
-    assert least.draft is not None and least.draft.cache == "streaming" and least.tree_room == 512
-
-
-def test_graphs_of_steps_are_counted_where_there_are_any() -> None:
-    """Of the draft and, with TriForce, of the retrieval verifier, which needs room to choose chunks in."""
-    drafted: dict[str, Any] = {"draft": describe_model(CONFIGS / "llama-68m")}
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-7b-128k"), context=32768, kv="host")
-    machine = machine_figures(load_profile("rtx4090"))
-
-    def graph_bytes(request: RuntimeConfig) -> int:
-        parts = plan_run(request, machine).device
-        return sum(part.nbytes for part in parts if part.name == "CUDA graphs")
-
-    assert graph_bytes(request) == 0
-    chain, triforce = (
-        graph_bytes(replace(request, speculation=SpeculationOptions(mode, "streaming"), tree_nodes=0, **drafted))
-        for mode in ("chain", "triforce")
-    )
-    assert 32 << 20 < chain < triforce < 512 << 20
 
 
 def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.generate import Generation, Hooks
 from offload_runtime.engine.request import Request
 from offload_runtime.errors import NumericalError, OptionError
-from offload_runtime.kv import BlockStore, DeviceKVCache
+from offload_runtime.kv import DeviceKVCache
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
 
@@ -185,29 +185,8 @@ def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, way: 
         check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_on_two_cards(short_target: Path, kv: str) -> None:
-    """Each card holds what there is of its own layers; answers tell."""
-    options: dict[str, Any] = {"kv": kv, "max_batch": SLOTS, "resident_layers": 3}
-    prompts = [TEXT[:300], [*TEXT[:290], 5, 6], TEXT[:301], TEXT[400:450], TEXT[500:550], TEXT[:300]]
-    with Runtime.load(short_target, device="cpu,cpu", **options) as runtime:
-        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
-        stored_bytes = 2 * block_bytes(runtime) if kv == "gpu" else 0
-        with runtime.serving(Hooks(on_end=nobody), prefix_cache_bytes=stored_bytes) as generation:
-            said = [say(runtime, generation, prompt) for prompt in prompts]
-    assert [one.tokens for one in said] == expected
-    assert [one.num_kept for one in said] == [0, 290, 290, 0, 0, 256 if kv == "gpu" else 0]
-
-
 def nobody(request: Request, result: GenerationResult, error: BaseException | None) -> None:
     """Who is told that a request has ended."""
-
-
-def run(generation: Generation) -> None:
-    """Until all have ended."""
-    while generation.running or generation.waiting:
-        list(generation.step())
 
 
 def say(runtime: Runtime, generation: Generation, prompt: list[int], count: int = 6) -> Request:
@@ -240,86 +219,6 @@ def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:
             with pytest.raises(OptionError, match=message):
                 Scheduler(runtime, prefix_cache_bytes=nbytes)
             assert runtime.generate([5], max_new_tokens=1).tokens  # it is not served
-
-
-def test_blocks_are_found_by_all_tokens_before_their_ends() -> None:
-    """Of sequences that share beginnings, against a plain list of all that were ever put."""
-    chance, store, size, found = random.Random(4), BlockStore(5), 256, 0
-    texts = [[chance.randrange(2) for _ in range(4 * size)] for _ in range(3)]
-    ever: dict[tuple[int, ...], torch.Tensor] = {}  # by kind and all tokens
-    for _ in range(300):
-        kind, first, second = chance.randrange(2), chance.choice(texts), chance.choice(texts)
-        tokens = [*first[: chance.randrange(4) * size], *second][: chance.randrange(5) * size + chance.randrange(3)]
-        ends = range(size, len(tokens) + 1, size)
-        blocks = [block for (block,) in store.find(kind, tokens)]
-        assert all(block is ever[(kind, *tokens[:end])] for block, end in zip(blocks, ends, strict=False))
-        found += len(blocks)
-        if chance.random() < 0.6:
-            saved = {index: torch.zeros(1) for index in range(len(blocks), len(ends))}
-            store.put(kind, tokens, lambda index, saved=saved: [saved[index]])  # type: ignore[misc]
-            ever |= {(kind, *tokens[: ends[index]]): block for index, block in saved.items()}
-            assert len(store.find(kind, tokens)) == min(5, len(ends))
-    assert found > 100
-
-
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_how_much_is_kept(target: Path, kv: str) -> None:
-    """All that is held but a prompt's last token, whose logits are wanted, and an answer's last one, which nobody has
-    read."""
-    prompt = TEXT[:300]
-    with loaded(target, draft="none", kv=kv) as runtime:
-        longer = [*prompt, *runtime.generate(prompt, params=params()).tokens, 7, 8]
-        asked = [(prompt, 0), (prompt, 299), (prompt[:-1], 298), ([*prompt[:-1], 9], 299), (prompt, 299),
-                 (longer, 305), ([9, *prompt], 0), (prompt[:1], 0), (prompt, 1)]  # fmt: skip
-        expected = [runtime.generate(tokens, params=params()).tokens for tokens, _ in asked]
-        with runtime.serving(Hooks(on_end=nobody)) as generation:
-            for (tokens, kept), answer in zip(asked, expected, strict=True):
-                said = say(runtime, generation, tokens)
-                assert (said.num_kept, said.tokens) == (kept, answer)
-        # Whoever comes then has nothing of it.
-        assert runtime.generate(prompt, params=params()).stats.kept_tokens == 0
-
-
-def test_the_slot_that_holds_most_and_of_equals_the_oldest(target: Path) -> None:
-    one, two, three = TEXT[:100], TEXT[100:250], TEXT[250:300]
-    order = [(one, 0), (two, 0), (one, 99), (three, 0), (one, 99), (two, 0), (one, 99), (three, 0)]
-    with loaded(target, draft="none", max_batch=2) as runtime, runtime.serving(Hooks(on_end=nobody)) as generation:
-        for prompt, kept in order:
-            assert say(runtime, generation, prompt).num_kept == kept
-        # Used is a slot until its request ends.
-        last = runtime.request(two, params(40))
-        generation.join(last)
-        list(generation.step())
-        assert say(runtime, generation, [5]).num_kept == 0 and last.finish_reason is None
-        while last.finish_reason is None:
-            list(generation.step())
-        for prompt, kept in (([6], 0), (two, 149)):
-            assert say(runtime, generation, prompt).num_kept == kept
-        say(runtime, generation, one)
-        # A slot whose request runs is nobody else's.
-        first = runtime.request(one, params(40))
-        generation.join(first)
-        list(generation.step())
-        assert first.num_kept == 99 and say(runtime, generation, one).num_kept == 0 and not first.finish_reason
-        generation.interrupt()
-
-
-def test_what_a_slot_holds_costs_no_pass_anything(target: Path) -> None:
-    """Keys and values of nobody who runs stay where they are."""
-    ended: list[GenerationResult] = []
-    with loaded(target, draft="none", kv="host", max_batch=2) as runtime:
-        expected = runtime.generate(TEXT[:20], params=params()).stats.bytes_per_pass
-        with runtime.serving(Hooks(on_end=lambda request, result, error: ended.append(result))) as generation:
-            said = [say(runtime, generation, prompt) for prompt in (TEXT[100:], TEXT[:20], [*TEXT[100:], 5])]
-            # One that ends in the middle of another.
-            both = [runtime.request(prompt, params(count)) for prompt, count in ((TEXT[100:], 4), (TEXT[:20], 10))]
-            for request in both:
-                generation.join(request)
-            run(generation)
-        assert both[1].tokens == runtime.generate(TEXT[:20], params=params(10)).tokens
-    assert [one.num_kept for one in (*said, *both)] == [0, 0, 800, 799, 19]
-    large, small, again, _, beside = (result.stats.bytes_per_pass for result in ended)
-    assert small == expected < large == again and beside == round((3 * large + 6 * small) / 9)
 
 
 def test_nothing_is_kept_of_a_request_without_numbers(copy: Path) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from long_context.policies import StreamingPolicy, TopKPolicy, far_keys_bytes
+from long_context.policies import TopKPolicy
 from offload_runtime_kernels.chunk_scores import SPREAD_WEIGHT
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import ModelConfig, chunks_of_budget
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.kv.retrieval import (
     RetrievalPolicy,
     RetrievedChunks,
-    retrieved_bytes,
-    summaries_bytes,
 )
 from offload_runtime.memory import DeviceBudget, HostArena
 from tests.helpers.score_bins import score_bin
@@ -116,46 +113,6 @@ def test_the_choice_of_a_policy(
                 assert selected[b, head].tolist() == _best(score(keys, queries, 8), 12)
 
 
-@pytest.mark.parametrize("kind", [RetrievalPolicy, TopKPolicy])
-def test_one_sequence_at_a_time_and_nothing_to_choose_from(kind: type[RetrievalPolicy] | type[TopKPolicy]) -> None:
-    config = _config()
-    policy = _policy(kind, config)
-    _tell(policy, _context(config))
-    q = _random(2, 1, 4, 16, seed=3)
-    together = policy.select(1, q, [60, 40], scale=SCALE)
-    assert torch.equal(policy.select(1, q[1:], [40], scale=SCALE, sequence=1), together[1:])
-    assert not torch.equal(together[0], together[1])
-    assert policy.select(1, q, [0, 0], scale=SCALE).tolist() == [[[-1] * 12] * 2] * 2
-    numbers = torch.tensor([60, 40], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(policy.select(1, q, numbers, scale=SCALE, most=64), together), "a bound is enough on the host"
-
-
-def test_what_is_held_is_kept_unless_another_is_clearly_better() -> None:
-    config = _config()
-    policy = _policy(RetrievalPolicy, config)
-    _tell(policy, _context(config))
-    q = _random(1, 1, 4, 16, seed=3)
-    free = policy.select(0, q, [90], scale=SCALE)
-    after_other = policy.select(0, _random(1, 1, 4, 16, seed=4), [90], scale=SCALE)
-    same = policy.select(0, q, [90], scale=SCALE, held=free)
-    kept = policy.select(0, q, [90], scale=SCALE, held=after_other)
-    assert torch.equal(same, free) and not torch.equal(free, after_other)
-
-    def shared(left: torch.Tensor, right: torch.Tensor) -> int:
-        return int((left[..., :, None] == right[..., None, :]).sum())
-
-    assert shared(kept, after_other) > shared(free, after_other), "nothing was kept for being held"
-    assert shared(kept, free) > shared(after_other, free), "nothing was fetched"
-
-
-def test_streaming_takes_the_first_and_the_last_chunks() -> None:
-    policy = _policy(StreamingPolicy, _config(), budget_tokens=40)
-    q = _random(4, 1, 4, 16, seed=4)
-    selected = policy.select(0, q, [9, 5, 2, 0], scale=SCALE)
-    rows = [[0, 1, 6, 7, 8], [0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [-1] * 5]
-    assert selected.tolist() == [[row, row] for row in rows] and selected.dtype == torch.int32
-
-
 HostTable = Callable[[torch.Tensor, int], BlockTable]
 
 
@@ -229,21 +186,6 @@ def test_the_cache_follows_a_policy_over_a_growing_context(chunk_size: int, host
     assert 0 < moved[-1] < 2 * 2 * 10, "the updates were no updates"
 
 
-def test_sequences_are_updated_one_by_one(host_table: HostTable) -> None:
-    config = _config()
-    context, chunks = _context(config), _retrieved(config)
-    table = host_table(context, 1)
-    policy = _policy(StreamingPolicy, config)
-    q = _random(1, 1, 4, 16, seed=7)
-    first, second = (policy.select(1, q, [count], scale=SCALE) for count in (30, 4))
-    chunks.update(1, second, table, sequence=1)
-    held = [(chunks.resident[layer, sequence] >= 0).sum(-1).tolist() for layer, sequence in ((1, 0), (1, 1), (0, 1))]
-    assert held == [[0, 0], [4, 4], [0, 0]]
-    chunks.update(1, first, table)
-    _check_held(chunks, context, 1, 0, first[0], 12)
-    _check_held(chunks, context, 1, 1, second[0], 4)
-
-
 def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again(host_table: HostTable) -> None:
     config = _config()
     context, chunks = _context(config), _retrieved(config)
@@ -264,40 +206,6 @@ def test_after_a_sequence_was_cut_its_rewritten_chunks_are_fetched_again(host_ta
     fetched = chunks.update(0, selected, host_table(context, 0))
     assert fetched.tolist() == [[12, 12], [0, 0]]
     _check_held(chunks, context, 0, 0, selected[0], 12)
-
-
-def test_sizes_are_told_exactly_and_reserved() -> None:
-    config = _config()
-    sizes: dict[str, Any] = {"budget_tokens": 512, "chunk_size": 2, "batch": 3}
-    needed_bytes = retrieved_bytes(config, torch.bfloat16, **sizes)
-    # Layers, sequences, blocks, K and V, heads, tokens, channels, bytes; and a place for each of 256 chunks.
-    assert needed_bytes == NUM_LAYERS * 3 * (2 * 2 * 2 * 256 * 16 * 2 + 2 * 256 * 4)
-    budget = DeviceBudget(DEVICE, None)
-    before_bytes = budget.reserved_bytes
-    RetrievedChunks(config, torch.bfloat16, **sizes, budget=budget)
-    assert budget.reserved_bytes - before_bytes == needed_bytes
-    far: dict[str, Any] = {"capacity_tokens": 300, "batch": 2}
-    far_bytes = summaries_bytes(config, chunk_size=8, **far)
-    assert far_bytes == NUM_LAYERS * 2 * 2 * (2 * 32) * (16 + 4)  # codes of a byte, and two numbers of two
-    RetrievalPolicy(config, torch.float16, chunk_size=8, **far, budget_tokens=64, budget=budget)
-    assert budget.reserved_bytes - before_bytes == needed_bytes + far_bytes
-    keys_bytes = far_keys_bytes(config, torch.float16, **far)
-    assert keys_bytes == NUM_LAYERS * 2 * 2 * 512 * 16 * 2
-    TopKPolicy(config, torch.float16, chunk_size=8, **far, budget_tokens=64, budget=budget)
-    assert budget.reserved_bytes - before_bytes == needed_bytes + far_bytes + keys_bytes
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a limit of a few bytes leaves no room for the CUDA context")
-def test_too_little_memory_is_a_budget_error() -> None:
-    config = _config()
-    needed_bytes = retrieved_bytes(config, torch.float32, budget_tokens=96, chunk_size=8, batch=2)
-    with pytest.raises(BudgetError, match="retrieved KV"):
-        RetrievedChunks(
-            config, torch.float32, budget_tokens=96, chunk_size=8, batch=2,
-            budget=DeviceBudget(DEVICE, needed_bytes - 1),
-        )  # fmt: skip
-    with pytest.raises(BudgetError, match="codes of chunks"):
-        _policy(RetrievalPolicy, config, budget=DeviceBudget(DEVICE, 1000))
 
 
 def test_options_that_make_no_sense_are_refused() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,8 +36,6 @@ from offload_runtime.errors import (
     OptionError,
     QueueFullError,
 )
-from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import Proposer
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET, CONTEXT = "two_layer_target", 900
@@ -217,29 +213,6 @@ def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, 
         assert (result.tokens, result.stats.acceptance) == (one.tokens, one.stats.acceptance)
         assert result.stats.accepted_by_depth == one.stats.accepted_by_depth and result.stats.acceptance[-1].rate > 0
     assert len(results) == 3 and results[-1].stats.acceptance == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-@pytest.mark.parametrize("proposals", SPECULATION)
-def test_many_requests_that_come_and_go(target: Path, draft: Path, proposals: str, kv: str) -> None:
-    options, windows = SPECULATION[proposals]
-    with loaded(target, **{"draft": draft, **options}, kv=kv, max_batch=SLOTS) as runtime:
-        tasks = make_tasks(runtime, windows, 40, seed=101)
-        assert play(runtime, tasks, seed=1) > 40
-        # What slots hold from before makes no difference, and neither does who comes when.
-        play(runtime, list(reversed(tasks)), seed=2)
-        task = tasks[0]
-        again = runtime.generate(task.prompt, params=task.params, speculate=task.speculate)
-        assert again.tokens == task.alone.tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_requests_come_and_go_on_two_cards(target: Path, draft: Path, kv: str) -> None:
-    options: dict[str, Any] = {"kv": kv, "max_batch": SLOTS, "resident_layers": 1, "context": CONTEXT}
-    with Runtime.load(target, draft=draft, device="cpu,cpu", **options) as runtime:
-        play(runtime, make_tasks(runtime, [{}, {"gamma": 3}], 14, seed=5), seed=3)
 
 
 @pytest.mark.gpu
@@ -435,29 +408,6 @@ def test_a_callback_that_raises_costs_only_its_own_request(target: Path) -> None
         assert len(calls) == 1 and served.counters.finished == 2 and served.counters.tokens < 100
 
 
-def test_callbacks_may_submit_and_may_not_close(target: Path) -> None:
-    second, refused = Heard(), list[str]()
-    with loaded(target, max_batch=1) as runtime:
-        served = Scheduler(runtime, max_waiting=0)
-
-        def first(event: Any) -> None:
-            if isinstance(event, EndEvent):
-                for ask in (served.close, lambda: runtime.generate([5])):
-                    try:
-                        ask()
-                    except OptionError as error:
-                        refused.append(str(error))
-                served.submit([6], params(), on_event=second)
-
-        served.submit([5], params(), on_event=first)
-        assert second.result.finish_reason == "length"
-        served.close()
-    assert [("another thread" in said, "middle of a call" in said) for said in refused] == [
-        (True, False),
-        (False, True),
-    ]
-
-
 def test_a_request_without_numbers_ends_alone(copy: Path) -> None:
     """Of its prompt, and of a token of its own; whoever has its slot afterwards is not harmed."""
     with loaded(copy) as runtime:
@@ -505,98 +455,6 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
         assert heard[2] not in failed or len(failed) < 3
 
 
-def served_beside_the_first(runtime: Runtime, prompts: list[list[int]], asked: GenerationParams) -> list[Heard]:
-    """What is said to prompts of which all but the first come while it has its first token."""
-    first, others = Held(), [Heard() for _ in prompts[1:]]
-    with Scheduler(runtime) as served:
-        served.submit(prompts[0], asked, on_event=first)
-        assert first.is_held.wait(60)
-        for prompt, one in zip(prompts[1:], others, strict=True):
-            served.submit(prompt, asked, on_event=one)
-        first.let_go.set()
-        served.close(grace_s=60)
-    return [first, *others]
-
-
-class SharedPasses(ModelRunner):
-    """Remembers how many prompts and windows each pass had, and has no memory for more than so many together."""
-
-    def __init__(self, runner: ModelRunner, most: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
-        self.passes: list[tuple[int, int]] = []
-        self._most = most
-
-    def decide(self, windows: Any, sequences: Any, sampling: Any, prompts: Any = (), on_layer: Any = None) -> Any:
-        if len(prompts) + len(windows) > self._most:
-            raise BudgetError("no room for so many")
-        self.passes.append((len(prompts), len(windows)))
-        return super().decide(windows, sequences, sampling, prompts, on_layer)
-
-
-@pytest.mark.parametrize(
-    ("kv", "most", "passes"),
-    [
-        ("gpu", 9, [(1, 0), (2, 1), (1, 3), (0, 4)]),  # 800 of the third's 1,200 tokens fit a context
-        ("gpu", 2, [(1, 0), (1, 1), (0, 2)]),
-        ("host", 9, [(1, 0), (0, 1), (1, 0), (1, 0), (1, 0), (0, 4)]),
-    ],
-)
-def test_prompts_are_read_by_the_passes_of_those_who_run(
-    target: Path, kv: str, most: int, passes: list[tuple[int, int]]
-) -> None:
-    """As far as there is memory: who came last has none."""
-    prompts = [[5, 9], *([number + 6] * 400 for number in range(3))]
-    with loaded(target, max_batch=4, kv=kv, draft="none") as runtime:
-        alone = [runtime.generate(prompt, params=params(9)).tokens for prompt in prompts]
-        runner = SharedPasses(runtime.parts.target.runner, most)
-        runtime.parts = replace(runtime.parts, target=replace(runtime.parts.target, runner=runner))
-        heard = served_beside_the_first(runtime, prompts, params(9))
-    assert runner.passes[: len(passes)] == passes
-    took_part = len([one for one in heard if isinstance(one.end, EndEvent)])
-    assert took_part == min(4, most)
-    for tokens, one in zip(alone[:took_part], heard, strict=False):
-        assert one.result.tokens == tokens
-    assert all(isinstance(one.error, BudgetError) for one in heard[took_part:])
-
-
-class ForgetfulProposer(Proposer):
-    """Has no memory for a prompt that has been read, once."""
-
-    name = "draft"
-
-    def __init__(self) -> None:
-        self.prepared = list[int]()
-
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        self.prepared.append(slot)
-        if len(self.prepared) == 3:  # the second of a pass over three
-            raise torch.OutOfMemoryError("tried to allocate")
-
-
-def test_prompts_that_were_read_are_read_again_behind_a_failure(target: Path) -> None:
-    prompts = [[5, 9], *([number + 6] * 40 for number in range(3))]
-    with loaded(target, max_batch=4, draft="none") as runtime:
-        alone = [runtime.generate(prompt, params=params(9)).tokens for prompt in prompts]
-        runtime.parts = replace(runtime.parts, proposer=ForgetfulProposer())
-        heard = served_beside_the_first(runtime, prompts, params(9, gamma=1))
-    assert isinstance(heard[3].error, BudgetError)
-    assert [one.result.tokens for one in heard[:3]] == alone[:3]
-
-
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_those_who_run_are_not_kept_waiting_by_prompts(target: Path, kv: str) -> None:
-    """Of answers of one token, whose slots are free at once."""
-    hooks = Hooks(on_end=lambda *_: None)
-    with loaded(target, max_batch=2, kv=kv, draft="none") as runtime, runtime.serving(hooks) as generation:
-        long = runtime.request([5, 9, 7], params(12))
-        for request in (long, *(runtime.request([6 + number] * 30, params(1)) for number in range(20))):
-            generation.join(request)
-        for _ in range(24):
-            list(generation.step())
-        assert long.finish_reason == "length"
-        generation.interrupt()
-
-
 def test_a_device_that_fails_ends_everything(target: Path) -> None:
     with loaded(target, max_batch=1) as runtime:
         failing(runtime, DeviceError("it burns"), after=2)
@@ -609,50 +467,3 @@ def test_a_device_that_fails_ends_everything(target: Path) -> None:
             assert len(first.tokens) == 3 and second.tokens == []
             with pytest.raises(OptionError, match=r"has stopped \(it burns\)"):
                 served.submit([5], params(), on_event=unheard)
-
-
-def test_answers_of_one_token_do_not_keep_others_waiting(target: Path) -> None:
-    """However many ask for one after the other: a pass comes between."""
-    with loaded(target, draft="none", max_batch=2) as runtime, Scheduler(runtime) as scheduler:
-        long, served = Heard(), 0
-
-        def again(event: TokenEvent | EndEvent | ErrorEvent) -> None:
-            nonlocal served
-            if isinstance(event, EndEvent) and long.end is None and served < 500:
-                served += 1
-                scheduler.submit([5, 6], params(1), on_event=again)
-
-        scheduler.submit([7, 8, 9], params(30), on_event=long)
-        scheduler.submit([5, 6], params(1), on_event=again)
-        assert len(long.result.tokens) == 30 and served < 100
-
-
-def test_who_cannot_be_let_go_of_is_told_and_the_others_as_well(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with loaded(target, draft=draft, tree_nodes=0, max_batch=2) as runtime, Scheduler(runtime) as scheduler:
-        monkeypatch.setattr(runtime.parts.proposer, "counts", Mock(side_effect=BudgetError("no memory is left")))
-        heard = Heard(), Heard()
-        for one, count in zip(heard, (2, 40), strict=True):
-            scheduler.submit([7, 8, 9], params(count), on_event=one)
-        assert all("no memory is left" in str(one.error) for one in heard)
-        assert scheduler.failure is None
-        monkeypatch.undo()
-        after = Heard()
-        scheduler.submit([7, 8, 9], params(3), on_event=after)
-        assert len(after.result.tokens) == 3
-
-
-def test_who_finds_no_memory_for_what_it_begins_with_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with loaded(target, max_batch=2) as runtime, Scheduler(runtime) as scheduler:
-        long, refused, after = Heard(), Heard(), Heard()
-        scheduler.submit([7, 8, 9], params(40), on_event=long)
-        while not long.tokens:  # which runs when the other one comes
-            time.sleep(0.001)
-        cache = runtime.parts.target.runner.cache
-        monkeypatch.setattr(cache, "truncate", Mock(side_effect=BudgetError("no memory is left")))
-        scheduler.submit([5, 6], params(3), on_event=refused)
-        assert "no memory is left" in str(refused.error)
-        monkeypatch.undo()
-        scheduler.submit([5, 6], params(3), on_event=after)
-        assert len(after.result.tokens) == 3 and len(long.result.tokens) == 40

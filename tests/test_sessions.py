@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload_runtime import Conversation, Runtime, Scheduler
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine.sessions import SavedPrefixes, prefix_files, session_caches, session_files
-from offload_runtime.errors import ContextLengthError, OffloadError, OptionError, SessionError, StorageError
-from offload_runtime.kv import BlockFiles, BlockLayout, block_names
+from offload_runtime.engine.sessions import session_files
+from offload_runtime.errors import ContextLengthError, OffloadError, SessionError, StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL, serving
@@ -135,24 +132,6 @@ def test_saving_again_writes_what_is_new(runtime: Runtime, tmp_path: Path) -> No
     assert not blocks(path) and runtime.load_conversation(path).messages == conversation.messages
 
 
-def test_more_blocks_than_are_on_their_way_at_once(tmp_path: Path) -> None:
-    names = block_names("kind", range(30 * 256))
-    layout = BlockLayout((3, 2, 1, 256, 4), torch.float32)
-    content = torch.randn(len(names), *layout.shape)
-
-    def copy(block: int, to: Sequence[torch.Tensor]) -> None:
-        for one, layer in zip(to, content[block], strict=True):
-            one.copy_(layer)
-
-    with BlockFiles(tmp_path, way_out="") as files:
-        for most in (20, 30):
-            files.save(names[:most], layout, copy)
-    with BlockFiles(tmp_path, way_out="") as files:
-        assert files.find(names) == 30 and files.find(block_names("other", range(600))) == 0
-        for expected, found in zip(content, files.read(names, layout), strict=True):
-            assert torch.equal(torch.stack(list(found)), expected)
-
-
 def test_going_back_after_a_load_is_as_before_it(runtime: Runtime, tmp_path: Path) -> None:
     path, conversation = tmp_path / "chat.json", begin(runtime)
     options = GenerationParams(12, ignore_eos=True, sampling=SamplingParams(0.8, noise_id=1))
@@ -177,29 +156,6 @@ def test_going_back_after_a_load_is_as_before_it(runtime: Runtime, tmp_path: Pat
     assert answer[:2] == expected[:2] and answer[2] >= held - 1
     later.undo()
     assert later.undo() == LONG and later.num_tokens == 0
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"earlier": 3}, {"earlier": [[1, 2]]}, {"earlier": [[1, 2, -3]]}, {"earlier": [[1, 2, "3"]]},
-     {"num_regenerated": -1}, {"num_regenerated": True}],
-    ids=str,
-)  # fmt: skip
-def test_what_a_file_has_besides_messages_is_judged(runtime: Runtime, tmp_path: Path, wrong: dict[str, Any]) -> None:
-    path, conversation = tmp_path / "chat.json", runtime.conversation("be brief")
-    path.write_text(json.dumps(conversation.to_json() | wrong))
-    with pytest.raises(OptionError, match="saved conversation"):
-        conversation.load(path)
-    assert conversation.messages[0]["content"] == "be brief" and conversation.num_regenerated == 0
-
-
-def test_what_a_killed_save_left_is_deleted_by_the_next(runtime: Runtime, tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    own, anothers = (tmp_path / f".{name}-ab_d1234.part" for name in ("chat.json", "chat.json-b"))
-    for left in (own, anothers):
-        left.touch()
-    runtime.conversation("be brief").save(path)
-    assert not own.exists() and anothers.exists()
 
 
 def test_messages_alone_are_read_again(runtime: Runtime, tmp_path: Path) -> None:
@@ -262,32 +218,6 @@ def test_another_model_dtype_or_length_is_refused(runtime: Runtime, target: Path
             with pytest.raises(error, match=message):
                 conversation.load(path)
             assert conversation.to_json() == before and say(conversation, "fox")[2] > 0
-
-
-def test_a_model_is_known_by_its_content_wherever_it_lies(target: Path, copy: Path, runtime: Runtime) -> None:
-    def fingerprint(path: Path) -> str:
-        with load(path, draft="none", context=64) as other:
-            source: Any = other.plan.request.target
-            return str(source.fingerprint)
-
-    assert fingerprint(copy) == fingerprint(target)
-    flip(copy / "model.safetensors")
-    assert fingerprint(copy) != fingerprint(target)
-
-
-def test_only_regular_files_are_written(runtime: Runtime, tmp_path: Path) -> None:
-    conversation, path = begin(runtime), tmp_path / "fifo"
-    os.mkfifo(path)
-    for wrong, error in ((path, StorageError), (tmp_path, StorageError), (tmp_path / "absent" / "x", StorageError)):
-        with pytest.raises(error):
-            conversation.save(wrong)
-    with pytest.raises(OptionError):
-        conversation.load(path)
-    real, link = tmp_path / "real.json", tmp_path / "link.json"
-    link.symlink_to(real)
-    conversation.save(link)
-    assert link.is_symlink() and blocks(real) and not Path(f"{link}.kv").exists()
-    assert runtime.load_conversation(link).num_tokens == conversation.num_tokens
 
 
 def test_a_full_disk_keeps_the_old_session(runtime: Runtime, tmp_path: Path) -> None:
@@ -415,30 +345,6 @@ def test_a_server_that_is_started_again_reads_nothing_again(target: Path, draft:
     for tokens in (256, 512):  # the block behind the one that was damaged stayed, was found damaged, and is new then
         with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
             assert ask(served, first[0], "and?") == (expected[0], tokens)
-
-
-def test_a_block_that_cannot_be_read_for_now_stays(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = Path.open
-
-    def fail(path: Path, *args: Any, **options: Any) -> Any:
-        if path.parent == tmp_path:
-            raise OSError(errno.EIO, "Input/output error")
-        return opened(path, *args, **options)
-
-    with load(target, draft="none", context=CONTEXT) as runtime, prefix_files(tmp_path) as files:
-        saved, cache = SavedPrefixes(files, session_caches(runtime.parts)), runtime.parts.target.runner.cache
-        prompt = runtime.encode(LONG)
-        runtime.generate(prompt, max_new_tokens=1)
-        saved.save(0, prompt, len(prompt))
-        cache.truncate(0, 0)
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "open", fail)
-            saved.restore(0, prompt)
-        assert cache.length(0) == 0 and len(list(tmp_path.glob("*.kv"))) == 2
-        saved.restore(0, prompt)
-        assert cache.length(0) == 512
 
 
 @pytest.mark.slow

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
-from offload_runtime.memory import DeviceBudget, require_readable_arenas
+from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import RunPlan, find_plan
 from tests.helpers.engine import refuse_weights
 
@@ -63,82 +61,6 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     gc.collect()  # budgets that nobody has any more
     return Card(monkeypatch)
-
-
-@pytest.mark.parametrize("first_closed", [0, 1])
-def test_the_cap_is_that_of_the_runtimes_still_open(card: Card, first_closed: int) -> None:
-    card.held_gb = 0.5  # a tensor of somebody else
-    budgets = [DeviceBudget(CARD, 10 * GB)]
-    assert card.capped_gb == pytest.approx(10 - CONTEXT_GB + 0.5)
-    card.held_gb += 4
-    budgets.append(DeviceBudget(CARD, 6 * GB))
-    assert card.capped_gb == pytest.approx(16 - 2 * CONTEXT_GB + 0.5), "what the first one has not taken yet is its own"
-    budgets.pop(first_closed).release()
-    assert card.capped_gb == pytest.approx((6, 10)[first_closed] - CONTEXT_GB + 0.5)
-    budgets.pop().release()
-    assert card.share == 1.0
-    card.held_gb = 2  # nothing is remembered of those before
-    again = DeviceBudget(CARD, 3 * GB)
-    assert card.capped_gb == pytest.approx(3 - CONTEXT_GB + 2)
-    again.release()
-    again.release()
-    assert card.share == 1.0
-
-
-def test_what_comes_to_others_while_a_runtime_is_loaded_is_not_its_own(card: Card) -> None:
-    """Nothing was there when it looked."""
-    card.others_gb = 6.0
-    budget = DeviceBudget(CARD, 10 * GB, other_bytes=0)
-    assert budget.context_bytes == pytest.approx(2.2 * GB)
-    budget.release()
-    with pytest.raises(BudgetError, match=r"--vram 20\.0 GB is more than the 19\.4 GB"):
-        DeviceBudget(CARD, 20 * GB, other_bytes=0)
-
-
-def test_a_limit_beyond_the_card_leaves_the_cap_as_it_was(card: Card) -> None:
-    first = DeviceBudget(CARD, 10 * GB)
-    before = card.share
-    with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the"):
-        DeviceBudget(CARD, 30 * GB)
-    assert card.share == before < 1
-    first.release()
-
-
-def test_a_budget_that_is_dropped_allows_nothing_any_more(card: Card) -> None:
-    kept, dropped = DeviceBudget(CARD, 10 * GB), DeviceBudget(CARD, 6 * GB)
-    del dropped
-    gc.collect()
-    kept.release()
-    assert card.share == 1.0
-
-
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Python goes from thread to thread as often as it can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def test_budgets_of_many_threads(card: Card, hasty_threads: None) -> None:
-    failures: list[Exception] = []
-
-    def use() -> None:
-        try:
-            for _ in range(15):
-                budgets = [DeviceBudget(CARD, GB) for _ in range(3)]
-                for budget in budgets:
-                    budget.release()
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=use) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and card.share == 1.0
 
 
 def test_a_second_runtime_has_what_the_first_leaves(card: Card) -> None:
@@ -232,17 +154,6 @@ class Driver:
         assert (attribute, device) == (91, 0)
         ctypes.cast(answer, ctypes.POINTER(ctypes.c_int))[0] = self._answer
         return self._code
-
-
-@pytest.mark.parametrize(("driver", "fine"), [(Driver(1), True), (Driver(0), False), (Driver(1, code=101), False)])
-def test_a_card_whose_kernels_cannot_read_arenas(monkeypatch: pytest.MonkeyPatch, driver: Driver, fine: bool) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    if fine:
-        require_readable_arenas(CARD)
-        return
-    with pytest.raises(DeviceError, match=r"cuda:0 cannot read .* --speculation chain or --kv gpu") as refused:
-        require_readable_arenas(CARD)
-    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.gpu

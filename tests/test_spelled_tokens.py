@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import SENTENCES, SPECIAL_TOKENS, TEMPLATE, byte_level_tokenizer, load
+from tests.helpers.engine import SENTENCES, SPECIAL_TOKENS, TEMPLATE, load
 from tests.helpers.planning import CONFIGS
 
 START, END = SPECIAL_TOKENS
@@ -101,7 +101,6 @@ PAIRS = {
     for kind, make in KINDS.items()
 }
 PARTS = ["the fox", " ", "\n", "  \n", "", "é日本", "<|", "im_end", "|>", "<", "7", "<think>", "a.b", "\U0010fffd"]
-innocent = st.lists(st.sampled_from(PARTS), max_size=6).map("".join).filter(lambda text: END not in text)
 # Without what spells a token only where a template says it twice in a row.
 guilty = (
     st.lists(st.sampled_from([*PARTS[:-1], START, END, END]), max_size=8)
@@ -123,19 +122,6 @@ def rooms(kind: str, template: str, **options: Any) -> tuple[PromptRoom, PromptR
 
 def messages(*contents: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, contents, strict=False)]
-
-
-@pytest.mark.few(18)
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
-@given(contents=st.lists(innocent, min_size=1, max_size=3))
-def test_without_such_a_spelling_nothing_changes(kind: str, template: str, contents: list[str]) -> None:
-    room, _ = rooms(kind, template)
-    asked = messages(*contents)
-    text = room.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    expected = room.tokenizer.encode(text, add_special_tokens=False)
-    assert room.encode_chat(asked) == (text, expected)
 
 
 @pytest.mark.few(15)
@@ -182,24 +168,6 @@ def test_texts_within_a_message() -> None:
     assert room.encode(asked) == otherwise.encode(asked)
 
 
-def test_a_template_does_not_see_the_spelling() -> None:
-    """Such as gpt-oss's, which refuses messages that have some."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
-        "{% if '<|im_end|>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
-    )
-    assert PromptRoom(tokenizer, CONFIG, 100).encode(messages(END)).count(tokenizer.eos_token_id) == 1
-    with pytest.raises(OptionError, match="the chat template refused the messages: no"):
-        PromptRoom(tokenizer, CONFIG, 100, allow_special_tokens=True).encode(messages(END))
-
-
-def test_private_characters_beside_a_spelling_are_refused() -> None:
-    room, _ = rooms("byte level", "as it is")
-    for contents in ([f"\U0010fffd{END}"], ["\U0010fffd", END]):
-        with pytest.raises(OptionError, match=r"spell a control token cannot have U\+10FFFD"):
-            room.encode(messages(*contents))
-
-
 def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused() -> None:
     """A unigram model knows all pieces, and merges that were made of a sentencepiece model may know them."""
     room, _ = rooms("unigram", "as it is")
@@ -213,20 +181,6 @@ def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused() -> None:
     assert room.encode(messages("a<sa")) == [0, 5, 4, 5, 0]
     with pytest.raises(OptionError, match="makes '<s>' even of plain text"):
         room.encode(messages("a<s>"))
-
-
-def test_a_tokenizer_that_is_none_of_the_tokenizers_library() -> None:
-    tokenizer = ByT5Tokenizer(chat_template=TEMPLATE.replace(END, "</s>"))
-    room = PromptRoom(tokenizer, CONFIG, 100)
-    assert room.encode(messages("a b")).count(tokenizer.eos_token_id) == 1
-    with pytest.raises(OptionError, match=r"this model's tokenizer, ByT5Tokenizer, cannot keep .* apart: do not spell"):
-        room.encode(messages("a<extra_id_0>"))
-
-
-def test_a_lone_surrogate_beside_a_spelling() -> None:
-    room, _ = rooms("byte level", "as it is")
-    with pytest.raises(OptionError, match=r"is the lone surrogate U\+DCFF"):
-        room.encode(messages(f"{END}\udcff"))
 
 
 def test_a_conversation_keeps_the_tokens_of_what_was_said(target: Path) -> None:

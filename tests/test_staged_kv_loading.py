@@ -110,30 +110,6 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     assert not registrar.locked
 
 
-@pytest.mark.slow
-def test_a_conversation_and_a_batch(target: Path, whole: RunPlan) -> None:
-    prompts = [LONG_PROMPT, PROMPT, LONG_PROMPT[:300]]
-
-    def play(runtime: Runtime) -> list[object]:
-        chat, said, saved = runtime.conversation(), [], []
-        for text in (PROMPT * 8, "a slot and a link " * 12, "and on"):
-            saved.append(chat.to_json())
-            said.append("".join(chat.say(text, max_new_tokens=20, seed=1, temperature=0.7)))
-        chat.restore(saved[1])  # what is said next is written over full blocks
-        said.append("".join(chat.say("again " * 60, max_new_tokens=20)))
-        batch = runtime.generate_batch(prompts, max_new_tokens=40, ignore_eos=True, temperature=0.6)
-        return [*said, *(tuple(result.tokens) for result in batch)]
-
-    with load(target, kv="host", draft="ngram", context=CONTEXT, max_batch=3) as runtime:
-        expected = play(runtime)
-        limit = runtime.plan.target.host_kv_bytes // 2
-    registrar = LimitedRegistrar(limit)
-    with on_host(registrar, target, draft="ngram", pinned_bytes=limit, max_batch=3) as runtime:
-        assert 0 < len(runtime.plan.placement.staged_kv_layers) < NUM_LAYERS
-        assert play(runtime) == expected
-    assert not registrar.locked
-
-
 # --- what the system refuses
 
 
@@ -156,42 +132,6 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expec
         assert runtime.plan.placement.staged_kv_layers
         assert tokens_of(runtime) == expected
         runtime.generate([*LONG_PROMPT, *LONG_PROMPT, *LONG_PROMPT], max_new_tokens=1)
-    assert not registrar.locked
-
-
-@pytest.mark.slow
-def test_with_a_ring_what_is_refused_while_growing_is_staged(
-    target: Path, expected: tuple[int, ...]
-) -> None:  # fmt: skip
-    """The system takes back some of what the plan had for keys and values."""
-    with load(target, kv="host", resident_layers=0, draft="none", context=1024) as runtime:
-        model, whole = runtime.plan.target, runtime.plan
-    limit = model.host_kv_bytes + least(whole) + 2 * model.host_bytes_of_layers([0])
-    registrar = LimitedRegistrar(limit - model.host_kv_bytes + 700_000)
-    with on_host(registrar, target, resident_layers=0, pinned_bytes=limit, context=1024) as runtime:
-        assert not runtime.plan.placement.staged_kv_layers and runtime.plan.placement.staged_layers
-        assert tokens_of(runtime) == expected
-        blocks = runtime.parts.target.runner.cache.blocks  # type: ignore[union-attr]
-        assert 0 < blocks.pinned_bytes < blocks.nbytes and registrar.locked_when_refused
-        stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
-        assert stats.pinned_bytes == registrar.locked_bytes
-        staged_weights = len(runtime.plan.placement.staged_layers) * model.host_bytes_of_layers([0])
-        assert stats.pageable_bytes == blocks.nbytes - blocks.pinned_bytes + staged_weights
-    assert not registrar.locked
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", range(NUM_LAYERS))
-def test_what_loading_is_refused_is_what_keys_and_values_are_planned_by(
-    target: Path, whole: RunPlan, expected: tuple[int, ...], count: int
-) -> None:
-    layer_bytes = whole.target.host_bytes_of_layers([0])
-    limit = max(count * layer_bytes, least(whole))
-    registrar = LimitedRegistrar(limit)
-    with on_host(registrar, target, resident_layers=0) as runtime:
-        assert len(runtime.plan.placement.staged_kv_layers) > 0
-        assert tokens_of(runtime) == expected
-        assert registrar.most_locked_bytes <= limit
     assert not registrar.locked
 
 
@@ -218,39 +158,6 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_
     said = str(caught.value)
     assert "no TriForce here" in said and "too little by 100.0 kB" in said and "--pinned page-locks" in said
     assert f"lower --context (now {CONTEXT})" in said and "--speculation chain" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["streaming", "retrieval"])
-def test_auto_does_without_triforce_and_says_why(
-    target: Path, one_layer_draft: Path, whole: RunPlan, expected: tuple[int, ...], cache: str
-) -> None:
-    registrar = LimitedRegistrar(NO_LIMIT)
-    limit = whole.target.host_kv_bytes // 2
-    options = SpeculationOptions("auto", cache, **SMALL)
-    with on_host(registrar, target, draft=one_layer_draft, speculation=options, pinned_bytes=limit) as runtime:
-        placed = runtime.plan
-        assert not placed.has_verifier and placed.placement.staged_kv_layers
-        assert placed.draft is not None
-        assert (placed.draft.cache == "streaming") == (cache == "streaming")
-        assert "not TriForce: it reads keys and values where they lie in host memory" in runtime.placement
-        assert "too little by" in runtime.placement
-        assert tokens_of(runtime) == expected
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_a_context_left_to_the_runtime_ends_in_a_plan(two_layer_target: Path, share: float) -> None:
-    with load(two_layer_target, kv="host", draft="none") as runtime:
-        whole = runtime.plan
-    kv_bytes = whole.target.host_kv_bytes
-    registrar = LimitedRegistrar(NO_LIMIT)
-    options: dict[str, Any] = {"context": None, "pinned_bytes": max(least(whole), int(share * kv_bytes))}
-    with on_host(registrar, two_layer_target, **options) as runtime:
-        assert runtime.plan.target.context_tokens == 16384 and runtime.plan.placement.staged_kv_layers
-    with on_host(registrar, two_layer_target, ram_bytes=whole.host_bytes - kv_bytes // 3, **options) as runtime:
-        assert 2048 <= runtime.plan.target.context_tokens < 16384
-        assert runtime.plan.host_bytes <= whole.host_bytes - kv_bytes // 3
 
 
 # --- what fails

@@ -6,40 +6,30 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from offload_runtime.config import GB, GIB, RuntimeConfig, format_bytes
+from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.copy import StagingCopyEngine, ring_shape, staging_threads
 from offload_runtime.copy.queue import CudaCopyEngine
 from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.host_bench import HostInfo, usable_cores
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import (
-    MachineFigures,
-    ModelPlan,
     RunPlan,
     common_figures,
-    find_plan,
     limits_here,
-    machine_figures,
     pass_time,
-    plan_run,
 )
-from offload_runtime.plan.request import PROCESS_BYTES, MemoryLimits
-from offload_runtime.weights import describe_model
+from offload_runtime.plan.request import PROCESS_BYTES
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
-from tests.helpers.planning import CONFIGS
 
 TARGET = "deep_target"
 NUM_LAYERS = 10
@@ -111,44 +101,6 @@ REFUSALS = [(call,) for call in range(2 * NUM_LAYERS)]
 REFUSALS += [(first, later) for first in (1, 5, 9) for later in range(first + 1, first + 16, 2)]
 
 
-@pytest.mark.few(1)
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("calls", REFUSALS)
-def test_refusals_at_any_moment_give_the_same_tokens(
-    target: Path, layer_bytes: int, expected: list[int], calls: tuple[int, ...]
-) -> None:
-    """Layers, the ring and locks that are moved: every one of them may be refused."""
-    registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=calls)
-    try:
-        runtime = load_locked_by(registrar, target, resident_layers=0)
-    except BudgetError as error:
-        assert "refuses to page-lock even" in str(error)
-        assert registrar.locked_when_refused[-1] < layer_bytes and not registrar.locked  # no layer was left to give up
-        return
-    with runtime:
-        assert list(tokens_of(runtime)) == expected
-        staged = staged_of(runtime)
-        assert (not staged) == (calls[0] >= NUM_LAYERS)
-        arenas = runtime.parts.target.weights.layers
-        assert [index for index, arena in arenas.items() if not arena.pinned] == list(staged)
-        assert runtime.plan.pinned_bytes == registrar.locked_bytes
-    assert not registrar.locked
-
-
-@pytest.mark.few(1)
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("shrink", range(1, 9))
-def test_a_layer_is_given_up_for_the_ring(target: Path, layer_bytes: int, expected: list[int], shrink: int) -> None:
-    """The system takes back a part of what it seemed to allow."""
-    registrar = LimitedRegistrar(9 * layer_bytes, shrink_bytes=shrink * layer_bytes)
-    with load_locked_by(registrar, target, resident_layers=0) as runtime:
-        assert list(tokens_of(runtime)) == expected
-        assert registrar.locked_bytes <= (9 - shrink) * layer_bytes
-        arenas = runtime.parts.target.weights.layers
-        assert [index for index, arena in arenas.items() if not arena.pinned] == list(staged_of(runtime))
-    assert not registrar.locked
-
-
 @pytest.mark.usefixtures("nothing_left")
 def test_a_system_that_locks_nothing_is_told_so(target: Path) -> None:
     registrar = LimitedRegistrar(4096)
@@ -185,24 +137,6 @@ def test_a_limit_is_kept_from_the_beginning(
     assert not registrar.locked
 
 
-@pytest.mark.parametrize("resident", [0, 7])
-def test_staged_and_locked_layers_alternate(resident: int) -> None:
-    """No two neighbours are alike when it can be helped, however many are locked."""
-    machine = replace(machine_figures(load_profile("rtx4090")), vram_bytes=40 * GB)
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-2-13b"), "none", context=512, resident_layers=resident)
-    counts = set()
-    for pinned_bytes in range(GB // 2, 26 * GB, GB // 2):
-        placement = plan_run(replace(request, pinned_bytes=pinned_bytes), machine).placement
-        streamed = placement.streamed_layers
-        staged = [index for index, layer in enumerate(streamed) if layer in placement.staged_layers]
-        assert len(staged) == len(placement.staged_layers) and len(streamed) == 40 - resident
-        locked = len(streamed) - len(staged)
-        gaps = [b - a for a, b in zip((-1, *staged), (*staged, len(streamed)), strict=True)]
-        assert max(gaps, default=1) - 1 <= -(-locked // max(1, len(staged))) + 1  # locked ones in a row
-        counts.add(locked)
-    assert {0, 40 - resident} <= counts and len(counts) > 20
-
-
 @pytest.mark.usefixtures("nothing_left")
 def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
     with load_locked_by(LimitedRegistrar(5 * layer_bytes), target, resident_layers=0) as runtime:
@@ -215,46 +149,6 @@ def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
         assert engine.bytes_copied - before == (result.stats.passes + 1) * result.stats.bytes_per_pass
         assert result.stats.pinned_bytes == runtime.parts.target.pinned_bytes > 0
         assert result.stats.link_peak_gbps
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_an_abandoned_answer_and_the_next(target: Path, expected: list[int]) -> None:
-    with load_locked_by(LimitedRegistrar(NO_LIMIT, refuse_calls=(4,)), target, resident_layers=0) as runtime:
-        assert staged_of(runtime)
-        for pieces in (1, 3):
-            stream = runtime.stream(PROMPT, max_new_tokens=50, ignore_eos=True)
-            for _ in range(pieces):
-                next(iter(stream))
-        assert list(tokens_of(runtime)) == expected
-
-
-class _LaterError(Exception):
-    pass
-
-
-class _ForgetfulPlan(RunPlan):
-    """What fails once all is loaded."""
-
-    def with_target(self, target: ModelPlan) -> RunPlan:
-        raise _LaterError
-
-
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("where", ["connect", "after"])
-def test_a_failure_while_loading_ends_the_threads_and_unlocks(
-    target: Path, whole: RunPlan, layer_bytes: int, where: str
-) -> None:
-    """The last thing that is reserved does not fit, or what follows fails."""
-
-    def find(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-        plan = find_plan(request, machine, replace(limits, device_bytes=None))
-        return plan if where == "connect" else _ForgetfulPlan(**vars(plan))
-
-    registrar = LimitedRegistrar(4 * layer_bytes)
-    vram_bytes = whole.device_bytes - (1 if where == "connect" else 0)
-    with pytest.raises(BudgetError if where == "connect" else _LaterError):
-        load_locked_by(registrar, target, resident_layers=0, vram_bytes=vram_bytes, find=find)
-    assert registrar.num_calls > 4 and not registrar.locked
 
 
 # --- budgets
@@ -280,23 +174,6 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path)
     assert f"Python and libraries {size}" in message and "or allow more" in message and "--vram" not in message
     message = refused(target, ram=PROCESS_BYTES + 10_000, kv="host", context=400)
     assert "lower --context (now 400)" in message and "KV cache" in message
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_less_than_is_needed_of_what_is_available(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = psutil.virtual_memory()._replace(total=4 * GIB, available=GIB // 4 + 1000)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
-    message = refused(target, resident_layers=0)
-    assert "the available host memory (268.4 MB stay with the system)" in message
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_a_plan_that_just_fits_is_loaded(target: Path) -> None:
-    with load(target, resident_layers=0, draft="none") as runtime:
-        needed = runtime.plan.host_bytes
-    with load(target, resident_layers=0, draft="none", ram=needed):
-        pass
-    assert "too small by 1 B" in refused(target, resident_layers=0, ram=needed - 1)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -387,20 +264,3 @@ def test_staged_streaming_reaches_8_gbps() -> None:
     finally:
         engine.close()
         ring.close()
-
-
-def test_a_context_left_to_the_runtime_is_what_host_memory_has_room_for(two_layer_target: Path) -> None:
-    with load(two_layer_target, kv="host", draft="none") as runtime:
-        whole = runtime.plan
-    plan = whole.target
-    token_bytes = plan.config.kv_bytes_per_token(plan.dtype.itemsize)
-    assert plan.context_tokens == 16384 and whole.host_bytes > 14000 * token_bytes
-    limit_bytes = whole.host_bytes - 3000 * token_bytes
-    with load(two_layer_target, kv="host", draft="none", ram=limit_bytes) as runtime:
-        assert runtime.plan.target.context_tokens == (16384 - 3000) // 256 * 256
-        assert runtime.plan.host_bytes <= limit_bytes
-        tokens_of(runtime)
-    with pytest.raises(BudgetError, match="lower --context"):
-        load(two_layer_target, kv="host", draft="none", ram=limit_bytes, context=16384).__enter__()
-    with pytest.raises(BudgetError, match="lower --context"):
-        load(two_layer_target, kv="host", draft="none", ram=whole.host_bytes - 15000 * token_bytes).__enter__()

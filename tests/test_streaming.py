@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
-from offload_runtime.copy.schedule import CopySchedule, Item, LayerStreamer, LayerViews
+from offload_runtime.copy.schedule import LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine
@@ -45,36 +43,6 @@ def _streamer(
 
 def _is_layer(weights: LayerViews, index: int) -> bool:
     return torch.equal(weights["w"], _layer(index))
-
-
-def test_planning_that_was_interrupted_leaves_no_plan() -> None:
-    """A generation that changes the cache plans anew; Ctrl-C may come just then, and a chat goes on."""
-    interrupted, planned = False, 0
-
-    def plan() -> list[Item]:
-        nonlocal planned
-        if interrupted:
-            raise KeyboardInterrupt
-        planned += 1
-        return [(("weights", (planned, index)), _layer(index)) for index in range(3)]
-
-    engine = ThreadCopyEngine()
-    try:
-        buffers = [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(2)]
-        schedule = CopySchedule(engine, {"weights": buffers}, plan)
-        for interrupt in (False, True, False):
-            interrupted = interrupt
-            if interrupt:
-                with pytest.raises(KeyboardInterrupt):
-                    schedule.begin_pass(is_valid=False)
-            interrupted = False
-            items = schedule.begin_pass(is_valid=True)
-            schedule.fill()
-            for (lane, key), source in items:
-                assert torch.equal(schedule.take(lane, key), source)
-                schedule.release(lane)
-    finally:
-        engine.close()
 
 
 def _run_pass(streamer: LayerStreamer, *, compute_s: float = 0.0) -> list[int]:
@@ -126,49 +94,6 @@ def test_copies_that_overtake_each_other_arrive_intact(slots: int, resident: tup
     engine.close()
 
 
-def test_all_resident_copies_nothing(engine: ThreadCopyEngine) -> None:
-    streamer = _streamer(engine, num_layers=3, slots=0, resident=(0, 1, 2))
-    assert _run_pass(streamer) == [0, 1, 2]
-    assert (streamer.num_streamed, streamer.bytes_per_pass, engine.bytes_copied) == (0, 0, 0)
-
-
-class _NoWaitEngine(ThreadCopyEngine):
-    """Deliberately wrong: the compute side does not wait for what it reads."""
-
-    def compute_wait(self, ready: object) -> None:
-        pass
-
-
-def test_the_intactness_check_catches_an_engine_that_does_not_wait() -> None:
-    engine = _NoWaitEngine(pace=before_each_copy(lambda: time.sleep(0.05)))
-    with pytest.raises(AssertionError, match="was not there when"):
-        _run_pass(_streamer(engine))
-    engine.close()
-
-
-def test_the_next_pass_is_on_its_way_before_it_begins() -> None:
-    held = threading.Event()
-    held.set()
-    engine = ThreadCopyEngine(pace=before_each_copy(lambda: held.wait(30)))
-    streamer = _streamer(engine, slots=3, resident=(1,))
-    engine.drain()
-    assert engine.bytes_copied == 3 * LAYER_BYTES  # before the first pass
-    for number in range(1, 4):
-        _run_pass(streamer)
-        engine.drain()
-        assert engine.bytes_copied == (6 * number + 3) * LAYER_BYTES
-    assert streamer.bytes_per_pass == 6 * LAYER_BYTES
-    # Nothing is left to copy for the first three streamed layers: they are served while the worker is held.
-    held.clear()
-    layers = streamer.layers()
-    for expected in (0, 1, 2, 3):
-        index, weights = next(layers)
-        assert index == expected
-        assert _is_layer(weights, index)
-    held.set()
-    engine.close()
-
-
 class _InterruptedError(Exception):
     pass
 
@@ -192,22 +117,6 @@ def test_a_pass_after_an_interrupted_one_starts_over(
             _interrupt(streamer, at)
         assert _run_pass(streamer) == list(range(7))
         assert _run_pass(streamer) == list(range(7))
-
-
-def test_an_interrupted_pass_that_is_kept_alive_does_not_disturb_later_ones(engine: ThreadCopyEngine) -> None:
-    # A stored exception keeps the frames of its traceback, and with them the suspended pass, until it is dropped.
-    streamer = _streamer(engine, slots=2)
-    abandoned = streamer.layers()
-    for _ in range(3):
-        next(abandoned)
-    assert _run_pass(streamer) == list(range(7))
-    current = streamer.layers()
-    for _ in range(4):
-        next(current)
-    abandoned.close()  # type: ignore[attr-defined]  # what the garbage collector does, at any moment
-    for index, weights in current:
-        assert _is_layer(weights, index)
-    assert _run_pass(streamer) == list(range(7))
 
 
 class _OrderEngine:
@@ -311,16 +220,3 @@ def test_layers_are_intact_on_the_gpu(slots: int, copy_cycles: int, compute_cycl
     assert ring.wrong_bytes(passes=6, compute_cycles=compute_cycles) == 0
     ring.engine.drain()
     assert ring.engine.bytes_copied == (6 * 5 + slots) * ring.num_elements
-
-
-class _RefillsTooEarlyEngine(CudaCopyEngine):
-    """Deliberately wrong: a copy does not wait until its slot has been read."""
-
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: object, **kwargs: Any) -> None:
-        super().enqueue(dst, src, free=self.new_event(), **kwargs)  # counts as fired
-
-
-@pytest.mark.gpu
-def test_the_gpu_check_catches_a_queue_that_refills_too_early() -> None:
-    ring = _GpuRing.make(num_layers=5, slots=2, copy_cycles=0, queue=_RefillsTooEarlyEngine)
-    assert ring.wrong_bytes(passes=3, compute_cycles=5_000_000) > 0

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom, StopStrings
 from offload_runtime.errors import OptionError
-from offload_runtime.params import GenerationParams
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS
@@ -85,18 +84,6 @@ def test_any_metaspace_words(tokens: list[int]) -> None:
     assert "".join(pieces_of(METASPACE, context, tokens)) == text_behind(METASPACE, context, tokens)
 
 
-def test_a_space_depends_on_what_was_before() -> None:
-    fox = METASPACE.convert_tokens_to_ids("▁fox")
-    assert pieces_of(METASPACE, [], [fox, fox]) == ["fox", " fox", ""]
-    assert pieces_of(METASPACE, [fox], [fox]) == [" fox", ""]
-
-
-def test_an_incomplete_character_waits_and_is_shown_in_the_end() -> None:
-    first, second, third = byte_tokens(BYTE_LEVEL, "日")
-    assert pieces_of(BYTE_LEVEL, [], [first, second, third]) == ["", "", "日", ""]
-    assert pieces_of(BYTE_LEVEL, [], [first, second]) == ["", "", "\ufffd"]
-
-
 def test_special_tokens_are_not_shown() -> None:
     end = BYTE_LEVEL.convert_tokens_to_ids("<|im_end|>")
     the = BYTE_LEVEL.encode("the")
@@ -139,19 +126,6 @@ def test_stop_strings_in_any_chunking(pieces: list[str], stops: list[str]) -> No
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     shown += "" if stopped else finder.flush()
     assert (shown, stopped) == shown_by_reference("".join(pieces), stops)
-
-
-def test_flush_gives_back_what_was_held() -> None:
-    finder = StopStrings(["abcd"])
-    assert finder.push("xabc") == ("x", False)
-    assert finder.flush() == "abc"
-    assert finder.flush() == ""
-
-
-def test_a_lone_stop_string_is_not_taken_apart() -> None:
-    assert GenerationParams(stop="ab").stop == ("ab",)
-    assert GenerationParams(stop=["ab", "c"]).stop == ("ab", "c")
-    assert GenerationParams(stop=()).stop == ()
 
 
 @pytest.mark.parametrize("chat", [False, True])

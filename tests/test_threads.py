@@ -84,41 +84,11 @@ def test_a_half_consumed_stream_is_refused_once_another_call_began(
     assert stream.result.finish_reason == "interrupted" and 0 < stream.result.stats.new_tokens < 12
 
 
-def test_streams_in_two_threads(runtime: Runtime, expected: dict[str, list[int]]) -> None:
-    """Each piece is whole: an answer ends as it would alone, or is refused as soon as the other one has begun."""
-    start = threading.Barrier(2)
-
-    def worker(prompt: str) -> list[int] | str:
-        start.wait(60)
-        stream = runtime.stream(prompt, **ASKED)
-        try:
-            for _ in stream:
-                pass
-        except OptionError as error:
-            return str(error)
-        return stream.result.tokens
-
-    for _ in range(5):
-        with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(worker, (PROMPT, OTHER)))
-        for prompt, answer in zip((PROMPT, OTHER), answers, strict=True):
-            assert answer == expected[prompt] or (isinstance(answer, str) and GONE in answer)
-        assert any(isinstance(answer, list) for answer in answers)
-
-
 def test_one_stream_that_two_threads_consume(runtime: Runtime, expected: dict[str, list[int]]) -> None:
     stream = runtime.stream(PROMPT, **ASKED)
     with ThreadPoolExecutor(2) as pool:
         pieces = [piece for half in pool.map(lambda _: list(stream), range(2)) for piece in half]
     assert stream.result.tokens == expected[PROMPT] and sorted("".join(pieces)) == sorted(stream.result.text)
-
-
-def test_the_result_of_an_answer_that_has_not_ended(runtime: Runtime) -> None:
-    stream = runtime.stream(PROMPT, **ASKED)
-    next(stream)
-    with pytest.raises(OptionError, match=r"has not ended: iterate to its end or call close\(\) first"):
-        _ = stream.result
-    stream.close()
 
 
 def test_a_callback_asks_for_nothing(runtime: Runtime, expected: dict[str, list[int]]) -> None:
@@ -138,14 +108,6 @@ def test_a_callback_asks_for_nothing(runtime: Runtime, expected: dict[str, list[
     hooks = {"on_prefill": callback, "on_progress": callback, "should_stop": callback}
     assert runtime.generate_batch([PROMPT], **ASKED, **hooks)[0].tokens == expected[PROMPT]
     assert set(asked) == {OTHER} and len(asked) > 12
-
-
-def test_logits_of_which_another_call_took_the_cache(runtime: Runtime) -> None:
-    rows = runtime.logits(runtime.encode(PROMPT), [[1, 2], [3, 4]])
-    next(rows)
-    in_thread(lambda: runtime.generate(OTHER, **ASKED))
-    with pytest.raises(OptionError, match=GONE):
-        next(rows)
 
 
 def test_close_waits_for_the_answer_of_another_thread(target: Path, expected: dict[str, list[int]]) -> None:
@@ -182,12 +144,6 @@ def test_a_half_consumed_stream_of_a_closed_runtime(target: Path, elsewhere: boo
         runtime.close()
     with pytest.raises(OptionError, match=GONE):
         next(stream)
-
-
-def test_a_stream_keeps_its_runtime(target: Path, expected: dict[str, list[int]]) -> None:
-    stream = Runtime.load(target, device="cpu", resident_layers=1, context=128).stream(PROMPT, **ASKED)
-    list(stream)
-    assert stream.result.tokens == expected[PROMPT]
 
 
 def test_an_interrupted_call_leaves_the_runtime_to_others(runtime: Runtime, expected: dict[str, list[int]]) -> None:

@@ -61,23 +61,6 @@ def test_ids_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
         assert said == text
 
 
-def test_a_tokenizer_is_read_once(tmp_path: Path) -> None:
-    path = written(tmp_path, metadata_of("smollm"))
-    source = open_checkpoint(path)
-    first = source.tokenizer()
-    path.unlink()
-    assert source.tokenizer() is first
-
-
-def test_the_flags_of_a_file_are_kept(tmp_path: Path) -> None:
-    hello = "Hello world"
-    plain = open_checkpoint(written(tmp_path, metadata_of("llama-bpe"))).tokenizer()
-    assert plain.encode(hello)[0] == plain.bos_token_id and plain.chat_template is None
-    changes = {"add_bos_token": False, "add_eos_token": True}
-    other = open_checkpoint(written(tmp_path, metadata_of("llama-bpe", **changes))).tokenizer()
-    assert other.encode(hello) == [*plain.encode(hello, add_special_tokens=False), other.eos_token_id]
-
-
 @pytest.mark.parametrize("text", ["ö ü ø", "Größe, façade"])
 def test_letters_that_are_tokens_are_written_as_letters(text: str, tmp_path: Path) -> None:
     """DeepSeek's files have tokens of letters that stand for bytes in other tokens."""
@@ -152,12 +135,6 @@ def test_a_tokenizer_of_another_model_beside_the_file_is_refused(change: str, tm
         return
     with pytest.raises(CheckpointError, match=r"pre 'mystery'\) and .* tokens, .* of another vocabulary, of \d+: put"):
         opened.tokenizer()
-
-
-def test_a_damaged_tokenizer_is_not_replaced_by_one_beside_the_file(tmp_path: Path) -> None:
-    open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no usable tokenizer .*download or convert it again"):
-        open_checkpoint(written(tmp_path, metadata_of("smollm", merges=["never heard"]))).tokenizer()
 
 
 @pytest.mark.parametrize(

@@ -7,34 +7,25 @@ import json
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import MagicMock
+from typing import Any
 
 import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from typer.testing import CliRunner
 
-from offload_runtime import GenerationParams
 from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
-from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
-from offload_runtime.engine.request import Request
-from offload_runtime.engine.stats import PassMeter
-from offload_runtime.engine.steps import RuntimeParts
+from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
 from offload_runtime.kv import HostKVCache
 from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer, WithNgrams, drafting
 from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
-from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.traces import (
     EVENT_S,
@@ -46,7 +37,6 @@ from tests.helpers.traces import (
     total_bytes,
     total_s,
 )
-from tests.helpers.trees import TreeScript
 
 TARGET = "long_target"
 CONTEXT, NEW_TOKENS = 1024, 30
@@ -183,112 +173,10 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
     assert [result.tokens for result in asked] == [result.tokens for result in run.results]
 
 
-def assert_accepted_proposals_are_named(rounds: Sequence[dict[str, Any]], stats: Sequence[GenerationStats]) -> None:
-    """Of every pass: which nodes of its proposal, one below the other, and who made them; in all what the stats say."""
-    by_source: Counter[str] = Counter()
-    for one in rounds:
-        for path, sources, proposed, accepted in zip(
-            one["path"], one["sources"], one["proposed"], one["accepted"], strict=True
-        ):
-            assert len(path) == len(sources) == accepted and path == sorted(set(path))
-            assert all(0 <= node < proposed for node in path)
-            by_source.update(sources)
-    assert by_source == sum((Counter(one.accepted_by_source) for one in stats), Counter())
-
-
-@pytest.mark.slow
-def test_trees_are_traced_by_their_nodes(target: Path, tmp_path: Path) -> None:
-    gamma, nodes = 4, 30
-    options: dict[str, Any] = {"resident_layers": 1, "kv": "host", "context": CONTEXT, "max_batch": 2}
-    with load(target, draft="none", **options) as runtime:
-        expected = [result.tokens for result in runtime.generate_batch(PROMPTS, **ASKED)]
-    path, truth = tmp_path / "trace.json", dict(enumerate(map(list.__add__, PROMPTS, expected)))
-    with load(target, tree_nodes=nodes, trace=path, **options) as runtime:
-        runtime.parts = replace(runtime.parts, proposer=TreeScript(truth, seed=1, most_branches=20))
-        together = runtime.generate_batch(PROMPTS, gamma=gamma, **ASKED)
-        alone = runtime.generate(PROMPTS[0], gamma=gamma, **ASKED)
-    assert [result.tokens for result in (*together, alone)] == [*expected, expected[0]]
-    rows = rows_of(path)
-    rounds = [bar.args for bar in rows["passes"] if bar.args["kind"] == "verify"]
-    stats = [result.stats for result in (*together, alone)]
-    proposed = [count for one in rounds for count in one["proposed"]]
-    assert gamma < max(proposed) <= nodes
-    assert [count for one in rounds for count in one["tokens"]] == [1 + count for count in proposed]
-    assert sum(proposed) == sum(one.acceptance[-1].proposed for one in stats)
-    assert sum(sum(one["accepted"]) for one in rounds) == sum(sum(one.accepted_by_depth) for one in stats) > 0
-    assert_accepted_proposals_are_named(rounds, stats)
-    assert any(path != list(range(len(path))) for one in rounds for path in one["path"]), "branches were taken"
-    proposals = [bar.args for bar in rows["draft"] if bar.name == "propose"]
-    assert {count for one in proposals for count in one["asked"]} == {nodes}
-    # In its last round an answer that misses one token is not asked about.
-    made = [count for one in proposals for count in one["proposed"]]
-    assert [count for count in made if count] == [count for count in proposed if count]
-
-
-def test_what_is_staged_is_traced_piece_by_piece(target: Path, tmp_path: Path) -> None:
-    load = partial(load_locked_by, LimitedRegistrar(1 << 60))
-    run = traced(
-        tmp_path / "trace.json", target, load=load, resident_layers=0, kv="host", draft="none", pinned_bytes=500_000
-    )
-    assert run.results[0].stats.pageable_bytes > 0
-    assert_consistent(run, tolerance_s=FILE_S)
-    staged = [bar for bar in run.rows["host"] if bar.name.startswith("staging for the link")]
-    assert staged
-
-
-def test_the_link_is_idle_while_it_carries_nothing(target: Path, tmp_path: Path) -> None:
-    run = traced(tmp_path / "trace.json", target, resident_layers=0, draft="none")
-    stats, rounds = run.results[0].stats, [bar for bar in run.rows["passes"] if bar.args["kind"] == "verify"]
-    decoding_s = stats.passes * (stats.measured_s_per_pass or 0)
-    copied = [bar for bar in run.rows["link"] if rounds[0].start_s <= bar.start_s < rounds[-1].end_s]
-    # The counters are read between passes: a copy at either end may be in or out.
-    slack = 4 * max(bar.seconds for bar in run.rows["link"]) / decoding_s
-    assert stats.link_idle_share == pytest.approx(1 - total_s(copied) / decoding_s, abs=slack)
-
-
-@pytest.mark.parametrize("card", [0, 1])
-def test_drafting_is_hidden_as_far_as_a_pass_or_a_link_is_at_work(card: int) -> None:
-    device = torch.device("cpu")
-    recorder = TraceRecorder(device)
-    of_card = recorder.of_card(card, device)
-    parts = SimpleNamespace(
-        target=SimpleNamespace(
-            copy_seconds=lambda: 0.0, stall_seconds=lambda: 0.0,
-            runner=SimpleNamespace(streamer=SimpleNamespace(bytes_begun=0)),
-        ),
-        recorder=recorder,
-    )  # fmt: skip
-    recorder.add("draft", "propose", 0.0, 5.0, {})  # before the first pass: of another answer
-    meter, request = PassMeter(cast(RuntimeParts, parts)), Request([1], GenerationParams(), MagicMock(), frozenset())
-    meter.begin(request)
-    assert meter.hidden_draft_share(request) is None
-    recorder.add("passes", "verify 1", 10.0, 14.0, {})
-    recorder.add("draft", "propose", 13.0, 17.0, {})
-    recorder.add("draft", "draft steps", 13.5, 16.0, {})  # a part of the former
-    recorder.add("passes", "verify 2", 17.0, 18.0, {})
-    recorder.settle()
-    assert meter.hidden_draft_share(request) == pytest.approx(0.25)
-    of_card.add("link", "weights of layer 0", 13.5, 15.0, {})
-    recorder.settle()
-    assert meter.hidden_draft_share(request) == pytest.approx(0.5)
-
-
 def recorders() -> list[TraceRecorder]:
     """Those that anybody has, as the collector of garbage knows."""
     gc.collect()
     return [found for found in gc.get_objects() if isinstance(found, TraceRecorder)]
-
-
-@pytest.mark.slow
-def test_without_a_trace_nothing_is_recorded(target: Path, draft: Path, tmp_path: Path) -> None:
-    before = len(recorders())
-    for options in RUNS.values():
-        with load(target, context=CONTEXT, **{"draft": draft, **options}) as runtime:
-            stats = generate(runtime).stats
-            assert runtime.parts.recorder is None and stats.hidden_draft_share is None
-            assert len(recorders()) == before
-    with load(target, trace=tmp_path / "trace.json"):
-        assert len(recorders()) == before + 1
 
 
 class InterruptedProposer(WithNgrams):
@@ -327,16 +215,6 @@ def test_what_is_interrupted_leaves_a_whole_trace(
     assert len(rows["passes"]) == passes
     assert all("accepted" in bar.args for bar in rows["passes"][1:])
     assert_one_after_the_other(rows["link"])
-
-
-def test_a_trace_spans_all_generations_of_a_runtime(target: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("an older file")
-    with load(target, resident_layers=1, context=CONTEXT, trace=str(path)) as runtime:
-        results = [generate(runtime), runtime.generate("the quick", max_new_tokens=5, ignore_eos=True)]
-        assert path.read_text() == "an older file"
-    passes = rows_of(path)["passes"]
-    assert len(passes) == sum(1 + result.stats.passes for result in results)
 
 
 def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from offload_runtime_kernels.coded_bf16 import CODED
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
-from offload_runtime.engine import Runtime, fetch_demo_model
-from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import BudgetError
 from offload_runtime.model import Window
 from offload_runtime.plan import Refusal, RunPlan, common_figures, plan_or_refuse, plan_run
 from offload_runtime.plan.cost import tok_per_s
@@ -21,17 +21,12 @@ from offload_runtime.weights import (
     CheckpointSource,
     DescribedModel,
     MatricesNotCodable,
-    ModelLayout,
     checkpoint_tensors,
     load_weights,
-    open_checkpoint,
 )
-from offload_runtime.weights.encoding import Encoding
-from offload_runtime.weights.encodings.coded_bf16 import CodedRows
-from tests.helpers.assembly import first_layers, in_memory, make_runner
+from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
-from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 
 BF16 = torch.bfloat16
 LAYERS = 5
@@ -83,17 +78,6 @@ def test_every_bit_is_loaded(source: CheckpointSource, uncoded: frozenset[str]) 
     vectors_bytes = (2 * LAYERS + 1) * 256 * 2
     assert set(kinds) == {CODED, "BF16"} and kinds["BF16"] == vectors_bytes + (raw_bytes if uncoded else 0)
     assert f"in {CODED}" in layout.stored_as
-
-
-def test_what_is_coded(source: CheckpointSource) -> None:
-    config = source.config()
-    for dtype in (torch.float32, torch.float16):
-        assert source.layout(dtype, coded=True) == ModelLayout.plain(config, dtype)
-    assert source.layout(BF16) == ModelLayout.plain(config, BF16)
-    assert CodedRows.of([(8, True), (4, True), (4, False)], 256) == CodedRows(BF16, ((12, CODED), (4, "BF16")))
-    assert CodedRows.of([(8, False), (4, False)], 256) == CodedRows.of([(12, True)], 200) == Encoding(BF16)
-    # 384 of two planes, 32 of tables and exceptions, 128 up to the next multiple of 256.
-    assert CodedRows.of([(12, True)], 256).nbytes((12, 256)) == 12 * 416 + 128
 
 
 @pytest.mark.gpu
@@ -164,12 +148,6 @@ def test_logits_on_a_gpu_are_those_of_plain_weights(
     assert torch.equal(found, logits(source, slots=0, resident=None, coded=False, device="cuda"))
 
 
-def test_a_tied_head_is_coded_once() -> None:
-    source = in_memory(llama(tie_word_embeddings=True, num_hidden_layers=2))
-    found = logits(source, slots=1, resident=(1,), coded=True)
-    assert torch.equal(found, logits(source, slots=0, resident=None, coded=False))
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"draft": "none"},
     "streamed": {"draft": "none", "resident_layers": 0},
@@ -192,17 +170,6 @@ def expected(source: CheckpointSource) -> list[list[int]]:
         return tokens_of(runtime)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_plain_weights(source: CheckpointSource, expected: list[list[int]], way: str) -> None:
-    """A draft is not coded."""
-    with Runtime.load(source, device="cpu", dtype="bf16", encode="always", **{"draft": source, **WAYS[way]}) as runtime:
-        assert tokens_of(runtime) == expected
-        assert f"in {CODED}" in runtime.load_report
-        plan = runtime.plan
-        assert plan.target.layout.has_coded and (plan.draft is None or not plan.draft.layout.has_coded)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, way: str) -> None:
@@ -212,37 +179,6 @@ def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, wa
     options = {"draft": source, **WAYS[way]}
     with Runtime.load(source, device="cuda", context=1024, encode="always", **options) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
-
-
-@pytest.mark.slow
-def test_tokens_of_staged_layers_are_those_of_plain_weights(
-    source: CheckpointSource, expected: list[list[int]]
-) -> None:
-    """Layers of unlike sizes, of which the system locks no more than the ring takes that they cross."""
-    source = replace(source, uncoded=UNCODED)
-    registrar = LimitedRegistrar(sum(source.layout(BF16, coded=True).layer_bytes) * 4 // 5)
-    with load_locked_by(registrar, source, resident_layers=0, dtype="bf16", encode="always") as runtime:
-        assert len(runtime.parts.target.placement.staged_layers) == LAYERS
-        assert tokens_of(runtime) == expected
-    assert not registrar.locked
-
-
-@pytest.mark.slow
-def test_a_run_leaves_what_cannot_be_coded_as_it_is(source: CheckpointSource) -> None:
-    """It is planned once more."""
-    other, plans = without_room(source, UNCODED), list[RunPlan]()
-    with Runtime.load(other, device="cpu", dtype="bf16", draft="none") as runtime:
-        expected = tokens_of(runtime)
-    with Runtime.load(
-        other, device="cpu", dtype="bf16", draft="none", encode="always", resident_layers=1, on_plan=plans.append
-    ) as runtime:
-        assert tokens_of(runtime) == expected
-        assert runtime.plan.target.layout == replace(source, uncoded=UNCODED).layout(BF16, coded=True)
-        reserved = runtime.parts.budget.reservations
-        assert reserved["target: decoded matrix"] == runtime.plan.target.layout.scratch_bytes("cpu")
-    assert [plan.target.layout.total_bytes for plan in plans] == [
-        each.layout(BF16, coded=True).total_bytes for each in (source, replace(source, uncoded=UNCODED))
-    ]
 
 
 # Llama-2-13B, and one of 7B.
@@ -286,41 +222,3 @@ def test_auto_codes_what_is_faster_then() -> None:
     assert planned("7B", "auto", **little).target.layout.has_coded
     refusal = plan_or_refuse(RuntimeConfig(described("7B"), "none", context=2048, kv="gpu", **little), common_figures())
     assert isinstance(refusal, Refusal) and "--encode auto" in [each.change for each in refusal.suggestions]
-
-
-@pytest.mark.slow
-def test_auto_has_nothing_to_code_in_other_dtypes(source: CheckpointSource) -> None:
-    for options in ({"dtype": "fp16"}, {"device": "cpu"}):
-        request = RuntimeConfig(source, "none", encode="auto", **options)
-        assert not plan_run(request, common_figures()).target.layout.has_coded
-        with pytest.raises(OptionError, match=r"--encode always .* in a run in fp\d\d: .* --dtype bf16"):
-            plan_run(replace(request, encode="always"), common_figures())
-    with pytest.raises(BudgetError, match="too small"):
-        little: dict[str, Any] = {"resident_layers": 0, "ram_bytes": 10 * GB}
-        plan_run(RuntimeConfig(described("13B"), "none", encode="auto", **little), common_figures())
-    with pytest.raises(OptionError, match="encode must be none, auto or always, not 'yes'"):
-        RuntimeConfig(source, encode="yes")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_real_model_gives_the_logits_and_tokens_of_plain_weights() -> None:
-    """SmolLM2-135M, decoded from Q4_1 to bf16 when it is loaded: streamed and resident."""
-    source = replace(open_checkpoint(fetch_demo_model()), kinds={})
-    layout = source.layout(BF16, coded=True)
-    assert layout.total_bytes < 0.79 * source.layout(BF16).total_bytes
-    source = first_layers(source, 10)
-    weights, plain = load_weights(source, source.layout(BF16, coded=True)), load_plain(source, BF16)
-    for layer in (None, *range(10)):
-        for name, weight in plain.views(layer).items():
-            assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
-    source = first_layers(source, 4)  # of weights that are the same products are
-    whole = logits(source, slots=0, resident=None, coded=False)
-    for slots, resident in ((0, None), (2, (1, 2))):
-        assert torch.equal(logits(source, slots=slots, resident=resident, coded=True), whole)
-    asked = {"max_new_tokens": 4, "temperature": 0.0}
-    load = {"device": "cpu", "dtype": "bf16", "context": 256, "draft": "none"}
-    with Runtime.load(source, **load) as runtime:
-        tokens = runtime.generate("The capital of France is", **asked).tokens
-    with Runtime.load(source, **load, encode="always", resident_layers=3) as runtime:
-        assert runtime.generate("The capital of France is", **asked).tokens == tokens

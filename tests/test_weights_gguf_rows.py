@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,21 +17,16 @@ from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.linear import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes
-from offload_runtime.copy import CopyQueues, make_copy_engine
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime, fetch_demo_model
-from offload_runtime.engine.load_model import OpenCard, load_model
 from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.memory import PAGE_BYTES, Card, DeviceBudget
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from offload_runtime.weights.encoding import ALIGNMENT_BYTES, Encoding
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
-from offload_runtime.weights.staging import PIECE_BYTES
 from tests.helpers.assembly import first_layers, make_runner
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
+from tests.helpers.models import load_plain, random_tokens, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.test_weights_gguf import write
 
@@ -112,38 +106,6 @@ def test_weights_are_those_of_the_gguf_package(source: CheckpointSource, dtype: 
             assert torch.equal(weights.views(layer)[name].dense, weight.dense)
 
 
-def test_layers_take_the_bytes_of_the_file(source: CheckpointSource) -> None:
-    layout, config = source.layout(BF16), source.config()
-    assert describe_model(source.reference).layout(BF16) == layout
-    tensors = gguf.GGUFReader(source.reference).tensors
-    for layer, packed in enumerate(layout.layers):
-        in_file = sum(int(t.n_bytes) for t in tensors if t.name.startswith(f"blk.{layer}.") and len(t.shape) > 1)
-        vectors = 2 * config.hidden_size * 2
-        if layer == 2:
-            in_file -= config.hidden_size**2 * 2  # one in F32 among others
-        if layer == 4:
-            in_file //= 2
-        rows = sum(spec.shape[0] for spec in packed.tensors)
-        assert 0 <= packed.total_bytes - in_file - vectors <= 9 * ALIGNMENT_BYTES + 15 * rows
-    assert len(set(layout.layer_bytes)) == 4  # bf16 is as large as what is converted to it
-    done: list[int] = []
-    weights = load_weights(source, layout, on_progress=lambda *pair: done.append(pair[0]))
-    assert done == sorted(done) and done[-1] == layout.total_bytes
-    assert len(weights.block(0)) == layout.layer_bytes[0]
-    decoded_bytes = source.config().hidden_size * 2 * source.config().intermediate_size
-    assert layout.scratch_bytes("cuda") == decoded_bytes * 2 and layout.scratch_bytes("cpu") == decoded_bytes * 2
-    assert source.layout(FP32).scratch_bytes("cuda") == decoded_bytes * 4
-
-
-def test_what_takes_no_fewer_bytes_is_in_the_dtype_of_the_run() -> None:
-    assert GgufRows.smallest([(8, "F32"), (4, "BF16"), (4, "F16")], 256, BF16) == Encoding(BF16)
-    assert GgufRows.smallest([(8, "F16")], 256, BF16) == Encoding(BF16)
-    assert GgufRows.smallest([(8, "F16"), (8, "F16")], 256, FP32) == GgufRows(FP32, ((16, "F16"),))
-    mixed = GgufRows.smallest([(8, "Q4_K"), (4, "Q4_K"), (4, "Q6_K"), (2, "F32")], 256, BF16)
-    assert mixed == GgufRows(BF16, ((12, "Q4_K"), (4, "Q6_K"), (2, "BF16")))
-    assert mixed.nbytes((18, 256)) == (1728 + 64) + (896 + 128) + 1024
-
-
 def logits(
     source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None, device: str = "cpu",
     dtype: torch.dtype = FP32,
@@ -159,15 +121,6 @@ def logits(
     return torch.cat([prefill, window])
 
 
-@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))])
-def test_logits_are_those_of_the_decoded_file(
-    source: CheckpointSource, decoded: CheckpointSource, slots: int, resident: tuple[int, ...] | None
-) -> None:
-    found = logits(source, slots=slots, resident=resident)
-    assert torch.equal(found, logits(decoded, slots=0, resident=None))
-    assert len(found.unique()) > 1000
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_encoding_gives_the_logits_of_the_decoded_file(kind: str, tmp_path: Path) -> None:
@@ -178,19 +131,6 @@ def test_every_encoding_gives_the_logits_of_the_decoded_file(kind: str, tmp_path
     found = logits(source, slots=1, resident=(1,))
     assert bool(found.isfinite().all()) and len(found.unique()) > 1000
     assert torch.equal(found, logits(replace(source, kinds={}), slots=0, resident=None))
-
-
-def test_a_head_that_is_larger_than_the_scratch_is_multiplied_in_slices() -> None:
-    height, columns = 300, 256
-    encoding = GgufRows(FP32, ((200, "Q4_K"), (100, "Q8_0")))
-    generator = torch.Generator().manual_seed(0)
-    stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, generator=generator)
-    x = torch.randn(5, columns, generator=generator)
-    whole = encoding.weight(stored, (height, columns), None, None)
-    for rows in (300, 128, 70):
-        scratch = torch.full((rows * columns * 4,), 255, dtype=torch.uint8)
-        sliced = encoding.weight(stored, (height, columns), None, scratch)
-        torch.testing.assert_close(sliced.linear(x), whole.linear(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -220,44 +160,6 @@ def test_few_rows_and_many_have_the_bits_of_the_decoded_matrix() -> None:
             before = None if added is None else added.clone()
             expected = linear(x, weight.dense, bias=bias, residual=before, gated=gated)
             assert torch.equal(weight.linear(x, residual=added, gated=gated), expected), (rows, gated)
-
-
-@pytest.mark.gpu
-def test_slices_of_a_head_have_the_bits_of_the_whole() -> None:
-    """Of the size of Llama-3's vocabulary, with a scratch that three slices fill."""
-    height, columns = 128256, 4096
-    encoding = GgufRows(BF16, ((height, "Q6_K"),))
-    stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, device="cuda")
-    scratch = torch.full((50_000 * columns * 2,), 255, dtype=torch.uint8, device="cuda")
-    whole = encoding.weight(stored, (height, columns), None, None)
-    sliced = encoding.weight(stored, (height, columns), None, scratch)
-    for rows in (1, 17, 300):
-        x = torch.randn(rows, columns, device="cuda", dtype=BF16)
-        assert torch.equal(sliced.linear(x), whole.linear(x))
-
-
-def test_a_plan_counts_what_is_stored_and_what_it_is_decoded_to(source: CheckpointSource) -> None:
-    described = describe_model(source.reference)
-    request = RuntimeConfig(described, "none", context=256, resident_layers=2, kv="gpu", weights="stored")
-    plan = plan_run(request, MACHINE)
-    layout = source.layout(BF16)
-    parts = {part.name: part.nbytes for part in plan.device}
-    assert parts["decoded matrices"] == layout.scratch_bytes("cuda")
-    assert parts["embedding and head"] == layout.shared.total_bytes
-    assert parts["ring of layers"] == plan.placement.num_slots * max(layout.layer_bytes)
-    assert plan.streamed_bytes == sum(layout.layer_bytes[layer] for layer in plan.placement.streamed_layers)
-    streamed = sum(layout.layer_bytes[layer] for layer in plan.placement.streamed_layers)
-    assert 0 <= plan.loading[0].nbytes - streamed < len(layout.layers) * PAGE_BYTES
-    kinds = layout.bytes_by_kind
-    assert set(kinds) == {*FORMATS, "BF16"} and kinds["Q6_K"] > kinds["Q5_0"]
-    assert f"{format_bytes(kinds['Q6_K'])} in Q6_K" in layout.stored_as
-    budget, engine, undo = DeviceBudget(torch.device("cpu"), None), make_copy_engine(torch.device("cpu")), ExitStack()
-    stored_on_cpu = replace(request, target=source, device="cpu", dtype="fp32", weights="stored")
-    on_cpu = plan_run(stored_on_cpu, MACHINE).target
-    card = OpenCard(Card(0, budget.device), budget, CopyQueues(engine))
-    load_model(source, on_cpu, [card], name="target", registrar=None, on_progress=None, undo=undo)
-    assert budget.reservations["target: decoded matrix"] == on_cpu.layout.scratch_bytes("cpu")
-    undo.close()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -313,21 +215,6 @@ def expected(decoded: CheckpointSource) -> list[list[int]]:
         return tokens_of(runtime)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("drafted", ["stored", "decoded"])
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_the_decoded_file(
-    source: CheckpointSource, decoded: CheckpointSource, expected: list[list[int]], way: str, drafted: str
-) -> None:
-    """Whoever drafts, and whether that is stored or decoded; and of a decoded target with a draft that is stored."""
-    options = {"draft": source if drafted == "stored" else decoded, **WAYS[way]}
-    with Runtime.load(source, device="cpu", weights="stored", **options) as runtime:
-        assert tokens_of(runtime) == expected
-    if drafted == "stored" and "draft" not in WAYS[way]:
-        with Runtime.load(decoded, device="cpu", **options) as runtime:
-            assert tokens_of(runtime) == expected
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
@@ -342,17 +229,6 @@ def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
         assert runtime.parts.budget.reservations["target: decoded matrix"] == source.layout(BF16).scratch_bytes("cuda")
 
 
-def test_tokens_of_staged_layers_are_those_of_the_decoded_file(
-    source: CheckpointSource, expected: list[list[int]]
-) -> None:
-    """Layers of unlike sizes, of which the system locks no more than the ring takes that they cross."""
-    registrar = LimitedRegistrar(sum(source.layout(FP32).layer_bytes) * 4 // 5)
-    with load_locked_by(registrar, source, resident_layers=0, weights="stored") as runtime:
-        assert len(runtime.parts.target.placement.staged_layers) == LAYERS
-        assert tokens_of(runtime) == expected
-    assert not registrar.locked
-
-
 def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m.gguf", "F32", num_hidden_layers=1, hidden_size=256)
     content = path.read_bytes()
@@ -363,40 +239,6 @@ def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None
     for door in (describe_model, open_checkpoint):
         with pytest.raises(CheckpointError, match=r"attn_v\.weight is quantised as IQ2_XXS, which is not read"):
             door(path)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> CheckpointSource:
-    """Matrices that are read in several pieces, those of queries put in order."""
-    path = tmp_path_factory.mktemp("large") / "m.gguf"
-    shape = {"hidden_size": 4096, "intermediate_size": 256, "num_attention_heads": 32, "num_hidden_layers": 1}
-    return opened(write_llama(path, "Q8_0", **shape))
-
-
-def test_seams_of_pieces_do_not_show(large: CheckpointSource) -> None:
-    assert large.config().hidden_size ** 2 > 1.5 * PIECE_BYTES
-    stored, plain = load_weights(large, large.layout(BF16)), load_plain(large, BF16)
-    for name, values in by_package(Path(large.reference), "llama", large.config()).items():
-        to = checkpoint_tensors(large.config())[name]
-        for weights in (stored, plain):
-            assert torch.equal(rows_of(to, weights.views(to.layer)), values.to(BF16)), name
-
-
-@pytest.mark.gpu
-def test_rows_that_a_gpu_brings_in_order_are_those_of_a_cpu(source: CheckpointSource, large: CheckpointSource) -> None:
-    for each in (source, large):
-        for dtype in (BF16, torch.float16, FP32):
-            assert_a_gpu_loads_the_same(each, each.layout(dtype))
-        assert_a_gpu_loads_the_same(each, replace(each, kinds={}).layout(BF16))
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_one_piece_at_a_time(large: CheckpointSource) -> None:
-    torch.cuda.empty_cache()
-    before_bytes = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    load_weights(large, large.layout(BF16), coding_device=torch.device("cuda", 0)).close()
-    assert 0 < torch.cuda.max_memory_allocated() - before_bytes <= 3 * PIECE_BYTES + (2 << 20)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

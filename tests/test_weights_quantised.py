@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from offload_runtime.engine import Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from offload_runtime.weights.loader import passing_bytes
-from offload_runtime.weights.staging import PIECE_BYTES
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
-from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
 from tests.test_config_file import HUGE
-from tests.test_weights_gguf_rows import logits, tokens_of
-
-LAYERS = 3
+from tests.test_weights_gguf_rows import logits
 
 
 def bits_of(said: dict[str, Any]) -> torch.Tensor:
@@ -101,30 +94,6 @@ def test_logits_on_a_gpu_are_those_of_the_decoded_copy(
     assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None, device="cuda", dtype=dtype))
 
 
-def test_a_description_is_what_is_opened(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """With the weights, and as far as a configuration alone can say."""
-    source, described = checkpoint.source, describe_model(checkpoint.path)
-    assert (described.config(), described.native_dtype, described.kinds) == (
-        source.config(), source.native_dtype, source.kinds,
-    )  # fmt: skip
-    layout = source.layout(BF16)
-    assert sum(layout.layer_bytes) < 0.75 * sum(checkpoint.copy.layout(BF16).layer_bytes)
-    (tmp_path / "config.json").write_bytes((checkpoint.path / "config.json").read_bytes())
-    alone = describe_model(tmp_path)
-    assert alone.kinds.keys() == source.kinds.keys()
-    if not any(form.scale == FP32 for form in source.kinds.values()):  # which no configuration says
-        assert alone.kinds == source.kinds
-
-
-def test_a_plan_counts_what_decoding_reads_through(checkpoint: Checkpoint) -> None:
-    """A search that decodes a model at load knows what its file has."""
-    source = checkpoint.source
-    decoded = replace(source, decoded=True)
-    layout = decoded.layout(BF16)
-    assert layout == checkpoint.copy.layout(BF16)
-    assert passing_bytes(decoded, layout) == passing_bytes(source, source.layout(BF16)) > 4 * PIECE_BYTES
-
-
 @pytest.mark.parametrize("name", BY_LIBRARY)
 def test_matrices_that_the_library_packed_are_what_it_decodes(name: str, tmp_path: Path) -> None:
     """One matrix, as every module of a small model."""
@@ -165,51 +134,6 @@ def test_blocks_of_fp8_are_what_transformers_decodes(scale: torch.dtype, tmp_pat
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("packed"), "packed 4 bits, mixed")
-
-
-def test_what_is_stored_how_is_said(packed: Checkpoint) -> None:
-    kinds = packed.source.layout(BF16).bytes_by_kind
-    assert set(kinds) == {"INT4", "BF16"}
-    weights = sum(packed.decoded[name].numel() for name in packed.source.kinds)
-    assert weights * 0.5 < kinds["INT4"] < weights * 0.7  # rows of whole units, which these are short for
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "resident": {"draft": "none"},
-    "streamed": {"draft": "none", "resident_layers": 0},
-    "its draft is stored": {"gamma": 3, "tree_nodes": 24, "resident_layers": 1, "kv": "host"},
-    "its draft is decoded": {"gamma": 5, "tree_nodes": 0, "resident_layers": 1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["FP8 of blocks", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ"])
-def test_tokens_are_those_of_the_decoded_copy(name: str, tmp_path: Path) -> None:
-    """Streamed, resident and staged; with drafts that are stored or decoded, and of a decoded target too."""
-    made = Checkpoint(tmp_path, name)
-    drafts = {"its draft is stored": str(made.path), "its draft is decoded": str(made.copy_path)}
-    with Runtime.load(str(made.copy_path), device="cpu", draft="none") as runtime:
-        expected = tokens_of(runtime)
-    for way, options in WAYS.items():
-        with Runtime.load(
-            str(made.path), device="cpu", dtype="fp32", weights="stored", **{"draft": drafts.get(way), **options}
-        ) as runtime:
-            assert tokens_of(runtime) == expected, way
-    with Runtime.load(str(made.copy_path), device="cpu", weights="stored", draft=str(made.path), gamma=3) as runtime:
-        assert tokens_of(runtime) == expected
-    registrar = LimitedRegistrar(sum(made.source.layout(FP32).layer_bytes) * 4 // 5)
-    with load_locked_by(registrar, made.source, resident_layers=0, dtype="fp32", weights="stored") as runtime:
-        assert runtime.parts.target.placement.staged_layers
-        assert tokens_of(runtime) == expected
-
-
-def test_quantised_activations_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name, asks in (("FP8 of a tensor", True), ("FP8 of channels", False)):
-        write_quantised(tmp_path / name, FORMATS[name], num_hidden_layers=1)
-        caplog.clear()
-        open_checkpoint(tmp_path / name)
-        assert ("asks for quantised activations" in caplog.text) == asks
-        assert "does not use" not in caplog.text
 
 
 def group(**weights: Any) -> dict[str, Any]:

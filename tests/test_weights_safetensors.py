@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -216,39 +215,9 @@ def test_sampling_of_the_models_makers_that_makes_no_sense_is_left_out(single, c
     assert message.endswith("; it is ignored")
 
 
-def test_text_is_not_cleaned_up_whatever_the_files_ask_for(copy):
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
-    tokenizer = open_checkpoint(copy).tokenizer()
-    assert not tokenizer.clean_up_tokenization_spaces
-    assert tokenizer.decode(tokenizer.encode("the fox , the dog .")) == "the fox , the dog ."
-
-
 def test_missing_tokenizer_is_a_typed_error(single):
     with pytest.raises(CheckpointError, match="no usable tokenizer"):
         open_checkpoint(single).tokenizer()
-
-
-def test_fuzzed_headers_never_raise_anything_else(single):
-    """Byte flips and truncations either load or are refused with `CheckpointError`."""
-    file = single / "model.safetensors"
-    intact = file.read_bytes()
-    header_end = 8 + int.from_bytes(intact[:8], "little")
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(300):
-        damaged = bytearray(intact)
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            position = rng.randrange(8 if rng.random() < 0.1 else header_end)
-            damaged[position] = rng.randrange(256)
-        if rng.random() < 0.3:
-            del damaged[rng.randrange(len(damaged)) :]
-        file.write_bytes(damaged)
-        try:
-            load_plain(open_checkpoint(single), torch.float32).close()
-        except CheckpointError:
-            refused += 1
-    assert refused > 200
 
 
 @pytest.mark.parametrize(

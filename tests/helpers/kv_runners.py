@@ -5,18 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offload_runtime.model import Window
-from offload_runtime.params import SamplingParams
-from offload_runtime.runners import CapturedPasses, ModelRunner
-from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import PromptRequest, Proposer, run_step
+from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import Assembled, make_runner
-from tests.helpers.models import random_model, random_tokens
+from tests.helpers.models import random_model
 
 CAPACITY = 1600
 MODELS = ["llama", "llama-gqa", "mistral-window"]
@@ -25,28 +21,6 @@ MODELS = ["llama", "llama-gqa", "mistral-window"]
 def assemble(name: str, **options: Any) -> Assembled:
     """A runner of a model of that name with room for `CAPACITY` tokens."""
     return make_runner(random_model(name), capacity_tokens=CAPACITY, **options)
-
-
-def require_tokens_of_captured_passes(
-    params: Sequence[SamplingParams], prepare: Callable[[SlotSampling, list[list[int]], int], None]
-) -> None:
-    """Windows of two slots decide for the same tokens captured or not, and again; `prepare` is told of the sampling,
-    the prompts, and the first token of both windows."""
-    made = assemble("llama-gqa", batch=2)
-    runner, prompts = made.runner, [random_tokens(30, seed=seed) for seed in range(2)]
-    layers = runner.streamer.resident_layers()
-    assert layers is not None
-    windows = [Window((5, 6, 7, 7), (-1, 0, 0, 2)), Window((5, 6, 6))]
-    found = []
-    for captured in (None, CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)):
-        runner.captured, sampling = captured, SlotSampling.of(params, torch.device("cpu"))
-        for slot, prompt in enumerate(prompts):
-            runner.cache.truncate(slot, 0)
-            run_step(runner, sampling, Proposer(), [], prompts=[PromptRequest(slot, prompt)])
-        prepare(sampling, prompts, 5)
-        found.append([runner.decide(windows, [0, 1], sampling).tokens() for _ in range(2)])
-    assert found[0] == found[1] and found[0][0] == found[0][1]
-    made.close()
 
 
 def delays(seed: int, most_s: float = 0.002, share: float = 0.3) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from offload_runtime_kernels.gumbel_argmax import gumbel_noise, noise_keys
@@ -10,7 +10,7 @@ from offload_runtime_kernels.gumbel_argmax import gumbel_noise, noise_keys
 from offload_runtime import sampling, speculation
 from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Decision, decided
+from offload_runtime.runners import decided
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftRequest, Proposer, StepResult, still_computing
 
@@ -63,22 +63,6 @@ def slots_for(target: Any, params: Any) -> SlotSampling:
     norm: torch.Tensor | None = getattr(getattr(target, "decoder", None), "final_norm", None)
     device = torch.device("cpu") if norm is None else norm.device
     return SlotSampling.of(numbered(params, 8) if isinstance(params, SamplingParams) else params, device)
-
-
-class Verifier:
-    """A target that is not a runner: it has a `cache`, and says logits."""
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        """As of a runner."""
-        raise NotImplementedError
-
-    def decide(
-        self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling, prompts: Any, on_layer: Any
-    ) -> Decision:  # fmt: skip
-        """As of a runner that is asked to read nothing."""
-        assert not prompts
-        committed = [cast(Any, self).cache.length(sequence) for sequence in sequences]
-        return decided(self.verify(windows, sequences), sampling, windows, sequences, committed)
 
 
 class Decoder:
