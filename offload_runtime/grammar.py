@@ -3,7 +3,8 @@
 A grammar binds the target alone. A row's mask is that of its own path, so that its token is the one of plain decoding
 under the same grammar; drafts need not know the grammar, as proposals that it forbids are taken out before the pass.
 Masks are computed on the host once the pass is enqueued, while the device works on it. By llguidance, an extra that is
-imported where somebody asks for a grammar; a compiled one takes up to 50 MB of host memory.
+imported where somebody asks for a grammar; a compiled one takes up to 50 MB of host memory. What would end a process
+ends another one than this (`grammar_process.py`).
 """
 
 from __future__ import annotations
@@ -18,25 +19,24 @@ import torch
 from torch import Tensor
 
 from offload_runtime.errors import GrammarError, OptionError
+from offload_runtime.grammar_process import JSON_OPTIONS, GrammarFactory, GrammarProcess, reason_of
 from offload_runtime.memory import upload
-from offload_runtime.params import SamplingParams
+from offload_runtime.params import SamplingParams, require_exact_numbers
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-# Whatever a schema says of its own: keywords that are not enforced are errors, and white space is a blank or a new line
-# with its indentation, as small models else go on with it to the end of their answers.
-_JSON_OPTIONS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r" |\n[ \t]{0,40}"}
-_MOST_LEXER_STATES = 25_000  # of up to 2 kB
 _WORD_BITS = 32
+_MOST_TOKEN_BYTES = 1023  # of llguidance
 # Matchers that are made of one compiled grammar: those of a request's many answers. They share its lexer, whose states
 # are limited.
 _MOST_COPIES = 64
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON that a schema allows, as a part of a grammar in llguidance's Lark."""
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    """JSON that a schema allows, as a part of a grammar in llguidance's Lark. Raises `OptionError`."""
+    require_exact_numbers(schema)
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
 class GrammarCompiler:
@@ -53,53 +53,41 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         try:
-            from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+            from llguidance import LLExecutor
         except ImportError as error:
             needed = "json_schema and grammar need llguidance: pip install 'offload-runtime[schemas]'"
             raise OptionError(needed) from error
-        size, ends = max(vocab_size, len(tokenizer)), sorted(eos_token_ids) or None
         try:
-            self._tokenizer = LLTokenizer(_without_spellings(tokenizer), size, eos_token=ends)
+            text = _spelling_no_control_token(tokenizer)
         except (ValueError, AttributeError, LookupError, TypeError) as error:  # it has no JSON, or one of another kind
             raise OptionError(f"answers of this model's tokenizer cannot be bound to a grammar: {error}") from error
-        self._limits = LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
-        self._executor = LLExecutor()
+        arguments = text, max(vocab_size, len(tokenizer)), sorted(eos_token_ids)
+        self._process = GrammarProcess(*arguments)  # reads the tokenizer while this one does
+        self._factory, self._executor = GrammarFactory(*arguments), LLExecutor()
+        self._process.require_ready()
         self._lock = threading.Lock()
         self._copies: Iterator[LLMatcher] = iter(())
-        self._of: tuple[str | None, str | None] = None, None  # what these are copies of
+        self._of = "", ""  # what these are copies of
 
     def compile(self, params: SamplingParams) -> GrammarMatcher:
-        """What binds one answer. Takes a few milliseconds, and up to a second for the largest schemas, but nothing for
-        the next ones with the same.
+        """What binds one answer. Takes a few milliseconds, and up to a few seconds for the largest schemas, but nothing
+        for the next ones with the same.
 
         Raises:
             OptionError: The schema or grammar is none, or has something that cannot be enforced.
         """
-        asked = cast("str | None", params.json_schema), params.grammar
+        if params.grammar is not None:
+            asked = "grammar", params.grammar
+        else:
+            asked = "json_schema", cast(str, params.json_schema)
         with self._lock:
             copy = next(self._copies, None) if asked == self._of else None
             if copy is None:
-                matcher = self._matcher(*asked)
+                self._process.check(*asked)
+                matcher = self._factory.matcher(*asked)
                 self._of, self._copies = asked, (matcher.deep_copy() for _ in range(_MOST_COPIES))
                 copy = next(self._copies)
-        return GrammarMatcher(copy, self._executor, -(-self._tokenizer.vocab_size // _WORD_BITS))
-
-    def _matcher(self, json_schema: str | None, lark: str | None) -> LLMatcher:
-        """Compiles one of both."""
-        from llguidance import LLMatcher
-
-        name = "grammar" if json_schema is None else "json_schema"
-        try:
-            if json_schema is None:
-                grammar = LLMatcher.grammar_from_lark(lark or "")
-            else:
-                grammar = LLMatcher.grammar_from_json_schema(json_schema, overrides=_JSON_OPTIONS)
-        except ValueError as error:
-            raise OptionError(f"{name} cannot be followed: {error}") from error
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise OptionError(f"{name} cannot be followed: {_reason(matcher)}")
-        return matcher
+        return GrammarMatcher(copy, self._executor, -(-self._factory.tokenizer.vocab_size // _WORD_BITS))
 
 
 class GrammarMatcher:
@@ -150,7 +138,7 @@ class GrammarMatcher:
         state.consume_tokens(list(tokens))
         state.compute_bitmask()
         if state.is_error():
-            raise GrammarError(f"the answer cannot go on as its schema or grammar demands: {_reason(state)}", slot)
+            raise GrammarError(f"the answer cannot go on as its schema or grammar demands: {reason_of(state)}", slot)
 
 
 def token_masks(
@@ -190,18 +178,26 @@ def masked(logits: Tensor, masks: Tensor) -> Tensor:
     return logits.masked_fill(excluded, -torch.inf)
 
 
-def _without_spellings(tokenizer: Any) -> str:
+def _spelling_no_control_token(tokenizer: Any) -> str:
     """A tokenizer as JSON, but that no text spells its control tokens: else what has to be `"<|im_end|>"` in an answer
-    would be the token, which ends it. Grammars write them by number: `<[2]>`."""
+    would be the token, which ends it. Grammars write them by number: `<[2]>`. Tokens of more bytes than llguidance
+    takes (a line of dashes) are like control tokens there, so that no answer of a grammar has one."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model, secret, hidden = described["model"], secrets.token_hex(16), dict[str, str]()
-    for token in described["added_tokens"]:
-        if token["special"]:
-            hidden[token["content"]] = token["content"] = secret + token["content"]
     is_list = isinstance(model["vocab"], list)  # of Unigram
-    pieces = [
-        (hidden.get(piece, piece), value) for piece, value in (model["vocab"] if is_list else model["vocab"].items())
-    ]
+    pieces = list(model["vocab"] if is_list else model["vocab"].items())
+    added = {token["content"] for token in described["added_tokens"]}
+    ids = [(piece, number if is_list else value) for number, (piece, value) in enumerate(pieces)]
+    described["added_tokens"] += [
+        {"id": number, "content": piece, "special": False, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for piece, number in ids if _is_too_long(piece) and piece not in added
+    ]  # fmt: skip
+    for token in described["added_tokens"]:
+        if token["special"] or _is_too_long(token["content"]):
+            token["special"] = True
+            hidden[token["content"]] = token["content"] = f"{secret}{token['id']}"
+    pieces = [(hidden.get(piece, piece), value) for piece, value in pieces]
     model["vocab"] = pieces if is_list else dict(pieces)
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
@@ -211,6 +207,5 @@ def _without_spellings(tokenizer: Any) -> str:
     return json.dumps({**described, "truncation": None, "padding": None})
 
 
-def _reason(matcher: LLMatcher) -> str:
-    """What llguidance says is wrong, without the lines in which it shows where."""
-    return str(matcher.get_error()).split("\n<")[0].split("\n   1 |")[0]
+def _is_too_long(token: str) -> bool:
+    return len(token) > _MOST_TOKEN_BYTES or len(token.encode()) > _MOST_TOKEN_BYTES

@@ -20,6 +20,10 @@ MOST_BIASED = 1024
 MOST_LOGPROBS = 20
 # Of a schema or a grammar: the largest ones of so many characters are compiled in about a second.
 MOST_GRAMMAR_CHARACTERS = 1 << 17
+_LARGEST_EXACT = 1 << 53
+_LEAST_TEMPERATURE = 1e-3  # below which logits cannot be divided by it
+# Keywords of a schema whose values have names of the user's as their keys.
+_KEYED_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class SamplingParams:
     logit as often as it occurs in the answer so far, `presence_penalty` once if it occurs there at all (0 is off). Then
     comes the temperature, then the filters.
 
-    `temperature` 0 is greedy, whatever the filters: they never exclude the most likely token. `top_k` 0, `top_p` 1 and
+    `temperature` 0 is greedy, whatever the filters: they never exclude the most likely token. So is one below 0.001,
+    which logits cannot be divided by, and `top_p` 0: the temperature is 0 then. `top_k` 0, `top_p` 1 and
     `min_p` 0 switch the filters off; they apply in this order after the temperature, as in transformers. Requests with
     the same seed and different `noise_id`s draw independent noise.
 
@@ -66,9 +71,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         temperature = self.temperature
         require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
-        require(not 0 < temperature < 1e-3, f"temperature {temperature} is too small to divide by: use 0 for greedy")
         require(self.top_k >= 0, f"top_k must be 0 (off) or positive, not {self.top_k}")
-        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        require(0 <= self.top_p <= 1, f"top_p must be in [0, 1], not {self.top_p}")
+        if temperature < _LEAST_TEMPERATURE or self.top_p == 0:
+            object.__setattr__(self, "temperature", 0.0)
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
         require(0 <= self.seed < 1 << 64, f"seed must be in [0, 2**64), not {self.seed}")
         require(0 <= self.noise_id < 1 << 32, f"noise_id must be in [0, 2**32), not {self.noise_id}")
@@ -139,10 +145,35 @@ def _schema_text(given: Mapping[str, Any] | str | None) -> str | None:
         text = given if isinstance(given, str) else json.dumps(dict(given))
         _require_short("json_schema", text)
         value = json.loads(text)
+        require_exact_numbers(value)
+    except OptionError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"json_schema is not JSON: {error}") from error
     require(isinstance(value, dict), 'json_schema is not an object such as {"type": "object"}')
     return text
+
+
+def require_exact_numbers(schema: Any, *, is_value: bool = False, is_named: bool = False) -> None:
+    """Raise `OptionError` for a schema with a `const` or `enum` of integers that answers could not have exactly.
+
+    They are taken for the nearest double, so that an answer would have another one: 2**53 in place of 2**53 + 1.
+
+    Args:
+        schema: Or a part of one.
+        is_value: It is within a `const` or an `enum`.
+        is_named: Its keys are names, as those of `properties` are, and not keywords.
+    """
+    if is_value and isinstance(schema, int) and abs(schema) > _LARGEST_EXACT:
+        raise OptionError(
+            f"json_schema has the integer {reprlib.repr(schema)} as a const or in an enum, and only those up to 2**53 "
+            "are kept exactly: make it a text, or bounds of an integer"
+        )
+    for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        names = not is_named and not is_value and key in _KEYED_BY_NAME
+        require_exact_numbers(value, is_value=is_value or (not is_named and key in ("const", "enum")), is_named=names)
+    for item in schema if isinstance(schema, list) else ():
+        require_exact_numbers(item, is_value=is_value)
 
 
 def _require_short(name: str, text: str) -> None:
@@ -193,9 +224,9 @@ class GenerationOptions(TypedDict, total=False):
 
     Attributes:
         max_new_tokens: Tokens to generate unless the model ends earlier.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, and so is anything below 0.001.
         top_k: Only the k most likely tokens; 0 is off.
-        top_p: Only the most likely tokens that hold this probability together; 1 is off.
+        top_p: Only the most likely tokens that hold this probability together; 1 is off, 0 is greedy.
         min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
         seed: Of the sampling noise.
         noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).

@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": set(),
     "hardware": {PROFILES, "memory", KERNELS},  # for whose products the library has the bits
     "copy": {"memory", "trace", KERNELS},
-    "grammar": {"memory"},
+    "grammar": {"grammar_process", "memory"},
+    "grammar_process": set(),
     "penalties": {"memory"},
     "sampling": {"grammar", "memory", "penalties", KERNELS},
     "weights": {"memory", KERNELS},

@@ -105,6 +105,8 @@ class Service:
         self._defaults: Mapping[str, Any] = {}
         # Reads prompts, one at a time: a long one takes a second, which the event loop must not wait.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        # Compiles grammars, one at a time: a large one takes seconds, which other prompts must not wait.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def begin(self, runtime: Runtime, scheduler: Scheduler, model: str) -> None:
         """Serve a model by this name from here on."""
@@ -113,8 +115,9 @@ class Service:
         self.state = "ready"
 
     def close(self) -> None:
-        """Let go of the reader's thread, once no request is answered any more."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        """Let go of the readers' threads, once no request is answered any more."""
+        for pool in (self._reader, self._compiler):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _ready(self) -> tuple[Runtime, Scheduler]:
         """What answers. Raises `UnavailableError` while there is none."""
@@ -154,7 +157,8 @@ class Service:
         body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
-        await asyncio.get_running_loop().run_in_executor(self._reader, answers.submit)
+        pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
+        await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
         envelope = Envelope(self._model, partial(_spelled, runtime.tokenizer), is_chat=kind is ChatBody)
         if body.stream:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices)), answers)
