@@ -194,7 +194,7 @@ def test_a_failing_system_fails_the_comparison_and_what_ran_is_kept(models: Mode
 
 
 def test_files_are_looked_at_before_anything_is_measured(
-    models: Models, other_vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bytes").write_bytes(b"a\xff")
     (tmp_path / "empty").write_text("")
@@ -202,7 +202,6 @@ def test_files_are_looked_at_before_anything_is_measured(
     capsys.readouterr()  # transformers shows how far it has written
     for words, told in (
         (("--draft", str(tmp_path / "bytes")), "is not a checkpoint"),
-        (("--draft", str(other_vocabulary)), "vocabular"),
         (("--prompt-file", str(tmp_path / "gone")), "gone cannot be read (No such file or directory)"),
         (("--prompt-file", str(tmp_path)), "cannot be read (Is a directory)"),
         (("--prompt-file", str(tmp_path / "bytes")), "is not UTF-8 text (byte 0xff at offset 1)"),

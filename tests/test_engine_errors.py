@@ -31,7 +31,6 @@ from offload_runtime.errors import (
     OffloadError,
     OptionError,
     UnsupportedArchitectureError,
-    VocabularyMismatchError,
 )
 from offload_runtime.plan.request import PROCESS_BYTES
 from offload_runtime.runners import ModelRunner
@@ -82,17 +81,6 @@ class TestBeforeLoading:
         config.update(architectures=["GPT2LMHeadModel"], model_type="gpt2")
         (copy / "config.json").write_text(json.dumps(config))
         refused(UnsupportedArchitectureError, copy, "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM")
-
-    def test_a_draft_with_another_vocabulary(self, target: Path, other_vocabulary: Path) -> None:
-        refused(VocabularyMismatchError, target, "300 tokens", "320 tokens", "--draft ngram", draft=other_vocabulary)
-
-    def test_a_draft_whose_ids_mean_other_text(self, target: Path, copy: Path) -> None:
-        path = copy / "tokenizer.json"
-        tokenizer = json.loads(path.read_text())
-        vocab = tokenizer["model"]["vocab"]
-        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-        path.write_text(json.dumps(tokenizer))
-        refused(VocabularyMismatchError, target, "2 entries differ", draft=copy)
 
     def test_a_context_longer_than_the_model(self, target: Path) -> None:
         refused(ContextLengthError, target, "513", "512", "--context", context=CONTEXT_TOKENS + 1)

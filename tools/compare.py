@@ -102,7 +102,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
         CheckpointError, HubError, VocabularyMismatchError: A model cannot be opened, or the draft is another's.
     """
     draft = None if arguments.draft in NO_MODEL else arguments.draft
-    tokenizer = read_tokenizer(*open_sources(arguments.target or arguments.source, draft))
+    tokenizer, _ = read_tokenizer(*open_sources(arguments.target or arguments.source, draft))
     prompts = []
     for path in arguments.prompt_file:
         count = arguments.prompt_tokens

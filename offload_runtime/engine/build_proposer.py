@@ -30,6 +30,7 @@ from offload_runtime.speculation import (
     WithNgrams,
 )
 from offload_runtime.trace import TraceRecorder
+from offload_runtime.weights import SharedVocabulary
 
 
 def make_proposer(
@@ -63,18 +64,22 @@ def make_proposer(
         return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
     if draft is None:
         return Proposer() if plan.proposer == "none" else NgramProposer()
-    runner, ngrams = draft.runner, NgramProposer()
-    chains = DraftProposer(runner, vocab_size=target.config.vocab_size, batch=batch)
+    runner, ngrams, shared = draft.runner, NgramProposer(), _shared_vocabulary(target, draft)
+    chains = DraftProposer(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     if budget.device.type == "cuda":
         chains.model.warm_up()
     chains.model.recorder = recorder
     if not grows_trees(runner.cache):
         return WithNgrams(chains, ngrams)
-    tree = DraftTree(runner, chains.model.texts, vocab_size=target.config.vocab_size, batch=batch)
+    tree = DraftTree(runner, chains.model.texts, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     tree.warm_up()
     tree.recorder = recorder
     worth = StepWorth(free_s)
     return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=worth), ngrams)
+
+
+def _shared_vocabulary(target: LoadedModel, draft: LoadedModel) -> SharedVocabulary:
+    return draft.shared or SharedVocabulary(target.config.vocab_size)
 
 
 def _make_retrieval_cache(
@@ -103,7 +108,7 @@ def _make_triforce(
     plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, retrieved: RetrievalCache | MultiCardRetrievalCache,
     budget: DeviceBudget, recorder: TraceRecorder | None,
 ) -> Proposer:  # fmt: skip
-    runner, config, batch = target.runner, plan.target.config, plan.target.batch
+    runner, batch = target.runner, plan.target.batch
     layers, source = runner.streamer.resident_layers(), runner.cache
     assert layers is not None, "refused when it was planned"
     trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
@@ -113,10 +118,10 @@ def _make_triforce(
     )  # fmt: skip
     first = None
     if draft is not None:
-        cache = draft.runner.cache
+        cache, shared = draft.runner.cache, _shared_vocabulary(target, draft)
         has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftModel(
-            draft.runner, vocab_size=config.vocab_size, batch=batch, window=window,
+            draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch, window=window,
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(

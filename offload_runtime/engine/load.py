@@ -255,7 +255,7 @@ def _load(
             ]
             request = replace(config, target=target_source, draft=draft)
             plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
-        tokenizer = reading.result()
+        tokenizer, shared = reading.result()
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
@@ -291,7 +291,8 @@ def _load(
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
         target, drafter = assembly.load_models(
-            target_source, draft_source, plan, open_cards, registrar=registrar, on_progress=on_progress, undo=undo
+            target_source, draft_source, plan, open_cards, shared=shared, registrar=registrar, on_progress=on_progress,
+            undo=undo,
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:

@@ -19,7 +19,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
-from offload_runtime.errors import DeviceError, VocabularyMismatchError
+from offload_runtime.errors import DeviceError
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.multi_card import MultiCardKVCache
@@ -30,7 +30,14 @@ from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.target import Layers, window_pass
 from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
-from offload_runtime.weights import CheckpointSource, HostWeights, load_weights, open_checkpoint
+from offload_runtime.weights import (
+    CheckpointSource,
+    HostWeights,
+    SharedVocabulary,
+    load_weights,
+    open_checkpoint,
+    share_vocabulary,
+)
 
 LoadProgress = Callable[[str, int, int], None]
 TargetCache = DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache
@@ -111,6 +118,7 @@ class LoadedModel:
     rope: RopeTable
     shares: tuple[LoadedShare, ...]
     plan: ModelPlan  # as it turned out
+    shared: SharedVocabulary | None = None  # of a draft, with its target; None where that was not compared
 
     @property
     def config(self) -> ModelConfig:
@@ -159,23 +167,16 @@ def require_kernels(device: torch.device) -> None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
 
 
-def read_tokenizer(target: CheckpointSource, draft: CheckpointSource | None) -> Any:
-    """The target's tokenizer.
+def read_tokenizer(
+    target: CheckpointSource, draft: CheckpointSource | None
+) -> tuple[Any, SharedVocabulary | None]:  # fmt: skip
+    """The target's tokenizer, and what a draft may propose.
 
     Raises:
         CheckpointError: There is none that can be read.
         VocabularyMismatchError: A draft's token ids mean other text.
     """
-    tokenizer = target.tokenizer()
-    if draft is None or (target_vocab := tokenizer.get_vocab()) == (draft_vocab := draft.tokenizer().get_vocab()):
-        return tokenizer
-    different = sum(target_vocab.get(token) != index for token, index in draft_vocab.items())
-    different += sum(token not in draft_vocab for token in target_vocab)
-    raise VocabularyMismatchError(
-        f"the draft's vocabulary ({len(draft_vocab)} tokens, {draft.config().vocab_size} logits) is not the target's "
-        f"({len(target_vocab)} tokens, {target.config().vocab_size} logits): {different} entries differ. "
-        "Take a draft of the same family, or --draft ngram"
-    )
+    return target.tokenizer(), None if draft is None else share_vocabulary(target, draft)
 
 
 def open_sources(
@@ -188,9 +189,9 @@ def open_sources(
 
 def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
-    *, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
+    *, shared: SharedVocabulary | None, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """The target and its draft, which is loaded first, onto the first card.
+    """The target and its draft, which is loaded first, onto the first card, and proposes what is `shared`.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
@@ -206,7 +207,7 @@ def load_models(
     runner, layers = target.runner, target.runner.streamer.resident_layers()
     if on_gpu and plan.captured_bytes and layers is not None:
         runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
-    return target, draft
+    return target, draft and replace(draft, shared=shared)
 
 
 def load_model(

@@ -20,7 +20,7 @@ from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
-from offload_runtime.weights import DescribedModel, describe_model
+from offload_runtime.weights import DescribedModel, describe_model, share_vocabulary
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
 # device, and beside what is streamed, the more of it the more.
@@ -54,9 +54,13 @@ _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 
 
 def describe_models(config: RuntimeConfig) -> RuntimeConfig:
-    """The same request, of models that are known by their configuration files. Errors as of `describe_model`."""
-    draft = describe_model(config.draft) if config.proposed_by == "the draft" else config.draft
-    return replace(config, target=describe_model(config.target), draft=draft)
+    """The same request, of models that are known by their configuration files. Errors as of `describe_model` and
+    `share_vocabulary`."""
+    target, draft = describe_model(config.target), config.draft
+    if config.proposed_by == "the draft":
+        draft = describe_model(draft)
+        share_vocabulary(target, draft)
+    return replace(config, target=target, draft=draft)
 
 
 def device_type_of(request: RuntimeConfig) -> str:

@@ -18,7 +18,7 @@ from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
 from offload_runtime.model import PassRows, RowFrequencies
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.guess_tree import GuessTree
 from offload_runtime.runners.target import ModelRunner, window_pass
@@ -35,7 +35,8 @@ class DraftModel:
     Args:
         runner: Of the small model. If its cache is a `StreamingDraftCache`, its `RowBuilder` needs a
             `RopeTable(config, device, fixed_length=cache.capacity_tokens)`.
-        vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
+        vocab_size: What the draft may propose are ids below this,
+        excluded: but for these, which mean something else in the target, or nothing.
         batch: Sequences of the draft's cache that it serves; each has the number of the target's.
         window: Where known tokens come from and guesses go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
@@ -47,8 +48,8 @@ class DraftModel:
     """
 
     def __init__(
-        self, runner: ModelRunner, *, vocab_size: int, batch: int = 1, window: DeviceWindow | None = None,
-        max_tokens_with_draft: int | None = None,
+        self, runner: ModelRunner, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1,
+        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
         self.runner, self._batch = runner, batch
         cache = runner.cache
@@ -57,6 +58,7 @@ class DraftModel:
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
         self._device = device = cache.store(0).data.device
+        self._excluded = excluded_ids(excluded, device)
         self._sampling = SlotSampling(batch, device)
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self.texts = DraftKVState(runner, batch=batch)
@@ -241,7 +243,7 @@ class DraftModel:
         window.put(window.end, tokens.view(window.num_rows, -1)[:, chosen], offset=tree.levels[level].start)
 
     def _pass(self, layout: StepLayout, start: torch.Tensor, reach: int) -> tuple[torch.Tensor, StepRows]:
-        """Feed the rows of a step: logits [B, T, V] of the target's vocabulary, and the rows."""
+        """Feed the rows of a step: logits [B, T, V] of what may be proposed, and the rows."""
         step = self.window.rows(
             start, layout, self._rotation, last_token=self.texts.last_token,
             place=None if self.texts.streaming is None else self._place,
@@ -249,6 +251,8 @@ class DraftModel:
         rows = PassRows.of_step(step, self._sequences[: self.window.num_rows], max_length=reach)
         runner = self.runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
+        if self._excluded is not None:
+            logits.index_fill_(1, self._excluded, -torch.inf)
         return logits.view(self.window.num_rows, -1, logits.shape[1])[..., : self._vocab_size], step
 
 

@@ -17,6 +17,11 @@ CATCH_UP_TOKENS = 32
 REWRITTEN_TOKENS = 2
 
 
+def excluded_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Tokens that a draft never proposes, for graphs of its steps: [N] int64; None where there are none."""
+    return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
+
+
 class DraftKVState:
     """The texts of all sequences as far as the draft has read them.
 
@@ -32,7 +37,8 @@ class DraftKVState:
         starts: Of every sequence, the tokens that a streaming cache has let go of, so that indices in it are so much
             smaller than positions.
         rope_shifts: Of every sequence, how much further keys are rotated than their indices say.
-        last_token: The largest token of the draft's vocabulary, which the target's padded one may go beyond.
+        last_token: The largest token of the draft's vocabulary, which the target's may go beyond: it is fed in place of
+            what is.
     """
 
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:

@@ -24,7 +24,7 @@ from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import packed_words, unpack
 from offload_runtime.model import PassShape, RowFrequencies
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.draft_kv import DraftKVState
+from offload_runtime.runners.draft_kv import DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import (
     CHILDREN,
     MOST_DEPTH,
@@ -107,7 +107,8 @@ class DraftTree:
         runner: Of the small model, all layers resident; its cache keeps all tokens, or the first and newest ones, and
             has spare slots.
         texts: What the cache holds, shared with whoever else drafts with it.
-        vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
+        vocab_size: What the draft may propose are ids below this,
+        excluded: but for these, which mean something else in the target, or nothing.
         batch: Sequences.
         graphs: False runs every step launch by launch on CUDA too.
         fixed_shapes: Whether steps are rounded up to a few shapes; None on CUDA only, where each is a graph.
@@ -117,8 +118,8 @@ class DraftTree:
     """
 
     def __init__(
-        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, batch: int = 1, graphs: bool = True,
-        fixed_shapes: bool | None = None,
+        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, excluded: Sequence[int] = (),
+        batch: int = 1, graphs: bool = True, fixed_shapes: bool | None = None,
     ) -> None:  # fmt: skip
         cache = runner.cache
         assert grows_trees(cache)
@@ -128,6 +129,7 @@ class DraftTree:
         draft_vocab_size = runner.decoder.config.vocab_size
         self._vocab_size, self._children = vocab_size, min(CHILDREN, vocab_size, draft_vocab_size)
         self._device = device = cache.store(0).data.device
+        self._excluded = excluded_ids(excluded, device)
         self._sampling, self._greedy = SlotSampling(batch, device), SlotSampling(batch, device)
         self._rope = runner.rows.rope
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
@@ -359,6 +361,8 @@ class DraftTree:
         rows = runner.rows.rows(shape, self._inputs, frequencies, rope_shift=shifts)
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         self._logits[: shape.num_rows].copy_(logits)
+        if self._excluded is not None:
+            self._logits[: shape.num_rows].index_fill_(1, self._excluded, -torch.inf)
 
     def _choose(self, shape: PassShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
         """Write the best children of some rows."""

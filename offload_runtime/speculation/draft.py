@@ -387,14 +387,16 @@ class DraftProposer(Proposer):
 
     Args:
         draft: Runner of the small model; the rows of its cache are the target's sequences.
-        vocab_size: Of the target; what the draft's padded vocabulary has beyond it is never proposed.
+        vocab_size, excluded: As of `DraftModel`.
         batch: Sequences.
     """
 
     name = "draft"
 
-    def __init__(self, draft: ModelRunner, *, vocab_size: int, batch: int = 1) -> None:
-        self.model = DraftModel(draft, vocab_size=vocab_size, batch=batch)
+    def __init__(
+        self, draft: ModelRunner, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1
+    ) -> None:  # fmt: skip
+        self.model = DraftModel(draft, vocab_size=vocab_size, excluded=excluded, batch=batch)
 
     @property
     def draft_state(self) -> DraftKVState | None:

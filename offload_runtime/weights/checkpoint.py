@@ -29,6 +29,7 @@ from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+from offload_runtime.weights.vocabulary import Vocabulary, tokenizer_vocabulary
 
 # Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied;
 # of GGUF files what scales the rotations, which is a part of the configuration.
@@ -40,22 +41,32 @@ _LEFTOVERS = (
 _SAMPLE_BYTES = 4096
 
 
+def _no_vocabulary() -> Vocabulary | None:
+    return None
+
+
 @dataclass(frozen=True)
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
     that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`, and
-    `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16."""
+    `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16.
+    `read_vocabulary` reads what files say of its tokens, which may be nothing."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
     kinds: Mapping[str, str | ScaledFormat] = field(default_factory=dict, kw_only=True)
     decoded: bool = field(default=False, kw_only=True)
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
+    read_vocabulary: Callable[[], Vocabulary | None] = field(default=_no_vocabulary, kw_only=True)
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
         return self.model_config
+
+    def vocabulary(self) -> Vocabulary | None:
+        """What its token ids mean; None where nothing says so."""
+        return self.read_vocabulary()
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
@@ -82,6 +93,10 @@ class CheckpointSource(DescribedModel):
     tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
     stored: tuple[StoredTensor, ...] = field(default=(), kw_only=True)
+
+    def vocabulary(self) -> Vocabulary:
+        """What its token ids mean. Raises `CheckpointError` where there is no tokenizer."""
+        return self.read_vocabulary() or tokenizer_vocabulary(self.tokenizer())
 
     @property
     def generation_fields(self) -> Fields:

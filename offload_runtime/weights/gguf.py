@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from offload_runtime.weights.fields import Fields, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
+from offload_runtime.weights.vocabulary import gguf_vocabulary
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
@@ -350,7 +351,9 @@ def describe_gguf(path: Path) -> DescribedModel:
     tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
     for tensor in tensors.values():
         _check_kind(tensor)
-    return DescribedModel(config, torch.bfloat16, kinds={name: tensor.dtype for name, tensor in tensors.items()})
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    vocabulary = cache(partial(gguf_vocabulary, header.fields))
+    return DescribedModel(config, torch.bfloat16, kinds=kinds, read_vocabulary=vocabulary)
 
 
 def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
@@ -377,5 +380,6 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(
-        config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds, stored=(*header.tensors.values(),)
+        config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds, stored=(*header.tensors.values(),),
+        read_vocabulary=cache(partial(gguf_vocabulary, header.fields)),
     )  # fmt: skip

@@ -31,6 +31,7 @@ from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
 from offload_runtime.weights.quantised import QuantisedTensor, gather, quantisation_of
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import load_tokenizer
+from offload_runtime.weights.vocabulary import directory_vocabulary
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
@@ -167,14 +168,15 @@ def describe_safetensors(directory: Path) -> DescribedModel:
     else:
         name = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
         dtype = _DTYPE_NAMES.get(name, torch.bfloat16)
+    vocabulary = cache(partial(directory_vocabulary, directory))
     if quantisation is None:
-        return DescribedModel(config, dtype)
+        return DescribedModel(config, dtype, read_vocabulary=vocabulary)
     forms = quantisation.forms(config, dtype)
     for name, tensor in gather(stored, config, quantisation).items():
         forms.pop(name, None)
         if isinstance(tensor, QuantisedTensor):
             forms[name] = tensor.form
-    return DescribedModel(config, dtype, kinds=forms)
+    return DescribedModel(config, dtype, kinds=forms, read_vocabulary=vocabulary)
 
 
 def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
@@ -206,5 +208,6 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
     kinds = {name: tensor.form for name, tensor in quantised.items()}
     return CheckpointSource(
-        config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files
+        config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files,
+        read_vocabulary=cache(partial(directory_vocabulary, directory)),
     )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from offload_runtime.errors import CheckpointError
@@ -13,6 +15,7 @@ from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.gguf import describe_gguf, gguf_parts, open_gguf
 from offload_runtime.weights.hub import CHECKPOINT_FILES, download_gguf, download_model
 from offload_runtime.weights.safetensors import describe_safetensors, open_safetensors
+from offload_runtime.weights.vocabulary import directory_vocabulary
 
 _SUFFIXES = (".gguf", ".safetensors")
 # org/name, org/name:Q4_K_M
@@ -39,7 +42,8 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
 
 def describe_model(reference: str | Path) -> DescribedModel:
     """What a plan has to know of a model, without transformers, whose import takes seconds; reads configuration files
-    and headers, downloads at most a `config.json` or the GGUF file that is named.
+    and headers, downloads at most a `config.json` and, where vocabularies are compared, a `tokenizer.json`, or the GGUF
+    file that is named.
 
     Args:
         reference: As of `open_checkpoint`.
@@ -48,7 +52,13 @@ def describe_model(reference: str | Path) -> DescribedModel:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
     with _located(reference, ("config.json",)) as path:
-        return describe_safetensors(path) if path.is_dir() else describe_gguf(path)
+        if not path.is_dir():
+            return describe_gguf(path)
+        found = describe_safetensors(path)
+    if Path(reference).expanduser().exists():
+        return found
+    vocabulary = cache(lambda: directory_vocabulary(download_model(str(reference), ("tokenizer.json",))))
+    return replace(found, read_vocabulary=vocabulary)
 
 
 @contextmanager
