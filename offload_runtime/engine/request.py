@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import ModelConfig, is_of_type, require, require_unicode
+from offload_runtime.engine.chat_template import ChatTemplate
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
 from offload_runtime.params import GenerationParams
@@ -21,7 +22,7 @@ from offload_runtime.speculation import Acceptance, Choice, Tally
 from offload_runtime.weights import Fields, sampling_defaults
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class IncrementalDecoder:
@@ -233,6 +234,13 @@ class PromptRoom:
         return tokens
 
     @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's. Raises `OptionError` if it has none."""
+        has_template = getattr(self.tokenizer, "chat_template", None) is not None
+        require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
+        return ChatTemplate(self.tokenizer)
+
+    @cached_property
     def _spelled(self) -> SpelledTokens:
         return SpelledTokens(self.tokenizer)
 
@@ -249,17 +257,16 @@ class PromptRoom:
                 spells a control token is text, too.
 
         Raises:
-            OptionError: There is no template, or it refuses the messages.
+            OptionError: There is no template, or it refuses the messages; `MessageError`: as of `ChatTemplate.adapted`.
         """
-        has_template = getattr(self.tokenizer, "chat_template", None) is not None
-        require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
-        given = messages, dict(template_options or {})
-        render = self.tokenizer.apply_chat_template
-        reserved = (given[1].keys() & inspect.signature(render).parameters.keys()) - {"tools", "documents"}
+        options = dict(template_options or {})
+        given = self.chat_template.adapted(messages, with_tools=bool(options.get("tools"))), options
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"conversations", "messages"}
+        reserved = (options.keys() & taken) - {"tools", "documents"}
         require(not reserved, f"{', '.join(sorted(reserved))} cannot be an option of the chat template")
         hidden = given if self.allow_special_tokens else self._spelled.hide(given)
         try:
-            text = str(render(hidden[0], tokenize=False, add_generation_prompt=True, **hidden[1]))
+            text = self.chat_template.render(*hidden)
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
         shown = text if hidden == given else self._spelled.show(text)

@@ -54,6 +54,7 @@ from offload_runtime.weights import CheckpointSource
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
+    from offload_runtime.engine.chat_template import ChatTemplate
     from offload_runtime.params import GenerationOptions
 
 # A call that waits for others looks so often whether a scheduler has the runtime now.
@@ -311,6 +312,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         makes no sense is left out, with a warning.
         """
         return self._room.sampling_defaults
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template. Raises `OptionError` if it has none."""
+        return self._room.chat_template
 
     def encode(self, prompt: Prompt, *, template_options: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt.

@@ -19,19 +19,19 @@ from offload_runtime.params import GenerationParams
 from offload_runtime.server.protocol import Delta, Ending, ending_of
 
 if TYPE_CHECKING:
+    from offload_runtime.server.answer_parser import AnswerParser
     from offload_runtime.server.metrics import Metrics
-    from offload_runtime.server.tool_calls import ToolCallParser
 
 _Event = TokenEvent | EndEvent | ErrorEvent
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer that is asked for: its prompt, its options, and who finds calls in it."""
+    """One answer that is asked for: its prompt, its options, and in a chat who takes it apart."""
 
     prompt: list[int]
     params: GenerationParams
-    parser: ToolCallParser
+    parser: AnswerParser | None
 
 
 @dataclass(frozen=True)
@@ -115,23 +115,26 @@ class Answers:
 
     def _part(self, index: int, events: Sequence[_Event]) -> Part:
         choice, delta, ending = self._choices[index], Delta(), None
-        parser, first_call = choice.parser, choice.parser.num_calls
+        parser = choice.parser
+        first_call = parser.num_calls if parser is not None else 0
         for event in events:
             if isinstance(event, ErrorEvent):
                 raise event.error
             if isinstance(event, TokenEvent):
                 self._has_tokens = True
                 logprobs = [] if event.logprobs is None else [event.logprobs]
-                delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)], logprobs))
+                parts = parser.push(event.text, event.token) if parser is not None else ("", event.text, [])
+                delta.add(Delta(*parts, [(event.text, event.source)], logprobs))
                 continue
             if event.result.finish_reason == "interrupted" and not event.result.tokens and not self._has_tokens:
                 raise UnavailableError("the server is stopping, or the request has waited too long: send it again")
-            delta.add(Delta(*parser.push(event.text)))
-            delta.add(Delta(*parser.finish()))
-            sampling = choice.params.sampling
-            ending = ending_of(
-                event.result, has_calls=parser.num_calls > 0, seed=sampling.seed, noise_id=sampling.noise_id
-            )
+            if parser is None:
+                delta.text += event.text
+            else:
+                delta.add(Delta(*parser.push(event.text)))
+                delta.add(Delta(*parser.finish()))
+            has_calls, sampling = parser is not None and parser.num_calls > 0, choice.params.sampling
+            ending = ending_of(event.result, has_calls=has_calls, seed=sampling.seed, noise_id=sampling.noise_id)
         return Part(index, delta, ending, first_call)
 
     async def whole(self) -> list[tuple[Delta, Ending]]:

@@ -43,7 +43,6 @@ from offload_runtime.server.schema import (
     RequestError,
     TokenizeBody,
 )
-from offload_runtime.server.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime, Scheduler
@@ -173,11 +172,11 @@ class Service:
         self._named(body.model)
         if body.x_sources and not body.stream:
             raise RequestError("x_sources is for streams", "x_sources")
-        prompts, most = body.prompts, runtime.plan.target.batch + self._config.max_waiting
+        prompts, most = body.prompts(runtime), runtime.plan.target.batch + self._config.max_waiting
         if len(prompts) * body.n > most:
             asked = f"{len(prompts)} prompts with {body.n} answers each"
             raise RequestError(f"{asked} are more than the {most} requests that this server holds", "n")
-        options, names, choices = body.template_options, body.tool_names, list[Choice]()
+        options, choices = body.template_options, list[Choice]()
         grammar = body.grammar_params(runtime.tokenizer)
         first: GenerationParams | None = None
         for prompt in prompts:
@@ -190,7 +189,7 @@ class Service:
             first = first or params
             for noise_id in range(body.n):  # of one seed, if it is a random one
                 sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **grammar)
-                parser = ToolCallParser(runtime.tokenizer, names)
+                parser = body.parser(runtime.tokenizer, tokens, is_bound=sampling.has_grammar)
                 choices.append(Choice(tokens, replace(params, sampling=sampling), parser))
         return body, choices
 
@@ -205,7 +204,9 @@ class Service:
             async for part in answers:
                 delta, ending = part.delta, part.ending
                 endings += [(part.index, ending)] if ending is not None else []
-                wanted = delta.text or delta.calls or delta.logprobs or (body.x_sources and delta.tokens)
+                wanted = (
+                    delta.text or delta.reasoning or delta.calls or delta.logprobs or (body.x_sources and delta.tokens)
+                )
                 if wanted or ending is not None:
                     yield _event(
                         envelope.chunk(
@@ -248,7 +249,7 @@ class Service:
         def read(value: Any) -> list[int]:
             body = TokenizeBody.read(value)
             self._named(body.model)
-            return runtime.encode(body.prompt_once, template_options=body.chat_template_kwargs)
+            return runtime.encode(body.prompt_once(runtime), template_options=body.chat_template_kwargs)
 
         tokens = await self._read(request, read)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens})

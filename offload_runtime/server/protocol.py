@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Delta:
-    """What has come of one choice since the last time: text, calls, tokens with who proposed them, and their
+    """What has come of one choice since the last time: thinking, text, calls, tokens with who proposed them, and their
     log-probabilities where they are wanted."""
 
+    reasoning: str = ""
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[tuple[str, str]] = field(default_factory=list)
@@ -30,6 +31,7 @@ class Delta:
 
     def add(self, other: Delta) -> None:
         """Put what came later behind it."""
+        self.reasoning += other.reasoning
         self.text += other.text
         self.calls += other.calls
         self.tokens += other.tokens
@@ -98,6 +100,8 @@ class Envelope:
         if not self._is_chat:
             return {**choice, "text": delta.text}
         message: dict[str, Any] = {"role": "assistant", "content": delta.text}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning.rstrip()
         if delta.calls:
             message |= {"content": delta.text if delta.text.strip() else None, "tool_calls": _calls(delta.calls)}
         return {**choice, "message": message}
@@ -117,6 +121,8 @@ class Envelope:
             choice["text"] = delta.text
         else:
             choice["delta"] = {"content": delta.text} if delta.text else {}
+            if delta.reasoning:
+                choice["delta"]["reasoning_content"] = delta.reasoning
             if delta.calls:
                 choice["delta"]["tool_calls"] = _calls(delta.calls, first_call)
         if ending is not None:

@@ -6,17 +6,21 @@ A field that would change the answer and is not known is refused, never dropped.
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from offload_runtime.engine.chat_template import require_shallow
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
 from offload_runtime.params import MOST_LOGPROBS, GenerationParams, SamplingParams
-from offload_runtime.server.tool_calls import calls_grammar, writes_calls
+from offload_runtime.server.answer_parser import AnswerParser
+from offload_runtime.server.tool_calls import calls_grammar, tools_in_words, writes_calls
+
+if TYPE_CHECKING:
+    from offload_runtime.engine import Runtime
 
 # What OpenAI's clients send and nothing here depends on.
 _HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -27,7 +31,6 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty"
 _NOT_YET: dict[str, tuple[Any, ...]] = {"reasoning_effort": ()}
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
-_MOST_LEVELS = 32  # of lists and objects in one another; no message and no tool has as many
 _SEEDS = 1 << 53  # what every JSON reader keeps exactly
 _COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -54,7 +57,7 @@ class _Body(BaseModel):
     @classmethod
     def read(cls, body: Any) -> Any:
         """The request of a JSON value. Raises `RequestError`."""
-        _require_shallow(body)
+        require_shallow(body)
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -175,9 +178,8 @@ class AnswerBody(_Body):
         if value is not None and value not in neutral:
             raise RequestError(f"{name} is not supported yet: leave it out", name)
 
-    @property
-    def prompts(self) -> list[Any]:
-        """What is answered: texts, token ids or messages, one of each prompt. Raises `RequestError`."""
+    def prompts(self, runtime: Runtime) -> list[Any]:
+        """What is answered: texts, token ids or messages, one of each prompt. Raises `OptionError`."""
         raise NotImplementedError
 
     @property
@@ -190,10 +192,9 @@ class AnswerBody(_Body):
         """What the chat template is given beside the messages."""
         return {}
 
-    @property
-    def tool_names(self) -> frozenset[str]:
-        """Functions that the answer may call."""
-        return frozenset()
+    def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
+        """What takes an answer to this prompt apart; None where it is a text as it is."""
+        return None
 
 
 class ChatBody(AnswerBody):
@@ -208,10 +209,12 @@ class ChatBody(AnswerBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
-    @property
-    def prompts(self) -> list[Any]:
-        """The one prompt: messages as chat templates read them. Raises `RequestError`."""
-        return [[_message(number, message) for number, message in enumerate(self.messages)]]
+    def prompts(self, runtime: Runtime) -> list[Any]:
+        """The one prompt: messages, with what they say of tools if the template says nothing. Raises `OptionError`."""
+        runtime.chat_template.require_fields(self.messages)
+        several = self.parallel_tool_calls is not False
+        words = tools_in_words(runtime.tokenizer, self.tools or [], several=several) if self.tool_names else None
+        return [self.messages if words is None else runtime.chat_template.with_instructions(self.messages, words)]
 
     def wanted_tokens(self, most: int) -> int:
         return self.max_completion_tokens or super().wanted_tokens(most)
@@ -229,8 +232,13 @@ class ChatBody(AnswerBody):
             raise RequestError("tools is a field of its own: not of chat_template_kwargs", "chat_template_kwargs")
         return {**options, "tools": self.tools} if self.tool_names else options
 
+    def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
+        most_calls = 1 if self.parallel_tool_calls is False else None
+        return AnswerParser(tokenizer, prompt, self.tool_names, most_calls=most_calls, is_bound=is_bound)
+
     @property
     def tool_names(self) -> frozenset[str]:
+        """Functions that the answer may call."""
         names = []
         for number, tool in enumerate(self.tools or []):
             function = tool.get("function")
@@ -272,8 +280,7 @@ class CompletionBody(AnswerBody):
     best_of: Literal[1] | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
-    @property
-    def prompts(self) -> list[Any]:
+    def prompts(self, runtime: Runtime) -> list[Any]:
         """Texts or token ids, one of each prompt. Raises `RequestError`."""
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -297,12 +304,14 @@ class TokenizeBody(_Body):
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def prompt_once(self) -> Any:
+    def prompt_once(self, runtime: Runtime) -> Any:
         """The text or the messages. Raises `RequestError` unless there is one of both."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
-        return self.prompt if self.messages is None else [_message(*one) for one in enumerate(self.messages)]
+        if self.messages is None:
+            return self.prompt
+        runtime.chat_template.require_fields(self.messages)
+        return self.messages
 
 
 class DetokenizeBody(_Body):
@@ -312,62 +321,8 @@ class DetokenizeBody(_Body):
     tokens: list[int]
 
 
-def _message(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: its content a text, arguments of its tool calls objects."""
-    message, where = dict(given), f"messages.{number}"
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f"{where} has no role", where)
-    message["content"] = _text_of(message.get("content"), where)
-    calls = message.pop("tool_calls", None)
-    if calls:
-        message["tool_calls"] = [_call(call, where) for call in calls] if isinstance(calls, list) else calls
-        if not isinstance(calls, list):
-            raise RequestError(f"{where}.tool_calls is not a list", where)
-    return message
-
-
-def _text_of(content: Any, where: str) -> str:
-    """The text of a message, which may come in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content is neither a text nor a list of parts", where)
-    texts = []
-    for part in content:
-        fine = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not fine:
-            raise RequestError(f"{where}.content has a part that is no text: this model reads text alone", where)
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where}.tool_calls has one without a function's name", where)
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-            _require_shallow(arguments)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where}.tool_calls has arguments that are not JSON", where) from error
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
 def _token_ids(bias: Mapping[str, float]) -> dict[int, float]:
     """A logit bias by token; JSON has texts as keys."""
     if not all(name.isdecimal() and name.isascii() and len(name) < 10 for name in bias):
         raise RequestError("logit_bias has a key that is no token id", "logit_bias")
     return {int(name): value for name, value in bias.items()}
-
-
-def _require_shallow(value: Any) -> None:
-    """Raise `RequestError` for values in one another deeper than anybody means, before anything follows them."""
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        level = [item for one in level if isinstance(one, dict | list)
-                 for item in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
-        if not level:
-            return
-    raise RequestError(f"the body has values in one another more than {_MOST_LEVELS} levels deep")

@@ -3,7 +3,8 @@ written; other text stays text.
 
 Hermes and Qwen: `<tool_call>{"name": …, "arguments": …}</tool_call>`, in the midst of text. Llama 3: the whole answer
 is one object `{"name": …, "parameters": …}`, or several with `;` between them, behind `<|python_tag|>` or not. Mistral:
-`[TOOL_CALLS]` and a list of objects, or since its eleventh tokenizer `[TOOL_CALLS]name[ARGS]{…}` for each.
+`[TOOL_CALLS]` and a list of objects, or since its eleventh tokenizer `[TOOL_CALLS]name[ARGS]{…}` for each. A model
+whose template knows nothing of tools is told about them in words, and answers with objects as Llama 3 does.
 
 A call that cannot be read, or of a function that was not offered, is shown as it was written: nothing of an answer is
 lost.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload_runtime.engine.chat_template import template_source
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
 
@@ -39,17 +41,18 @@ class _Format:
     """How calls are written.
 
     Attributes:
-        start: What they begin with.
+        start: What they begin with; empty where they have no mark.
         end: What one ends with; empty where they go on to the end of the answer.
-        starts_bare: An answer that begins so may be a call without `start`; empty for none.
-        read: The calls in text between start and end; raises `ValueError` where there are none.
+        starts_bare: An answer that begins so may be a call without `start`.
+        read: The calls in text between start and end, and what text follows them; raises `ValueError` where there are
+            none.
         inner: Other tokens that are written between them.
     """
 
     start: str
     end: str
-    starts_bare: str
-    read: Callable[[str], list[ToolCall]]
+    starts_bare: tuple[str, ...]
+    read: Callable[[str], tuple[list[ToolCall], str]]
     inner: tuple[str, ...] = ()
 
 
@@ -58,59 +61,63 @@ def _call(value: Any, *argument_names: str) -> ToolCall:
     arguments = next((value[name] for name in argument_names if isinstance(value, dict) and name in value), None)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no name")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, allow_nan=False)
+    written = (
+        arguments if isinstance(arguments, str) else json.dumps(arguments or {}, allow_nan=False, ensure_ascii=False)
+    )
     return ToolCall(value["name"], written, "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
 
 
-def _read_json(text: str) -> Any:
+def _read_json(text: str) -> tuple[Any, str]:
+    """The JSON value that a text begins with, and what follows it. Models write new lines in strings as they are."""
     try:
-        return json.loads(text)
+        value, end = json.JSONDecoder(strict=False).raw_decode(text.lstrip())
     except RecursionError as error:
         raise ValueError("too deep") from error
+    return value, text.lstrip()[end:].lstrip()
 
 
-def _read_hermes(text: str) -> list[ToolCall]:
-    return [_call(_read_json(text), "arguments", "parameters")]
+def _read_hermes(text: str) -> tuple[list[ToolCall], str]:
+    value, rest = _read_json(text)
+    if rest:
+        raise ValueError("more than a call")
+    return [_call(value, "arguments", "parameters")], ""
 
 
-def _read_llama(text: str) -> list[ToolCall]:
-    found, decoder, rest = list[ToolCall](), json.JSONDecoder(), text.strip()
-    while rest:
-        try:
-            value, end = decoder.raw_decode(rest)
-        except RecursionError as error:
-            raise ValueError("too deep") from error
+def _read_objects(text: str) -> tuple[list[ToolCall], str]:
+    found, rest = list[ToolCall](), text.strip()
+    fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", rest, re.DOTALL)
+    rest = fenced[1] if fenced else rest
+    while rest.startswith("{"):
+        value, rest = _read_json(rest)
         found.append(_call(value, "parameters", "arguments"))
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+        rest = rest.removeprefix(";").lstrip()
     if not found:
         raise ValueError("no call")
-    return found
+    return found, rest
 
 
-def _read_mistral(text: str) -> list[ToolCall]:
-    if text.lstrip().startswith("["):
-        values = _read_json(text)
-        return [_call(value, "arguments", "parameters") for value in values]
-    found = []
-    for part in filter(None, (part.strip() for part in text.split("[TOOL_CALLS]"))):
-        match = re.fullmatch(r"([^\[\]{}\s]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(\{.*\})", part, re.DOTALL)
-        if match is None:
-            raise ValueError("no call")
-        found.append(_call({"name": match[1], "arguments": _read_json(match[2])}, "arguments"))
+def _read_mistral(text: str) -> tuple[list[ToolCall], str]:
+    found, rest = list[ToolCall](), text
+    while True:
+        rest = rest.lstrip().removeprefix("[TOOL_CALLS]").lstrip()
+        named = re.match(r"([^\[\]{}\s]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)", rest)
+        if named is not None:
+            value, rest = _read_json(rest[named.end() :])
+            found.append(_call({"name": named[1], "arguments": value}, "arguments"))
+        elif rest.startswith("[") and not found:
+            values, rest = _read_json(rest)
+            found += [_call(value, "arguments", "parameters") for value in values]
+        else:
+            break
     if not found:
         raise ValueError("no call")
-    return found
+    return found, rest
 
 
-_HERMES = _Format("<tool_call>", "</tool_call>", "", _read_hermes)
-_LLAMA = _Format("<|python_tag|>", "", "{", _read_llama)
-_MISTRAL = _Format("[TOOL_CALLS]", "", "", _read_mistral, inner=("[CALL_ID]", "[ARGS]"))
-
-
-def _template_text(tokenizer: Any) -> str:
-    """The chat template that shows a model its own calls; of several all."""
-    template = getattr(tokenizer, "chat_template", None)
-    return template if isinstance(template, str) else json.dumps(template, default=str)
+_HERMES = _Format("<tool_call>", "</tool_call>", (), _read_hermes)
+_LLAMA = _Format("<|python_tag|>", "", ("{",), _read_objects)
+_MISTRAL = _Format("[TOOL_CALLS]", "", (), _read_mistral, inner=("[CALL_ID]", "[ARGS]"))
+_GENERIC = _Format("", "", ("{", "```"), _read_objects)
 
 
 def _format_of(text: str) -> _Format | None:
@@ -122,12 +129,27 @@ def _format_of(text: str) -> _Format | None:
     if "[TOOL_CALLS]" in text:
         return _MISTRAL
     # Llama 3.2 has no use for the tag, and asks for the object in words.
-    return _LLAMA if "<|python_tag|>" in text or '"parameters": dictionary' in text else None
+    if "<|python_tag|>" in text or '"parameters": dictionary' in text:
+        return _LLAMA
+    return None if re.search(r"\btools\b", text) else _GENERIC  # or else it has one of its own
 
 
 def writes_calls(tokenizer: Any) -> bool:
     """Whether it is known how a model writes calls."""
-    return _format_of(_template_text(tokenizer)) is not None
+    return _format_of(template_source(tokenizer)) is not None
+
+
+def tools_in_words(tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str | None:
+    """What a model is told about tools whose template does not; None for the others."""
+    if _format_of(template_source(tokenizer)) is not _GENERIC:
+        return None
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    number = "one call, or several, each on a line of its own" if several else "one call"
+    return (
+        f"You can call these functions:\n{functions}\n\nTo call, answer with {number}, and with nothing else:\n"
+        '{"name": "the function\'s name", "arguments": {"an argument\'s name": "its value"}}\n'
+        "You are then told the result. Where no function helps, answer in plain text."
+    )
 
 
 def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
@@ -141,7 +163,7 @@ def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, sev
     Raises:
         OptionError: It is not known how this model writes calls, or a function cannot be written.
     """
-    template = _template_text(tokenizer)
+    template = template_source(tokenizer)
     written = _format_of(template)
     if written is None:
         raise OptionError("how this model writes calls of functions is not known: none can be forced")
@@ -161,7 +183,7 @@ def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, sev
         before = f'{{"name": "{name}", "{"parameters" if written is _LLAMA else "arguments"}": '
         whole = f"{json.dumps(name)} {with_id}{args} {{}}" if is_named else f'{json.dumps(before)} {{}} "}}"'
         choices.append(whole.replace("{}", f"arguments{number}"))
-    call, opening, between, closing = f"({' | '.join(choices)})", "", '"; "', ""
+    call, opening, between, closing = f"({' | '.join(choices)})", "", '"; "' if written is _LLAMA else '"\\n"', ""
     if written is _HERMES:
         call, between = f'{start} "\\n" {call} "\\n" {end}', '"\\n"'
     elif is_named:
@@ -179,17 +201,19 @@ class ToolCallParser:
         tokenizer: The model's: its chat template says how calls are written. Tokens of its that mark them and have no
             text are seen as well.
         tool_names: Functions that were offered; with none, all is text.
+        most: Calls that are wanted; further ones are left out. None: all.
     """
 
-    def __init__(self, tokenizer: Any, tool_names: Iterable[str]) -> None:
-        self._names = frozenset(tool_names)
-        self._format = _format_of(_template_text(tokenizer)) if self._names else None
+    def __init__(self, tokenizer: Any, tool_names: Iterable[str], most: int | None = None) -> None:
+        self._names, self._most = frozenset(tool_names), most
+        self._format = _format_of(template_source(tokenizer)) if self._names else None
         self._marks: dict[int, str] = {}
         if self._format is not None:
             marks = {self._format.start, self._format.end, *self._format.inner}
             added = tokenizer.added_tokens_decoder.items()
             self._marks = {number: token.content for number, token in added if token.content in marks}
         self._held = ""  # text that may be the beginning of a call
+        self._num_searched = 0  # characters of it in which no end of that call is
         self._is_inside = self._has_begun = False
         self.num_calls = 0
 
@@ -206,52 +230,85 @@ class ToolCallParser:
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """The same of what is held back when the answer has ended."""
+        shown, calls = "", list[ToolCall]()
+        while self._is_inside and self._format is not None:
+            found = self._read(self._held, self._format)
+            end = self._held.find(self._format.end) + len(self._format.end) if self._format.end else 0
+            if found is not None or end < len(self._format.end) or not end:
+                text, more = found or (self._held, [])
+                self._held = ""
+            else:  # what was taken for a text in a call was none, and calls may follow it
+                text, self._held, more = self._held[:end], self._held[end:], []
+            self._leave()
+            rest = self.push("")
+            shown, calls = shown + text + rest[0], calls + more + rest[1]
         held, self._held = self._held, ""
-        if self._format is None or not held:
-            return "", []
-        if not self._is_inside:
-            return ("" if self.num_calls and held.isspace() else held), []
-        return self._read(held, self._format)
+        return shown + ("" if self.num_calls and held.isspace() else held), calls
+
+    def _leave(self) -> None:
+        """A call has ended."""
+        self._is_inside, self._num_searched = False, 0
 
     def _step(self, written: _Format) -> tuple[str, list[ToolCall]] | None:
         """What can be taken from what is held back; None where more has to come first."""
         if not self._is_inside:
             return self._step_outside(written)
-        at = self._held.find(written.end, len(written.start)) if written.end else -1
+        at = self._held.find(written.end, max(self._num_searched, len(written.start))) if written.end else -1
         if at < 0:
             return None
-        whole, self._held = self._held[: at + len(written.end)], self._held[at + len(written.end) :]
-        self._is_inside = False
-        return self._read(whole, written)
+        end = at + len(written.end)
+        self._num_searched = end
+        if _ends_in_string(self._held[len(written.start) : at]):
+            return "", []  # an argument has the mark: it goes on to the next one
+        whole, self._held = self._held[:end], self._held[end:]
+        self._leave()
+        return self._read(whole, written) or (whole, [])
 
     def _step_outside(self, written: _Format) -> tuple[str, list[ToolCall]] | None:
         held = self._held
-        if not self._has_begun and written.starts_bare and held.lstrip().startswith(written.starts_bare):
-            self._is_inside = True
-            return None
-        at = held.find(written.start)
-        keep = len(held) - at if at >= 0 else _possible_start(held, written.start)
+        if not self._has_begun and written.starts_bare:
+            begun = held.lstrip()
+            if begun.startswith(written.starts_bare):
+                self._is_inside = True
+                return None
+            if any(start.startswith(begun) for start in written.starts_bare):
+                return None
+        at = held.find(written.start) if written.start else -1
+        keep = len(held) - at if at >= 0 else possible_start(held, written.start)
         text, self._held = held[: len(held) - keep], held[len(held) - keep :]
         self._has_begun |= bool(text.strip())
         self._is_inside = at >= 0
         text = text.rstrip() if at >= 0 else text  # what stands before a call, or between two
         return (text, []) if text or self._is_inside else None
 
-    def _read(self, whole: str, written: _Format) -> tuple[str, list[ToolCall]]:
-        """The calls in a text with its marks, or else the text."""
+    def _read(self, whole: str, written: _Format) -> tuple[str, list[ToolCall]] | None:
+        """The calls in a text with its marks, and the text behind them; None where it is all text."""
         inner = whole.lstrip().removeprefix(written.start)
+        is_marked = bool(written.start) and len(inner) < len(whole.lstrip())
         inner = inner.removesuffix(written.end) if written.end else inner
         try:
-            calls = written.read(inner.strip())
+            calls, rest = written.read(inner.strip())
         except (ValueError, TypeError):
-            return whole, []
-        if any(call.name not in self._names for call in calls):
-            return whole, []
-        self.num_calls += len(calls)
-        return "", calls
+            return None
+        if any(call.name not in self._names for call in calls) or (rest and not is_marked):
+            return None
+        wanted = calls if self._most is None else calls[: max(0, self._most - self.num_calls)]
+        self.num_calls += len(wanted)
+        return rest, wanted
 
 
-def _possible_start(text: str, mark: str) -> int:
+def _ends_in_string(text: str) -> bool:
+    """Whether a text is the beginning of a JSON value that breaks off within a string."""
+    try:
+        json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def possible_start(text: str, mark: str) -> int:
     """Length of the end of `text` that may be the beginning of a mark, white space before it included."""
     partial = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
     before = text[: len(text) - partial]

@@ -1,0 +1,354 @@
+"""Chat messages in the form that a model's chat template takes.
+
+Templates disagree about what messages look like: content is a text or a list of parts, arguments of calls are a JSON
+text or an object, a turn of calls alone has no content, and not all know every role. What a template takes is found out
+as llama.cpp does: it renders small conversations in each form, and the one that is whole in the text is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from offload_runtime.config import is_of_type
+from offload_runtime.errors import OptionError
+
+Message = dict[str, Any]
+
+MOST_LEVELS = 32  # of lists and objects in one another; no message and no tool has as many
+# What messages and their parts may have, beside the fields that a template names; and what they may have that is empty.
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+_EMPTY_FIELDS = frozenset({"refusal", "audio", "function_call", "annotations", "reasoning"})
+_FIELDS_OF_PARTS = frozenset({"type", "text", "cache_control"})
+_FIELDS_OF_CALLS, _FIELDS_OF_FUNCTIONS = (
+    frozenset({"id", "type", "function", "index"}),
+    frozenset({"name", "arguments"}),
+)
+
+# What the small conversations say, to be found in their text.
+_USER, _TEXT, _PARTS = "needleuser", "needletext", ("needlea", "needleb")
+_NAME, _RESULT, _ARGUMENTS = "needlename", "needleresult", '{"needlekey": "needlevalue"}'
+_ID = "call00001"  # as Mistral's templates demand
+_PARAMETERS = {"type": "object", "properties": {"needlekey": {"type": "string", "description": "-"}}, "required": []}
+_TOOLS = [{"type": "function", "function": {"name": "needletool", "description": "-", "parameters": _PARAMETERS}}]
+_NO_CONTENT: dict[str, Message] = {"null": {"content": None}, "absent": {}, "empty": {"content": ""}}
+
+
+class MessageError(OptionError):
+    """A message is not what it should be; `param` names the place."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{where}{what}")
+        self.param = where
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        tokenizer: Its transformers tokenizer, which has a template.
+
+    Attributes:
+        source: The text of the template; of several, of all.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.source = tokenizer, template_source(tokenizer)
+        self._forms = {False: _Forms(self.render, {}), True: _Forms(self.render, {"tools": _TOOLS})}
+
+    def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """The text of messages as they are, with the beginning of an answer; raises whatever the template does.
+
+        transformers' own `apply_chat_template` drops the fields that are None, for which templates ask (`is none`).
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        others = {name: value for name, value in options.items() if name not in ("tools", "documents")}
+        tools = options.get("tools") or None
+        rendered, _ = render_jinja_template(
+            conversations=[list(messages)], tools=tools, documents=options.get("documents"),
+            chat_template=self._tokenizer.get_chat_template(tools=tools), add_generation_prompt=True,
+            **{**self._tokenizer.special_tokens_map, **others},
+        )  # fmt: skip
+        return str(rendered[0])
+
+    def names(self, word: str) -> bool:
+        """Whether a word is in the template, such as that of a variable or field that it reads."""
+        return re.search(rf"\b{re.escape(word)}\b", self.source, re.ASCII) is not None
+
+    def require_fields(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse messages with a field that neither has a meaning nor is read by the template (`MessageError`)."""
+        for number, message in enumerate(messages):
+            where = f"messages.{number}"
+            self._require_fields(where, message, _FIELDS)
+            for part_number, part in enumerate(_list(message.get("content"))):
+                self._require_fields(f"{where}.content.{part_number}", part, _FIELDS_OF_PARTS)
+            for call_number, call in enumerate(_list(message.get("tool_calls"))):
+                place = f"{where}.tool_calls.{call_number}"
+                self._require_fields(place, call, _FIELDS_OF_CALLS)
+                function = call.get("function") if isinstance(call, dict) else None
+                self._require_fields(f"{place}.function", function, _FIELDS_OF_FUNCTIONS)
+
+    def _require_fields(self, where: str, value: Any, names: frozenset[str]) -> None:
+        for name in value if isinstance(value, Mapping) else ():
+            is_empty, field = name in _EMPTY_FIELDS and not value[name], re.escape(name)
+            is_read = bool(name) and re.search(rf"\.{field}\b|(['\"]){field}\1", self.source) is not None
+            if name not in names and not is_empty and not is_read:
+                raise MessageError(f"{where}.{name}"[:200], " is not a field that this model's chat template reads")
+
+    def with_instructions(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Message]:
+        """Messages that begin with what the model is told: in the system message, or where the template has none in
+        the user's."""
+        first, *others = [dict(message) for message in messages]
+        if first.get("role") not in ("system", "developer") and self._forms[False].has_role("system"):
+            return [{"role": "system", "content": text}, first, *others]
+        content = _checked_content("messages.0", first.get("content"))
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+        order = [*parts, text] if first.get("role") in ("system", "developer") else [text, *parts]
+        return [{**first, "content": "\n\n".join(order)}, *others]
+
+    def adapted(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> list[Message]:
+        """Messages as OpenAI has them, in the form that the template takes where it is given tools or is not.
+
+        Raises:
+            MessageError: One of them is none.
+        """
+        forms = self._forms[with_tools]
+        found = [self._adapted(f"messages.{number}", message, forms) for number, message in enumerate(messages)]
+        if any(message["role"] == "tool" for message in found) and not forms.shows_results:
+            found = _results_as_questions(found)
+        for message in found:
+            if isinstance(message.get("content"), str | list):
+                message["content"] = forms.content(message["role"], message["content"])
+        return found
+
+    def _adapted(self, where: str, given: Mapping[str, Any], forms: _Forms) -> Message:
+        """A message with its role, its calls and the lack of content as the template takes them."""
+        message = {
+            name: value for name, value in given.items()
+            if value or not (value is None or name in _EMPTY_FIELDS) or name == "content"
+        }  # fmt: skip
+        role, calls = message.get("role"), message.pop("tool_calls", None) or []
+        if not isinstance(role, str) or not role:
+            raise MessageError(where, " has no role")
+        if not is_of_type(calls, Sequence[Mapping]):
+            raise MessageError(where, ".tool_calls is not a list of objects")
+        checked = [_checked_call(f"{where}.tool_calls.{number}", call) for number, call in enumerate(calls)]
+        content = _checked_content(where, message.get("content"))
+        message["content"] = "" if content is None and role != "assistant" else content
+        if role == "developer" and not forms.has_role("developer"):
+            message["role"] = "system"
+        if checked and not forms.shows_calls:
+            text = [_joined(content)] if content else []
+            return {**message, "content": "\n".join(text + [_call_as_text(call) for call in checked])}
+        if checked:
+            message["tool_calls"] = [
+                forms.call(f"{where}.tool_calls.{number}", call) for number, call in enumerate(checked)
+            ]
+        if role == "assistant" and (content is None or (checked and not content)):
+            del message["content"]
+            message |= forms.no_content("null" if content is None else "empty", with_calls=bool(checked))
+        return message
+
+
+class _Forms:
+    """What a template takes, with tools or without any: found out once it matters.
+
+    Args:
+        render: `ChatTemplate.render`.
+        options: What the template is given beside messages.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Message], Mapping[str, Any]], str], options: Message) -> None:
+        self._render, self._options = render, options
+        self._content, self._roles = dict[str, tuple[bool, bool, bool]](), dict[str, bool]()
+
+    def _text(self, *messages: Message) -> str:
+        """The template's text of messages; empty where it refuses them."""
+        try:
+            return self._render(messages, self._options)
+        except Exception:  # templates raise whatever they like
+            return ""
+
+    def has_role(self, role: str) -> bool:
+        """Whether a role that may come first has a form of its own: neither refused, nor dropped, nor that of any
+        unknown role."""
+        if role not in self._roles:
+            own, unknown = (self._text({"role": role, "content": _TEXT}, {"role": "user", "content": _USER})
+                            for role in (role, "needlerole"))  # fmt: skip
+            self._roles[role] = _TEXT in own and own != unknown
+        return self._roles[role]
+
+    def content(self, role: str, content: str | list[Message]) -> Any:
+        """A text or parts as the template takes them: texts of parts are never glued to one another."""
+        if role not in self._content:
+            self._content[role] = self._content_forms(role)
+        takes_texts, takes_part, takes_several = self._content[role]
+        if isinstance(content, list) and takes_several:
+            return content
+        text = _joined(content)
+        return text if takes_texts or not takes_part else [{"type": "text", "text": text}]
+
+    def _content_forms(self, role: str) -> tuple[bool, bool, bool]:
+        """Whether messages of a role may have a text, a part, and several parts, between which something stands."""
+        text = self._text(*self._around(role, _TEXT))
+        one, several = (self._text(*self._around(role, [{"type": "text", "text": part} for part in parts]))
+                        for parts in ([_TEXT], _PARTS))  # fmt: skip
+        # A list that is written as it stands shows its keys, too.
+        written_out = re.compile("['\"]type['\"]: ?['\"]text")
+        first, second = (several.find(part) for part in _PARTS)
+        is_apart = first >= 0 and second > first + len(_PARTS[0]) and not written_out.search(several)
+        return _TEXT in text, _TEXT in one and not written_out.search(one), is_apart
+
+    def _around(self, role: str, content: Any) -> list[Message]:
+        """A conversation in which a message of a role has its place."""
+        user, message = {"role": "user", "content": _USER}, {"role": role, "content": content}
+        if role == "tool":
+            no_content = self.no_content("null", with_calls=True)
+            called = self._calling(no_content, as_object=self.takes_objects)
+            return [user, called, {**message, "name": _NAME, "tool_call_id": _ID}]
+        return [message] if role == "user" else [user, message, user] if role == "assistant" else [message, user]
+
+    # --- calls
+
+    def _calling(self, content: Message, *, as_object: bool) -> Message:
+        """A turn of one call."""
+        arguments = json.loads(_ARGUMENTS) if as_object else _ARGUMENTS
+        call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        return {"role": "assistant", **content, "tool_calls": [call]}
+
+    @cached_property
+    def _texts_of_calls(self) -> dict[tuple[str, bool], str]:
+        """Conversations with a call, by the form of no content and whether its arguments are an object; empty where
+        they are refused, or the call changes nothing."""
+        user, found = {"role": "user", "content": _USER}, dict[tuple[str, bool], str]()
+        result = {"role": "tool", "name": "needlefunction", "tool_call_id": _ID, "content": _RESULT}
+        for form, content in _NO_CONTENT.items():
+            for as_object in (False, True):
+                calling = self._calling(content, as_object=as_object)
+                without = {name: value for name, value in calling.items() if name != "tool_calls"}
+                text = self._text(user, calling, result)
+                is_shown = text != self._text(user, without, result)
+                if not text:
+                    text = self._text(user, calling)
+                    is_shown = text != self._text(user, without)
+                found[form, as_object] = text if is_shown else ""
+        return found
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether arguments of calls are objects to it: a text is written as it stands by those that take one."""
+        return not any(_ARGUMENTS in text for (_, is_object), text in self._texts_of_calls.items() if not is_object)
+
+    def _text_of_call(self, form: str) -> str:
+        return self._texts_of_calls[form, self.takes_objects]
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether calls are in its text."""
+        return any(self._text_of_call(form) for form in _NO_CONTENT)
+
+    @cached_property
+    def shows_results(self) -> bool:
+        """Whether results of calls are in its text, in a role of their own."""
+        if self.shows_calls:
+            return any(_RESULT in self._text_of_call(form) for form in _NO_CONTENT)
+        answer = {"role": "assistant", "content": _TEXT}
+        return _RESULT in self._text({"role": "user", "content": _USER}, answer, {"role": "tool", "content": _RESULT})
+
+    def no_content(self, sent: str, *, with_calls: bool) -> Message:
+        """What stands for no content of an assistant's message: what was sent, if that shows the call and is not
+        written out, or another form that is right."""
+        user = {"role": "user", "content": _USER}
+        texts = {
+            form: self._text_of_call(form) if with_calls else self._text(user, {"role": "assistant", **content}, user)
+            for form, content in _NO_CONTENT.items()
+        }
+        fine = {form for form, text in texts.items() if text and text.count("None") <= texts["empty"].count("None")}
+        order = dict.fromkeys((sent, *_NO_CONTENT))
+        return dict(_NO_CONTENT[next((form for form in order if form in fine), sent)])
+
+    def call(self, where: str, call: Message) -> Message:
+        """A call of an earlier turn with its arguments as the template takes them."""
+        arguments = call["function"]["arguments"]
+        if self.takes_objects and isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+                require_shallow(arguments)
+            except (ValueError, RecursionError) as error:
+                what = " has arguments that are not JSON, which this model's chat template takes them for"
+                raise MessageError(where, what) from error
+        elif not self.takes_objects and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def template_source(tokenizer: Any) -> str:
+    """The text of a tokenizer's chat template; of several, of all."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else json.dumps(template, default=str)
+
+
+def require_shallow(value: Any) -> None:
+    """Raise `OptionError` for values in one another deeper than anybody means, before anything follows them."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [item for one in level if isinstance(one, dict | list)
+                 for item in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+        if not level:
+            return
+    raise OptionError(f"the body has values in one another more than {MOST_LEVELS} levels deep")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _checked_content(where: str, content: Any) -> Any:
+    """Content that is a text, parts that are texts, or None. Raises `MessageError`."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise MessageError(where, ".content is neither a text nor a list of parts")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise MessageError(where, ".content has a part that is no text: this model reads text alone")
+    return list(content) or ""
+
+
+def _checked_call(where: str, call: Mapping[str, Any]) -> Message:
+    """A call with a function's name and arguments. Raises `MessageError`."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MessageError(where, " has no function with a name")
+    arguments = function.get("arguments")
+    return {**call, "type": "function", "function": {**function, "arguments": "{}" if arguments is None else arguments}}
+
+
+def _call_as_text(call: Message) -> str:
+    """A call as a line of JSON, where a template has no form of its own."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written or "{}"}}}'
+
+
+def _results_as_questions(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which the user tells the results of calls: all of one turn in one message."""
+    found = list[Message]()
+    for is_result, some in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if not is_result:
+            found += some
+            continue
+        texts = [(message.get("name") or "the call", message["content"]) for message in some]
+        lines = [f"Result of {name}:\n{_joined(content)}" for name, content in texts]
+        found.append({"role": "user", "content": "\n".join(lines)})
+    return found
+
+
+def _joined(content: str | list[Message]) -> str:
+    """The text of content that may come in parts, a line for each."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -1,0 +1,249 @@
+"""Messages reach chat templates in the form that each of them takes, whatever OpenAI's clients send."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload_runtime.engine.chat_template import ChatTemplate, MessageError
+from offload_runtime.engine.request import PromptRoom
+from offload_runtime.errors import OptionError
+from offload_runtime.server.answer_parser import AnswerParser
+from offload_runtime.weights import describe_model
+from tests.helpers.engine import byte_level_tokenizer
+from tests.helpers.planning import CONFIGS
+
+CONFIG = describe_model(CONFIGS / "llama-3.1-8b").config()
+LOOP, END = "{% for m in messages %}", "{% endfor %}"
+CHATML = LOOP + "<{{ m.role }}>{{ m.content }}" + END
+
+
+def calls(arguments: str = "") -> str:
+    return "{% for c in m.tool_calls or [] %}{{ c.function.name }}(" + arguments + "){% endfor %}" + END
+
+
+A = "c.function.arguments"
+SAID = LOOP + "{{ m.content or '' }}"
+AS_TEXT = SAID + calls(f"{{{{ {A} + '' }}}}")
+AS_JSON = SAID + calls(f"{{{{ {A} | tojson }}}}")
+AS_ITEMS = SAID + calls(f"{{% for k, v in {A}.items() %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}")
+EITHER = SAID + calls(f"{{% if {A} is string %}}T{{{{ {A} }}}}{{% else %}}O{{{{ {A} | tojson }}}}{{% endif %}}")
+WHOLE = SAID + "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}" + END
+NONE = LOOP + "{% if m.content is none %}" + calls().removesuffix(END) + "{% else %}[{{ m.content }}]{% endif %}" + END
+KEY = LOOP + "{% if 'content' in m %}[{{ m.content }}]{% endif %}" + calls()
+LENGTH = LOOP + "{% if m.content | length %}[{{ m.content }}]{% endif %}" + calls()
+ADDED = LOOP + "{{ '[' + m.content + ']' }}" + calls()
+PLAIN = CHATML.removesuffix(END) + calls()
+PARTS = LOOP + "{% for p in m.content %}{{ p.text }}|{% endfor %}" + END
+BOTH = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}"
+)
+BOTH = LOOP + BOTH + END
+KNOWN = "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role') }}{% endif %}"
+KNOWN = LOOP + KNOWN + "<{{ m.role }}>{{ m.content }}" + END
+DROPS = LOOP + "{% if m.role in ['system', 'user'] %}<{{ m.role }}>{{ m.content }}{% endif %}" + END
+ELSE = LOOP + "{% if m.role in ['system', 'user'] %}<{{ m.role }}>{% else %}<model>{% endif %}{{ m.content }}" + END
+USER, RESULT = {"role": "user", "content": "hi"}, {"role": "tool", "tool_call_id": "c1", "content": "42"}
+DEVELOPER = [{"role": "developer", "content": "be"}, USER]
+
+
+def template_of(template: str) -> ChatTemplate:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    return ChatTemplate(tokenizer)
+
+
+def text_of(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    return PromptRoom(tokenizer, CONFIG, 4096).encode_chat(messages, template_options=options)[0]
+
+
+def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [USER, {"role": "assistant", "content": "", **message, "tool_calls": [call]}, RESULT]
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "expected"),
+    [
+        (AS_TEXT, '{"x":  1}', 'hif({"x":  1})42'),
+        (AS_TEXT, {"x": "é"}, 'hif({"x": "é"})42'),
+        (AS_TEXT, "not JSON", "hif(not JSON)42"),
+        (AS_JSON, '{"x":  1}', 'hif({"x": 1})42'),
+        (AS_ITEMS, '{"x":  1}', "hif(x=1)42"),
+        (EITHER, '{"x":  1}', 'hif(T{"x":  1})42'),
+        (WHOLE, '{"x":  1}', 'hi{"name": "f", "arguments": {"x": 1}}42'),
+    ],
+)
+def test_arguments_are_a_text_or_an_object_as_the_template_takes_them(
+    template: str, arguments: Any, expected: str
+) -> None:
+    assert text_of(template, called(arguments)) == expected
+
+
+@pytest.mark.parametrize("template", [AS_JSON, AS_ITEMS, WHOLE])
+def test_arguments_that_are_no_json_are_refused_where_an_object_is_needed(template: str) -> None:
+    with pytest.raises(OptionError, match=r"messages.1.tool_calls.0 has arguments that are not JSON"):
+        text_of(template, called('{"x": '))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(NONE, "[hi]f()[42]"), (KEY, "[hi]f()[42]"), (LENGTH, "[hi]f()[42]"), (ADDED, "[hi][]f()[42]"),
+     (PLAIN, None)],
+)  # fmt: skip
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": ""}])
+def test_a_turn_of_calls_alone_shows_them_and_no_none(
+    template: str, expected: str | None, message: dict[str, Any]
+) -> None:
+    turns = called("{}")
+    del turns[1]["content"]
+    turns[1] |= message
+    text = text_of(template, turns)
+    assert "None" not in text
+    if expected is not None and not (template == KEY and message.get("content") == ""):
+        assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(CHATML, "<developer>be<user>hi"), (KNOWN, "<system>be<user>hi"), (DROPS, "<system>be<user>hi"),
+     (ELSE, "<system>be<user>hi")],
+)  # fmt: skip
+def test_who_does_not_know_a_developer_has_a_system(template: str, expected: str) -> None:
+    assert text_of(template, DEVELOPER) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        (LOOP + "{{ m.content }}" + END, ["a", "b"], "a\nb"),
+        (LOOP + "{{ m.content | trim }}" + END, ["a", "b", "c"], "a\nb\nc"),
+        (LOOP + "{{ m.content }}" + END, [], ""),
+        (PARTS, ["a", "b"], "a|b|"),
+        (PARTS.replace("|", ""), ["a", "b"], "a\nb"),
+        (PARTS, "ab", "ab|"),
+        (BOTH, ["a", "b"], "(a)(b)"),
+        (BOTH.replace("(", "").replace(")", ""), ["a", "b"], "a\nb"),
+        (BOTH, "ab", "ab"),
+    ],
+)
+def test_parts_are_parts_or_lines(template: str, content: Any, expected: str) -> None:
+    parts = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
+    assert text_of(template, [{"role": "user", "content": parts}]) == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"frobnicate": 1}, "messages.0.frobnicate"),
+        ({"content": [{"type": "text", "text": "a", "x": 1}]}, "messages.0.content.0.x"),
+        ({"tool_calls": [{"function": {"name": "f", "code": 1}}]}, "messages.0.tool_calls.0.function.code"),
+        ({"function_call": {"name": "f"}}, "messages.0.function_call"),
+    ],
+)
+def test_fields_that_nothing_reads_are_refused(message: dict[str, Any], named: str) -> None:
+    asked = [{"role": "assistant", "content": "a", **message}]
+    with pytest.raises(MessageError, match=f"{named} is not a field") as error:
+        template_of(CHATML).require_fields(asked)
+    assert error.value.param == named
+    template_of(CHATML + "{# m.frobnicate m['x'] m.code m.function_call #}").require_fields(asked)
+
+
+def test_fields_that_say_nothing_are_taken() -> None:
+    empty = {"refusal": None, "function_call": None, "annotations": [], "audio": None, "tool_calls": None, "name": "n"}
+    asked = [{"role": "assistant", "content": "a", "reasoning_content": "b", **empty}]
+    template_of(CHATML).require_fields(asked)
+    assert text_of(CHATML, asked) == "<assistant>a"
+
+
+@pytest.mark.parametrize("message", [{"content": 5}, {"content": "a", "tool_calls": 1}, {"content": [1]}, {"role": ""}])
+def test_messages_that_are_none_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(MessageError, match=r"messages\.0"):
+        text_of(CHATML, [{"role": "assistant", **message}])
+
+
+def test_a_template_that_knows_no_calls_is_told_them_in_words() -> None:
+    text = text_of(KNOWN, called('{"x": 1}', content="So."))
+    assert text == '<user>hi<assistant>So.\n{"name": "f", "arguments": {"x": 1}}<user>Result of the call:\n42'
+
+
+# --- answers
+
+TEMPLATES = {"hermes": "<tool_call>", "llama": "<|python_tag|>", "mistral": "[TOOL_CALLS]", "generic": CHATML}
+
+
+def parse(template: str, answer: str, prompt: str = "", **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thinking, text and calls of an answer, the same however it is cut."""
+    found = []
+    for size in (1, 3, len(answer)):
+        tokenizer = SimpleNamespace(chat_template=template, added_tokens_decoder={}, decode=lambda *_, **__: prompt)
+        parser, thought, text, calls = AnswerParser(tokenizer, [1], ["f", "g"], **options), "", "", []
+        pieces = [parser.push(answer[at : at + size], 1) for at in range(0, len(answer), size)]
+        for piece in (*pieces, parser.finish()):
+            thought, text, calls = thought + piece[0], text + piece[1], calls + piece[2]
+        found.append((thought.rstrip(), text, [(call.name, call.arguments) for call in calls]))
+        assert parser.num_calls == len(calls)
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+def hermes(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "expected"),
+    [
+        ("hermes", f"<think>\nperhaps {hermes('{}')}?\n</think>\n\nNo.", (f"perhaps {hermes('{}')}?", "No.", [])),
+        ("hermes", f"<think>a</think>{hermes('{}')}", ("a", "", [("f", "{}")])),
+        ("hermes", f"<think>{hermes('{}')}", (hermes("{}"), "", [])),
+        ("hermes", f"So <think> {hermes('{}')}", ("", "So <think>", [("f", "{}")])),
+        ("hermes", f"{hermes(MARKED)}\n{hermes('{}', 'g')}", ("", "", [("f", MARKED), ("g", "{}")])),
+        ("hermes", f"{hermes(MARKED)[:-12]}", ("", "", [("f", MARKED)])),
+        ("hermes", hermes('{"a": "1\n2"}'), ("", "", [("f", '{"a": "1\\n2"}')])),
+        ("hermes", f'{hermes("{}")[:12]}"{hermes("{}")[12:]} {hermes("{}")}', None),
+        ("hermes", f"a{hermes('{')} {hermes('{}')} b", ("", f"a{hermes('{')} b", [("f", "{}")])),
+        ("hermes", hermes("{}", "unknown"), ("", hermes("{}", "unknown"), [])),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]g{{}}", ("", "", [("f", MARKED), ("g", "{}")])),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] So.', ("", "So.", [("f", "{}")])),
+        ("mistral", "[THINK]a[/THINK][TOOL_CALLS]f{}", None),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}} So.', ("", "So.", [("f", "{}")])),
+        ("llama", '{"name": "f", "parameters": {}} So.', ("", '{"name": "f", "parameters": {}} So.', [])),
+        (
+            "generic",
+            '{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}',
+            ("", "", [("f", "{}"), ("g", "{}")]),
+        ),
+        ("generic", '```json\n{"name": "f", "arguments": {}}\n```', ("", "", [("f", "{}")])),
+        ("generic", "```python\n1\n```", ("", "```python\n1\n```", [])),
+    ],
+)
+def test_thinking_text_and_calls_are_told_apart(kind: str, answer: str, expected: Any) -> None:
+    found = parse(TEMPLATES[kind], answer)
+    if expected is not None:
+        assert found == expected
+    else:
+        assert (found[2] or [("f", "{}")])[-1] == ("f", "{}")
+
+
+def test_a_template_may_have_begun_the_thinking() -> None:
+    answer = f"\nperhaps {hermes('{}')}\n</think>\n\nNo."
+    assert parse("<tool_call>", answer, "<|assistant|><think>\n") == (f"perhaps {hermes('{}')}", "No.", [])
+    assert parse("<tool_call>", "a", "<think>\n\n</think>\n\n") == ("", "a", [])
+    assert parse("<tool_call>", "{}", "<think>\n", is_bound=True) == ("", "{}", [])
+    assert parse("[THINK]", "[THINK]a[/THINK]b") == ("a", "b", [])
+
+
+@pytest.mark.parametrize(("kind", "answer"), [
+    ("hermes", f"{hermes('{}')}\n{hermes('{}', 'g')}"), ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]g{}"),
+    ("llama", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}'),
+])  # fmt: skip
+def test_one_call_is_one(kind: str, answer: str) -> None:
+    assert parse(TEMPLATES[kind], answer, most_calls=1) == ("", "", [("f", "{}")])
