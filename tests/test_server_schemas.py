@@ -114,7 +114,6 @@ def test_any_object_and_plain_completions(served: Served) -> None:
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "json_schema"),
         ({"response_format": {"type": "regex"}}, "response_format.type"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "how this model writes calls of functions is not known"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(served: Served, fields: dict[str, Any], message: str) -> None:
