@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.helpers.card import one_card
 from tests.helpers.covering import few
@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Every run draws other examples, so that many runs see as many as long ones would. Time is not what is tested.
 settings.register_profile("short", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unshrunk", settings.get_profile("short"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("short")
 # Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1))

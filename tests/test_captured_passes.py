@@ -15,7 +15,7 @@ from offload_runtime.runners import CapturedPasses, ModelRunner, decided
 from offload_runtime.runners.graphs import CAPTURED_ROWS
 from offload_runtime.sampling import SlotSampling
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.kv_runners import CAPACITY, assemble, reset, same
+from tests.helpers.kv_runners import assemble, reset, same
 from tests.helpers.models import random_tokens
 from tests.helpers.sampling import numbered
 
@@ -134,13 +134,3 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
                 assert found[own : own + count] == tokens[first : first + count]
                 assert same(decision.logits[own : own + count], logits[first : first + count])
     made.close()
-
-
-def test_up_to_the_end_of_the_cache(runner: ModelRunner) -> None:
-    """Filled-up windows reach beyond the last token there is room for, and write nothing there."""
-    runner.prefill(0, random_tokens(CAPACITY - 3))
-    window = Window(tuple(random_tokens(runner.cache.max_tokens_with_draft - CAPACITY + 3, seed=5))[:40])
-    expected = runner.verify([window], [0]).clone()
-    runner.captured = captured(runner)
-    for _ in range(3):
-        assert same(runner.verify([window], [0]), expected)

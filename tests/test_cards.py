@@ -3,7 +3,6 @@ card, and nobody who works for one touches another's tensors."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +17,6 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions, format_byt
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices, load_runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import (
     Card,
     HopBuffers,
@@ -111,51 +109,6 @@ def answers(runtime: Runtime) -> list[list[int]]:
         prompts = [PROMPT, PROMPT[:20], "a link, a layer"]
         said += [one.tokens for one in runtime.generate_batch(prompts, max_new_tokens=12, temperature=0.7)]
     return said
-
-
-def slow_link(vram_bytes: int, gbps: float) -> MachineProfile:
-    """A machine to play, of two cards."""
-    return MachineProfile(
-        "slow", "made up", 2, 10**9, gpu_name="slow", vram_bytes=vram_bytes, link_gbps=gbps, link_back_gbps=gbps,
-        hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
-    )  # fmt: skip
-
-
-def test_the_figures_are_of_all_links(target: Path, tmp_path: Path) -> None:
-    """Of five layers, of which each takes its link 16 ms, three are on the first card: the second link pauses."""
-    path, options = tmp_path / "trace.json", {"draft": "none", "resident_layers": 0}
-    with load(target, **options) as runtime:
-        needed_bytes, weight_bytes = runtime.plan.device_bytes, runtime.plan.streamed_bytes
-    played = slow_link(needed_bytes, 0.005)
-    with load(target, DEALS[0], emulate=played, trace=path, **options) as runtime:
-        stats = runtime.generate(PROMPT, max_new_tokens=25, ignore_eos=True).stats
-    rows: dict[str, list[tuple[float, float]]] = {}
-    for event in json.loads(path.read_text())["traceEvents"]:
-        if event["ph"] == "X":
-            rows.setdefault(event["cat"], []).append((event["ts"] / 1e6, event["dur"] / 1e6))
-    prompt, *passes = rows["passes"]
-    begin_s, end_s = passes[0][0], sum(passes[-1])
-
-    def busy_s(row: str) -> float:
-        return sum(seconds for start_s, seconds in rows[row] if begin_s <= start_s < end_s)
-
-    assert stats.measured_s_per_pass and stats.link_gbps and stats.link_idle_share
-    seconds = len(passes) * stats.measured_s_per_pass
-    assert stats.bytes_per_pass == weight_bytes
-    assert stats.link_gbps * stats.measured_s_per_pass == pytest.approx(weight_bytes / 1e9)
-    first, second = (1 - busy_s(row) / seconds for row in ("link", "link of card 1"))
-    assert second - first > 0.2
-    # The counters are read between passes: a copy at either end may be in or out.
-    assert stats.link_idle_share == pytest.approx((first + second) / 2, abs=0.08)
-    waited = [
-        seconds
-        for row in ("stalls", "stalls of card 1")
-        for start_s, seconds in rows[row]
-        if start_s > prompt[0] + prompt[1]
-    ]
-    assert min(busy_s("stalls"), busy_s("stalls of card 1")) > 0 and stats.stall_s == pytest.approx(
-        sum(waited), rel=0.01
-    )
 
 
 def test_keys_and_values_of_all_cards_must_fit_the_host(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

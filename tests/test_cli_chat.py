@@ -5,22 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS
-from offload_runtime.cli.terminal import open_history
-from offload_runtime.engine.sessions import session_files
-from offload_runtime.errors import StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
-from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, app_of, full_host, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
 
@@ -101,16 +96,6 @@ def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
     assert error_lines(result) == ["error: the context is full: start over with /reset"]
 
 
-def test_a_conversation_is_saved_to_regular_files_only(runtime: FakeRuntime, tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    result = chat(runtime, turns=f"one\n/save {fifo}\n")
-    assert error_lines(result) == [
-        f"error: {fifo} is not a regular file, and stays as it is: nothing was changed, choose another place"
-    ]
-    assert fifo.is_fifo()
-
-
 def test_memory_that_runs_out_keeps_what_was_said(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.before_piece, path = full_host(at_piece=2), tmp_path / "chat.json"
     result = chat(runtime, turns=f"one\n/save {path}\n")
@@ -156,13 +141,6 @@ def test_help_and_stats(runtime: FakeRuntime) -> None:
     assert said(runtime) == ["one"]
 
 
-def test_stats_of_an_emulated_machine_and_of_predictions(runtime: FakeRuntime) -> None:
-    runtime.stats = make_stats(emulated="rtx4090", predicted_s_per_pass=0.1, measured_s_per_pass=0.12)
-    said = chat(runtime, turns="one\n/stats\n").stderr
-    assert "\nemulating rtx4090 · 12.5 tokens/s" in said
-    assert said.count("predicted 0.1 s a pass, measured 0.12 (+20.0 %)") == 1
-
-
 def test_save_and_load(runtime: FakeRuntime, tmp_path: Path) -> None:
     path, broken = tmp_path / "my chat.json", tmp_path / "broken.json"
     broken.write_text("[1, 2]")
@@ -192,35 +170,6 @@ def test_a_session_goes_on_where_it_was_and_is_saved_after_every_answer(runtime:
     assert error_lines(chat(runtime, turns="/save\n"))[0].startswith("error: /save needs the name of a file")
 
 
-def is_in_use(path: Path) -> bool:
-    """Whether another thread, to which locks are as to another process, may not use a session."""
-
-    def ask() -> bool:
-        try:
-            with session_files(path):
-                return False
-        except StorageError:
-            return True
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(ask).result()
-
-
-def test_another_file_that_is_loaded_is_the_session_from_then_on(runtime: FakeRuntime, tmp_path: Path) -> None:
-    first, second = tmp_path / "a.chat", tmp_path / "b.chat"
-    chat(runtime, "--session", str(first), turns="one\n")
-    chat(runtime, "--session", str(second), turns="two\n")
-    used = set()
-    runtime.before_piece = lambda number: used.add((len(runtime.requests), is_in_use(first), is_in_use(second)))
-    turns = f"three\n/load {tmp_path}/absent\n/load {first}\nfour\n/load {second}\nfive\n"
-    result = chat(runtime, "--session", str(first), turns=turns)
-    assert used == {(3, True, False), (4, True, False), (5, False, True)}
-    assert f"loaded 2 messages from {second}; it is saved there from now on\n" in result.stderr
-    said = [[one["content"] for one in json.loads(path.read_text())["messages"][::2]] for path in (first, second)]
-    assert said == [["one", "three", "four"], ["two", "five"]] and not is_in_use(second)
-    assert sorted(os.listdir(tmp_path)) == ["a.chat", "a.chat.kv", "b.chat", "b.chat.kv"]
-
-
 @pytest.mark.parametrize("content", ["# A project", '{"name": "a project"}'])
 def test_what_is_no_session_is_refused_and_left_alone(runtime: FakeRuntime, tmp_path: Path, content: str) -> None:
     path = tmp_path / "file"
@@ -229,18 +178,6 @@ def test_what_is_no_session_is_refused_and_left_alone(runtime: FakeRuntime, tmp_
     assert result.exit_code == 2 and "not a saved conversation" in error_lines(result)[0] and not runtime.loads
     chat(runtime, "--session", str(tmp_path / "chat"), turns=f"/load {path}\n")
     assert sorted(os.listdir(tmp_path)) == ["chat.kv", "file"] and path.read_text() == content
-
-
-def test_a_session_that_cannot_be_saved_costs_a_line_each(
-    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    result = chat(runtime, "--session", str(tmp_path / "chat.json"), "--json", turns="one\ntwo\n")
-    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2
-    assert ["No space left" in line for line in error_lines(result)] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -293,13 +230,6 @@ def test_ctrl_c_before_the_answer_drops_the_message(runtime: FakeRuntime) -> Non
     assert "the message was not kept" in result.stderr
 
 
-def test_full_context_and_cut_answers_say_how_to_go_on(runtime: FakeRuntime) -> None:
-    runtime.finish_reason = "length"
-    assert "cut after 3 tokens: /set max-new-tokens N allows more" in chat(runtime, turns="one\n").stderr
-    runtime.context_tokens = 2
-    assert "the context is full: /reset starts over" in chat(runtime, turns="one\n").stderr
-
-
 def test_an_answer_is_given_anew_with_other_noise(runtime: FakeRuntime) -> None:
     result = chat(runtime, turns="/regen\none\n/regen\n/regen\ntwo\n/set temperature 0\n/regen\n/undo\n/system\n")
     assert error_lines(result) == ["error: the conversation has no message yet"]
@@ -308,15 +238,6 @@ def test_an_answer_is_given_anew_with_other_noise(runtime: FakeRuntime) -> None:
     assert asked == [("one", 0.7, 0), ("one", 0.7, 1), ("one", 0.7, 2), ("two", 0.7, 0), ("two", 0.0, 3)]
     assert result.stderr.count("at temperature 0 the answer is always the same: /set temperature 0.7") == 1
     assert "dropped your last message and its answer: two\n" in result.stderr
-
-
-def test_an_answer_given_anew_is_an_object_and_may_be_stopped(runtime: FakeRuntime) -> None:
-    (record,) = (json.loads(line) for line in chat(runtime, "--json", turns="/regen\n").stdout.splitlines())
-    assert record["error_type"] == "OptionError"
-    runtime.before_piece = lambda number: press_ctrl_c() if number == 0 and len(runtime.requests) == 2 else None
-    result = chat(runtime, turns="one\n/regen\ntwo\n")
-    assert result.exit_code == 130 and said(runtime) == ["one", "one"]
-    assert "stopped before the answer began; the old one stays" in result.stderr
 
 
 def test_sampling_is_set_as_the_command_line_has_it(runtime: FakeRuntime) -> None:
@@ -364,29 +285,3 @@ def test_a_shell_completes_commands_options_and_values(typed: str, found: str) -
     asked = {"_OFFLOAD_RUNTIME_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = CliRunner().invoke(app, [], prog_name="offload-runtime", env=asked)
     assert (result.exit_code, result.stdout.split()) == (0, [found])
-
-
-def test_unknown_home_is_an_error_line_and_the_chat_goes_on(runtime: FakeRuntime) -> None:
-    result = chat(runtime, turns="/save ~no-such-user/x\none\n")
-    assert result.exit_code == 0, result.stderr
-    assert "error: ~no-such-user/x cannot be found" in result.stderr and "Hello" in result.stdout
-
-
-def test_a_history_that_is_no_file_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OFFLOAD_RUNTIME_STATE", str(tmp_path))
-    os.mkfifo(tmp_path / "chat_history")  # whoever opens it waits for a reader
-    assert isinstance(open_history(), InMemoryHistory)
-    assert "no history is kept" in capsys.readouterr().err
-
-
-def test_no_home_means_no_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def homeless(*_: object) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("XDG_STATE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    assert isinstance(open_history(), InMemoryHistory)
-    assert "no history is kept" in capsys.readouterr().err

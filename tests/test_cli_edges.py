@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,6 @@ import typer
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.chat import ChatSession
-from offload_runtime.cli.options import ChatOptions
 from offload_runtime.engine import Runtime
 from tests.test_cli_fakes import FakeRuntime, app_of
 
@@ -126,18 +123,6 @@ def test_stderr_that_takes_nothing_does_not_lose_the_answer(
     assert answer.getvalue()
 
 
-@pytest.mark.few(14)
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-@pytest.mark.parametrize("columns", ["0", "", "1", "7", "\u0660", "9" * 20, "9" * 5000])
-def test_terminals_of_odd_widths_are_shown_something(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], columns: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    answer = io.StringIO()
-    run(monkeypatch, words, out=answer, err=io.StringIO())
-    assert answer.getvalue().strip()
-
-
 class Screen(io.StringIO):
     """A terminal without colours."""
 
@@ -175,10 +160,6 @@ def test_help_is_grouped_and_says_no_types(monkeypatch: pytest.MonkeyPatch, comm
     for option in parser.commands[command].params:
         assert option.help[0].isupper() or option.help[0].isdigit() or ":" in option.help
         assert option.help.endswith(".") and option.opts[0] in text
-
-
-def test_help_of_the_program_says_no_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "<bool>" not in helped(monkeypatch)
 
 
 # --- words
@@ -266,52 +247,4 @@ def test_names_of_files_that_cannot_be(runtime: FakeRuntime, line: str) -> None:
     assert len(error) <= 608
 
 
-def test_what_a_terminal_sends_may_be_no_text(runtime: FakeRuntime) -> None:
-    """A line editor hands on bytes that are not UTF-8 as lone surrogates."""
-    options = ChatOptions(target="some/model")
-    session = ChatSession(runtime, runtime.conversation(None), options, sys.stdout)  # type: ignore[arg-type]
-    assert session.take(LATIN) and not runtime.requests
-
-
 # --- processes
-
-
-SHELL = {
-    "full": (">/dev/full", 2, "error: stdout cannot be written (No space left on device)"),
-    "closed": (">&-", 2, "error: stdout cannot be written (it is closed)"),
-    "all closed": ("<&- >&- 2>&-", 2, ""),
-    "no stderr": ("2>&-", 0, ""),
-    "full stderr": ("2>/dev/full", 0, ""),
-    "no reader": ("| true; exit ${PIPESTATUS[0]}", 141, ""),
-    "no reader of stderr": ("2> >(true)", 0, ""),
-}
-
-
-SHELL_RUNS = [
-    *((command, how) for command in ("--version", "plan") for how in SHELL),
-    *(("generate", how) for how in ("full", "no stderr", "full stderr", "no reader")),
-    *(("verify", how) for how in ("full", "no stderr")),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "how"), SHELL_RUNS)
-def test_streams_of_a_shell(one_layer_draft: Path, command: str, how: str) -> None:
-    """With descriptors that are closed or full indeed, up to the interpreter's end."""
-    redirection, code, complaint = SHELL[how]
-    loaded = ["--target", str(one_layer_draft), "--device", "cpu", "--context", "128"]
-    words = {
-        "--version": ["--version"],
-        "plan": [*PLAN],
-        "generate": ["generate", *loaded, "--prompt", "the quick", "--max-new-tokens", "3"],
-        "verify": ["verify", *loaded, "--quick", "--tokens", "8", "--seeds", "32"],
-    }[command]
-    script = f'"$@" {redirection}'
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", sys.executable, "-m", "offload_runtime", *words],
-        capture_output=True, text=True, timeout=200, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert complaint in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    assert bool(done.stdout) == (code == 0)

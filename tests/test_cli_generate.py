@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 import offload_runtime
 from offload_runtime.cli.app import app
-from offload_runtime.cli.generate import link_figure
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from offload_runtime.params import GenerationParams, SamplingParams
@@ -89,33 +87,6 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     ]  # fmt: skip
 
 
-def test_explained_are_all_figures_of_an_answer(runtime: FakeRuntime) -> None:
-    runtime.stats = make_stats(
-        windows={"tree 256": 7, "plain": 2, "unigram 16": 1}, accepted_by_source={"draft": 9, "ngram": 30},
-        accepted_by_depth=(20, 19), hidden_draft_share=0.5,
-    )  # fmt: skip
-    lines = generate(runtime, "--prompt", "Hi", "--explain").stderr.splitlines()
-    assert (
-        lines[-9:]
-        == [
-            "12.5 tokens/s · n-grams 1.5 tokens/pass · link 80 % · first token 0.25 s",
-            "  prompt of 7 tokens, first token after 0.25 s",
-            "  answer of 3 tokens in 2 passes, 1.50 tokens a pass",
-            "  accepted, as shares of what was proposed: 0.65 of draft, 0.90 of TriForce",
-            "  accepted, by depth: 20, 19",
-            "  accepted, by who proposed: 9 of draft, 30 of n-grams",
-            "  passes by what was proposed: 7 x tree 256, 2 x plain, 1 x n-grams 16",
-            "  link 20.0 of 25.0 GB/s (80 %), idle 4.0 %, 2.0 GB a pass, 0.50 s waited for",
-            "  drafting hidden 50.0 %",
-            "  peak of 3.0 GB of memory, 4.0 GB of page-locked memory",
-        ][-9:]
-    )
-    runtime.stats = make_stats(accepted_by_depth=tuple(range(20, 0, -1)))
-    assert "by depth: 20, 19, 18, 17, 16, 15, 14, 13, ...\n" in generate(runtime, "--prompt", "Hi", "--explain").stderr
-    runtime.stats = make_stats(acceptance=(), windows={"plain": 2}, link_gbps=None)
-    assert "12.5 tokens/s · plain 1.5 tokens/pass · first token" in generate(runtime, "--prompt", "Hi").stderr
-
-
 def test_control_tokens_in_messages_are_allowed_where_there_are_messages(runtime: FakeRuntime) -> None:
     for arguments, allowed in (((), False), (("--allow-special-tokens",), True)):
         assert generate(runtime, "--chat", "--prompt", "Hi", *arguments).exit_code == 0
@@ -125,28 +96,6 @@ def test_control_tokens_in_messages_are_allowed_where_there_are_messages(runtime
     assert error_lines(refused) == [
         "error: --allow-special-tokens does nothing without --chat: a plain prompt always allows them"
     ]
-
-
-def test_a_prediction_stands_beside_the_measurement(runtime: FakeRuntime) -> None:
-    assert "predicted" not in generate(runtime, "--prompt", "Hi").stderr
-    runtime.stats = make_stats(predicted_s_per_pass=0.234, measured_s_per_pass=0.2359)
-    figures = generate(runtime, "--prompt", "Hi").stderr.splitlines()[-1]
-    assert "predicted 0.234 s a pass, measured 0.236 (+0.8 %)" in figures
-    printed = json.loads(generate(runtime, "--prompt", "Hi", "--json").stdout)["stats"]
-    assert (printed["predicted_s_per_pass"], printed["measured_s_per_pass"]) == (0.234, 0.2359)
-
-
-def test_every_output_of_an_emulated_run_says_so(runtime: FakeRuntime, tmp_path: Path) -> None:
-    runtime.emulated, runtime.stats = "rtx4090", make_stats(emulated="rtx4090")
-    assert generate(runtime, "--prompt", "Hi").stderr.splitlines()[-1].startswith("emulating rtx4090 · ")
-    record = json.loads(generate(runtime, "--prompt", "Hi", "--json").stdout)
-    assert record["emulated"] == record["stats"]["emulated"] == "rtx4090"
-    files = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for file in files:
-        file.write_text("Hi")
-    batch = generate(runtime, "--json", *(f"--prompt-file={file}" for file in files))
-    assert json.loads(batch.stdout)["emulated"] == "rtx4090"
-    assert sum(": emulating rtx4090 · " in line for line in batch.stderr.splitlines()) == 2
 
 
 def test_a_batch_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRuntime, tmp_path: Path) -> None:
@@ -171,18 +120,6 @@ def test_an_answer_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRunt
     record = json.loads(whole.stdout)
     assert (record["text"], record["tokens"], record["finish_reason"]) == ("Help", [1, 2, 3], "interrupted")
     assert whole.exit_code == 2
-
-
-def test_memory_that_runs_out_before_the_answer(runtime: FakeRuntime) -> None:
-    runtime.before_piece = full_host(at_piece=0)
-    result = generate(runtime, "--prompt", "Hi", "--json")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert error_lines(result) == ["error: the host is full"]
-
-
-def test_chat_option_wraps_the_prompt(runtime: FakeRuntime) -> None:
-    generate(runtime, "--prompt", "Hi", "--chat")
-    assert runtime.requests[0][0] == [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(
@@ -236,14 +173,6 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
         assert check is not None
         check(Room())
     assert seen == [([[{"role": "user", "content": "Hi"}]], 7), (["Hi", "Hi"], 9)]
-
-
-def test_prompt_file_is_taken_as_it_is(runtime: FakeRuntime, tmp_path: Path) -> None:
-    path = tmp_path / "prompt.txt"
-    path.write_bytes(b"\xef\xbb\xbfd\xc3\xa9j\xc3\xa0\r\n vu \n")
-    assert generate(runtime, "--prompt-file", str(path)).exit_code == 0
-    assert generate(runtime, "--prompt-file", "-", stdin=" from a pipe\n").exit_code == 0
-    assert [prompt for prompt, _ in runtime.requests] == ["déjà\r\n vu \n", " from a pipe\n"]
 
 
 @pytest.mark.parametrize(
@@ -417,32 +346,6 @@ def test_ctrl_c_that_does_not_wait(runtime: FakeRuntime, files: list[str], press
     assert "Traceback" not in result.stderr and runtime.closed
 
 
-def test_ctrl_c_during_prefill_does_not_wait_for_its_end(runtime: FakeRuntime) -> None:
-    runtime.before_piece = lambda number: press_ctrl_c()
-    result = generate(runtime, "--prompt", "a")
-    assert (result.exit_code, result.stdout) == (130, NOISE)
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_an_answer_in_a_thread_leaves_the_signals_alone(runtime: FakeRuntime, files: list[str], batched: bool) -> None:
-    """Only the main thread of a program may handle them."""
-    results: list[Result] = []
-    arguments = files if batched else ["--prompt", "a"]
-    thread = threading.Thread(target=lambda: results.append(generate(runtime, *arguments)))
-    handler = signal.getsignal(signal.SIGINT)
-    thread.start()
-    thread.join()
-    assert results[0].exit_code == 0, results[0].exception
-    assert ("answer 2" if batched else "Hello") in results[0].stdout
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_link_figure_says_when_nothing_is_streamed() -> None:
-    assert link_figure(make_stats(link_gbps=None)) == "nothing streamed"
-    assert link_figure(make_stats(link_peak_gbps=None)) == "20.0 GB/s"
-
-
 def test_version() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"offload-runtime {offload_runtime.__version__}\n")
@@ -464,10 +367,3 @@ def test_demo_compares_both_ways(runtime: FakeRuntime, tmp_path: Path, identical
     assert result.stdout.count("Hello\n") == 2
     for figure in ("plain", "speculative", "12.50", "1.50", "2.0 GB", "20.0 of 25.0 GB/s", "3.0 GB", "0.25 s"):
         assert figure in result.stdout
-
-
-def test_demo_stopped_by_ctrl_c_compares_nothing(runtime: FakeRuntime, tmp_path: Path) -> None:
-    runtime.before_piece = lambda number: press_ctrl_c() if number == 1 and len(runtime.requests) == 3 else None
-    result = demo(runtime, tmp_path)
-    assert result.exit_code == 130
-    assert "identical" not in result.stdout

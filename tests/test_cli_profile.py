@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +13,10 @@ from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import MachineProfile, load_profile, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
-from offload_runtime.hardware.measure import CardsReport, GpuReport, MachineReport, MeasureOptions
+from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions
 from offload_runtime.hardware.profile import CpuFigures
 from tests.test_cli_fakes import app_of
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = CpuFigures("Some CPU", 16, ("avx2", "avx512f"))
 PROFILE = MachineProfile(
     "this-machine", "a test", 2, 64 * 10**9, gpu_name="Some GPU", vram_bytes=24 * 10**9, link_gbps=6.4, hbm_gbps=1008.0,
@@ -85,35 +80,6 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
     assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
 
 
-@pytest.mark.parametrize(
-    ("cards", "said"),
-    [
-        (
-            CardsReport(("cuda:0", "cuda:1"), False, (25.1, 25.0), (19.05, 19.05), {8.0: 21.0, 8192.0: 640.0}),
-            ("card 0 (cuda:0) 25.1 · card 1 (cuda:1) 25.0 GB/s", "links, both at once", "38.1 GB/s, 1.52 x one",
-             "8 KiB 21.0 · 8 MiB 640 us, through page-locked host memory"),
-        ),
-        (
-            CardsReport(("cuda:0", "cuda:1", "cuda:2"), True, (6.0, 25.0, 25.0), (6.0, 25.0, 25.0), {64.0: 9.0}),
-            ("links, all 3 at once", "56.0 GB/s, 2.24 x one", "64 KiB 9.0 us, peer to peer"),
-        ),
-        (
-            CardsReport(("cuda:0", "cuda:0"), False, (25.1, 25.0), (12.5, 12.6), {8.0: 5.0}),
-            ("25.1 GB/s, of logical cards that share a device and its link", "8 KiB 5.0 us, within one device"),
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_further_card_brings_is_said(
-    measuring: FakeMeasuring, cards: CardsReport, said: tuple[str, ...]
-) -> None:
-    measuring.report = replace(REPORT, cards=cards)
-    result = profile(measuring)
-    for words in said:
-        assert words in result.stdout
-    assert ("x one" in result.stdout) == (not cards.on_one_device)
-    assert json.loads(profile(measuring, "--json").stdout)["cards"]["links_alone_gbps"] == list(cards.links_alone_gbps)
-
-
 def test_options_reach_the_measurement(measuring: FakeMeasuring, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -165,19 +131,3 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
     for name in ("/absent", "long" * 100):
         result = profile(measuring, "--disk-file", name)
         assert result.exit_code == 2 and f"--disk-file {name[:50]}" in result.stderr and "not a file" in result.stderr
-
-
-@pytest.mark.slow
-def test_the_real_command_measures_this_machine(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment = {**os.environ, "PYTHONPATH": path, "OFFLOAD_RUNTIME_CONFIG": str(tmp_path)}
-    command = [sys.executable, "-m", "offload_runtime", "profile", "--device", "cpu", "--quick", "--json"]
-    result = subprocess.run(
-        [*command, "--save", "here"], capture_output=True, text=True, encoding="utf-8", timeout=120, env=environment,
-        check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    record = json.loads(result.stdout)
-    assert record["saved"] == str(tmp_path / "profiles" / "here.toml")
-    assert record["profile"]["host_gbps"] > 0
-    assert record["missing"]["link_gbps"] == "--device cpu leaves the GPU out"

@@ -6,8 +6,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload_runtime.config import SpeculationOptions, format_bytes, parse_bytes
-from offload_runtime.copy import CopyEngine
-from offload_runtime.copy.queue import ThreadCopyEngine
-from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import (
     BudgetError,
     CheckpointError,
     ContextLengthError,
-    CopyError,
     DeviceError,
     NumericalError,
     OffloadError,
     OptionError,
     UnsupportedArchitectureError,
 )
-from offload_runtime.plan.request import PROCESS_BYTES
-from offload_runtime.runners import ModelRunner
-from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
     NUM_LAYERS,
     PROMPT,
     load,
     one_thread,  # noqa: F401 (an autouse fixture)
-    raising,
     refuse_weights,
 )
 
@@ -155,13 +144,6 @@ class TestBeforeLoading:
         refused(DeviceError, target, word, device=device)
 
 
-def test_on_a_cpu_no_device_memory_is_a_way_out(target: Path) -> None:
-    options: dict[str, Any] = {"resident_layers": 0, "draft": "none", "ram": PROCESS_BYTES + 10_000}
-    too_small = f"--ram of {format_bytes(PROCESS_BYTES)} is too small by"
-    message = refused(BudgetError, target, too_small, "smaller model", **options)
-    assert "--vram" not in message and "device" not in message
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_failure_while_loading_leaves_nothing_running(target: Path, share: float) -> None:
@@ -226,15 +208,6 @@ def test_prompts_that_are_none(runtime: Runtime, prompts: Any) -> None:
         runtime.generate_batch([PROMPT], noise_ids=5)  # type: ignore[arg-type]
 
 
-def test_a_refused_request_does_not_disturb_a_running_one(runtime: Runtime) -> None:
-    whole = runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text
-    stream = runtime.stream(PROMPT, max_new_tokens=12, ignore_eos=True)
-    shown = next(stream)
-    with pytest.raises(OptionError):
-        runtime.generate(PROMPT, max_new_tokens=4, gamma=21)
-    assert shown + "".join(stream) == whole
-
-
 def test_gamma_without_a_draft(target: Path) -> None:
     with load(target, draft="none") as runtime:
         with pytest.raises(OptionError, match="--draft ngram"):
@@ -266,45 +239,6 @@ def test_nan_weights_are_an_error_and_not_tokens(copy: Path, tensor: str) -> Non
         for _ in range(2):
             with pytest.raises(NumericalError, match=r"NaN.*damaged"):
                 runtime.generate(PROMPT, max_new_tokens=4)
-
-
-def failing_once(*, after: int) -> ThreadCopyEngine:
-    """A queue that lets so many copies through, refuses the next, and would make all others."""
-    return ThreadCopyEngine(
-        pace=before_each_copy(raising(RuntimeError("the cable fell out"), after=after, then=lambda: None))
-    )
-
-
-def streamed_by(model: LoadedModel, engine: CopyEngine) -> LoadedModel:
-    """The same model, all of whose layers cross another queue."""
-    layout, runner = model.weights.layout, model.runner
-    streamer = LayerStreamer(
-        [model.weights.block(index) for index in range(NUM_LAYERS)], {},
-        [torch.empty(max(layout.layer_bytes), dtype=torch.uint8) for _ in range(model.placement.num_slots)],
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer), engine=engine,
-    )  # fmt: skip
-    runner = ModelRunner(runner.decoder, streamer, runner.cache, runner.rows, runner.chunk_tokens)
-    return replace(model, runner=runner, shares=(replace(model.shares[0], engine=engine),))
-
-
-# Three copies fill the ring, then five make a pass.
-@pytest.mark.few(2)
-@pytest.mark.parametrize("copies", [3, 5, 8, 20])
-def test_a_failed_copy_ends_the_generation_and_all_that_follow(target: Path, copies: int) -> None:
-    with (
-        load(target, draft="none", resident_layers=0) as runtime,
-        closing(failing_once(after=copies)) as engine,
-    ):
-        expected = runtime.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-        runtime.parts = replace(runtime.parts, target=streamed_by(runtime.parts.target, engine))
-        stream = runtime.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
-        with pytest.raises(CopyError, match=r"cable fell out.*load the runtime again"):
-            list(stream)
-        stream.close()
-        assert stream.result.tokens == expected[: len(stream.result.tokens)]
-        assert len(stream.result.tokens) <= copies // NUM_LAYERS
-        with pytest.raises(CopyError, match="load the runtime again"):
-            runtime.generate(PROMPT, max_new_tokens=1)
 
 
 def test_prompts_are_checked_before_weights_are_read(target: Path) -> None:

@@ -17,10 +17,9 @@ from offload_runtime.hardware.gpu_bench import (
     measure_decode_gweights_per_s,
     measure_library_rows,
 )
-from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, read_host_info
+from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo
 from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions, advise, measure_machine
 from offload_runtime.hardware.profile import DTYPES, CpuFigures
-from offload_runtime.memory import resolve_devices
 
 GIB = 1 << 30
 
@@ -32,29 +31,6 @@ def own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # The host as the system tells it.
-
-
-def fake_system(tmp_path: Path, *, version: str = "Linux version 6.8", limit: str = "max") -> dict[str, Path]:
-    """The files that Linux tells about itself in."""
-    (tmp_path / "version").write_text(version)
-    flags = "fpu avx2 avx512f amx_bf16 sse2"
-    (tmp_path / "cpuinfo").write_text(f"processor: 0\nmodel name\t: Some CPU \x01 @ 3GHz\nflags: {flags}\n")
-    (tmp_path / "memory.max").write_text(limit)
-    (tmp_path / "memory.current").write_text(str(GIB))
-    (tmp_path / "huge").write_text("always madvise [never]" if "WSL2" in version else "always [madvise] never")
-    return {"proc": tmp_path, "cgroup": tmp_path, "huge_pages": tmp_path / "huge"}
-
-
-def test_the_host_is_read_from_the_system(tmp_path: Path) -> None:
-    host = read_host_info(**fake_system(tmp_path))
-    assert (host.cpu.name, host.cpu.features) == ("Some CPU @ 3GHz", ("avx2", "avx512f", "amx_bf16"))
-    assert not host.wsl and host.huge_pages
-    assert host.ram_bytes > 2 * GIB
-    contained = read_host_info(**fake_system(tmp_path, version="5.15-microsoft-standard-WSL2", limit=str(3 * GIB // 2)))
-    assert contained.wsl and not contained.huge_pages
-    assert (contained.ram_bytes, contained.available_bytes) == (3 * GIB // 2, GIB // 2)
-    nowhere = read_host_info(proc=tmp_path / "absent", cgroup=tmp_path / "absent")
-    assert nowhere.cpu.name and nowhere.cpu.cores >= 1
 
 
 HOST = HostInfo(CpuFigures("Some CPU", 16), 64 * GIB, 48 * GIB, 8 << 20, wsl=False)
@@ -100,31 +76,7 @@ def test_the_disk_is_read_block_by_block_and_the_temporary_file_goes(disk: Path)
     assert list((disk / "new").iterdir()) == []
 
 
-def test_what_cannot_time_a_disk_is_refused_with_the_reason(disk: Path) -> None:
-    small = disk / "small"
-    small.write_bytes(bytes(1000))
-    with pytest.raises(CannotMeasureError, match="less than 16 MiB"):
-        host_bench.measure_disk_gbps(small, most_bytes=1 << 30)
-    room = host_bench.temporary_disk_file(disk, 1 << 60)
-    with pytest.raises(CannotMeasureError, match="free: name a file with --disk-file"), room:
-        raise AssertionError("there was room for an exabyte")
-    with pytest.raises(OptionError, match="absent is not a file"):
-        MeasureOptions(disk_file=disk / "absent")
-
-
 # Several cards.
-
-
-def test_cards_of_different_kinds_are_not_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ["Some GPU", "Other GPU", "Some GPU"]
-    for name, answer in (("is_available", lambda: True), ("device_count", lambda: len(kinds)),
-                         ("get_device_name", lambda device: kinds[getattr(device, "index", device)])):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, answer)
-    assert [device.index for device in resolve_devices(("auto",))] == [0, 2]
-    with pytest.raises(DeviceError, match="cards of one kind, and these are Other GPU and Some GPU: name equal ones"):
-        measure_machine(MeasureOptions("cuda:0,cuda:1"))
-    with pytest.raises(OptionError, match="mixes cpu and cuda"):
-        measure_machine(MeasureOptions("cpu,cuda:0"))
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

@@ -95,11 +95,6 @@ def test_a_wrong_key_or_value_is_named_with_what_is_allowed(changes: dict[str, A
     assert words in str(caught.value)
 
 
-def test_needed_keys_are_named() -> None:
-    with pytest.raises(ProfileError, match=r"^source, ram_bytes missing: every profile needs name, source, gpus"):
-        profile_from_mapping({"name": "x", "gpus": 0})
-
-
 rates = st.floats(1e-6, 1e6)
 printable = st.characters(codec="utf-8", exclude_categories=("C", "Z"), include_characters=" ")
 lines = st.text(printable, min_size=1, max_size=40).filter(str.strip)
@@ -171,12 +166,6 @@ def test_the_shipped_profiles_are_there_and_plausible() -> None:
     assert load_profile("rtx4090").vram_bytes == 24564 << 20
 
 
-def test_one_card_of_the_pair_is_the_single_card() -> None:
-    one, two = load_profile("rtx4090"), load_profile("rtx4090-x2")
-    host = {key: getattr(two, key) for key in ("name", "gpus", "ram_bytes", "pinnable_bytes")}
-    assert replace(one, **host) == two
-
-
 def test_saved_profiles_are_listed_and_hide_shipped_ones(own: Path) -> None:
     mine = profile_from_mapping(card(link_gbps=12.5))
     assert save_profile(mine, "box") == own / "box.toml"
@@ -239,12 +228,3 @@ def test_a_profile_that_cannot_be_written_says_where_and_how_out(own: Path) -> N
     own.write_text("a file in the way")
     with pytest.raises(StorageError, match=r"box.toml cannot be written .* set OFFLOAD_RUNTIME_CONFIG"):
         save_profile(profile_from_mapping(card()), "box")
-
-
-def test_the_installed_package_has_the_checkouts_profiles() -> None:
-    assert {path.name for path in shipped_directory().glob("*.toml")} == {f"{name}.toml" for name in SHIPPED}
-
-
-def test_a_home_that_nobody_has_is_a_file_that_is_not_there() -> None:
-    with pytest.raises(ProfileError, match=r"~no-such-user/x\.toml cannot be read: No such file"):
-        load_profile("~no-such-user/x.toml")

@@ -2,45 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
-from offload_runtime.memory import PAGE_BYTES, HostArena, Registrar
-from tests.helpers.page_locking import REFUSED, LimitedRegistrar
-
-NO_LIMIT = 1 << 60
-
-
-@pytest.mark.parametrize("refuse_call", [None, 0, 1, 2, 3, 4])
-def test_what_was_locked_before_a_refusal_stays(refuse_call: int | None) -> None:
-    """Five blocks, the last of them shorter."""
-    registrar = LimitedRegistrar(NO_LIMIT, refuse_calls=() if refuse_call is None else (refuse_call,))
-    arena = HostArena(9 * PAGE_BYTES, name="layer 0")
-    start, blocks = arena.buffer.data_ptr(), 5 if refuse_call is None else refuse_call
-    assert arena.lock(registrar, 2 * PAGE_BYTES) == (0 if refuse_call is None else REFUSED)
-    expected = min(2 * blocks, 9) * PAGE_BYTES
-    assert arena.pinned_bytes == registrar.locked_bytes == expected
-    assert sorted(registrar.locked) == [start + 2 * block * PAGE_BYTES for block in range(blocks)]
-    assert arena.lock(registrar, 2 * PAGE_BYTES) == 0  # it goes on where it was refused
-    assert arena.pinned_bytes == registrar.locked_bytes == 9 * PAGE_BYTES
-    arena.unpin()
-    arena.unpin()
-    assert arena.pinned_bytes == 0 and not registrar.locked
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_an_arena_that_goes_leaves_nothing_locked(closed: bool) -> None:
-    registrar = LimitedRegistrar(NO_LIMIT)
-    arena = HostArena(8 * PAGE_BYTES, name="layer 0")
-    arena.lock(registrar)
-    if closed:
-        arena.close()
-        assert not arena.pinned
-    del arena
-    gc.collect()
-    assert not registrar.locked
+from offload_runtime.memory import HostArena, Registrar
 
 
 @pytest.mark.gpu

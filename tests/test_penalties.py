@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
@@ -132,76 +130,6 @@ def test_a_bias_of_a_token_that_is_none(target: Path, plain: Runtime) -> None:
     params = GenerationParams(sampling=SamplingParams(logit_bias={320: 1.0}))
     with pytest.raises(OptionError, match="outside the vocabulary"):
         Runtime.load(target, device="cpu", on_progress=refuse_weights, check=lambda room: room.check(params))
-
-
-VOCAB_SIZE = 12
-TOKENS = st.integers(0, VOCAB_SIZE - 1)
-PARAMS = st.builds(
-    SamplingParams,
-    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.3, -1.1]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
-    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=3),
-)
-
-
-@st.composite
-def sequences(draw: st.DrawFn) -> list[tuple[SamplingParams, list[int], list[int], Window]]:
-    """Of some slots options, prompt, answer so far, and a window whose first token is the answer's last."""
-    found = []
-    for _ in range(draw(st.integers(1, 3))):
-        answer = draw(st.lists(TOKENS, min_size=1, max_size=6))
-        tokens = (answer[-1], *draw(st.lists(TOKENS, max_size=6)))
-        chain = draw(st.booleans())
-        parents = None if chain else (-1, *(draw(st.integers(0, node - 1)) for node in range(1, len(tokens))))
-        prompt = draw(st.lists(TOKENS, min_size=1, max_size=8))
-        found.append((draw(PARAMS), prompt, answer, Window(tokens, parents)))
-    return found
-
-
-def by_the_book(
-    row: torch.Tensor, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]
-) -> torch.Tensor:
-    """One row of logits, token by token."""
-    row = row.float().clone()
-    for token, bias in params.biases:
-        row[token] += bias
-    for token in {*prompt, *answer}:
-        divided = row[token] / torch.tensor(params.repetition_penalty)
-        row[token] = divided if row[token] > 0 else row[token] * params.repetition_penalty
-    for token, times in Counter(answer).items():
-        row[token] -= torch.tensor(params.frequency_penalty) * times
-        row[token] -= params.presence_penalty
-    return row
-
-
-@given(sequences(), st.integers(0, 99), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 6))
-def test_each_row_has_the_penalties_of_its_own_path(
-    slots: list[tuple[SamplingParams, list[int], list[int], Window]], seed: int, dtype: torch.dtype, later: int
-) -> None:
-    """Those of a window's rows, of slots with unlike options; to the last bit."""
-    sampling = SlotSampling.of([params for params, *_ in slots], torch.device("cpu"))
-    expected, owners, windows = [], list[int](), [window for *_, window in slots]
-    count = sum(len(window.tokens) for window in windows)
-    logits = (3 * torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))).to(dtype)
-    before = logits.clone()
-    for slot, (params, prompt, answer, window) in enumerate(slots):
-        sampling.adjustments.begin(slot, prompt)
-        sampling.adjustments.see(slot, [*prompt, *answer[:later]])  # at once or bit by bit
-        sampling.assign(slot, params)  # as it was, which forgets nothing
-        sampling.adjustments.see(slot, [*prompt, *answer])
-        own = list[list[int]]()
-        for node, token in enumerate(window.tokens):
-            parent = node - 1 if window.parents is None else window.parents[node]
-            own.append([*own[parent], token] if node else [])
-            expected.append(by_the_book(logits[len(expected)], params, prompt, [*answer, *own[-1]]))
-        owners += [slot] * len(window.tokens)
-    scores = torch.stack(expected)
-    tokens = decided(logits, sampling, windows, range(len(slots)), [9] * len(slots)).tokens()
-    assert tokens == scores.argmax(1).tolist()
-    paths = torch.tensor(paths_below_roots(windows)).view(count, -1)
-    adjusted = sampling.adjustments.apply(logits, torch.tensor(owners), paths)
-    assert torch.equal(adjusted.float(), scores) and torch.equal(logits, before)
 
 
 GPU_PARAMS = [

@@ -137,36 +137,6 @@ def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineFigures) -> R
         return None
 
 
-def test_a_refusal_names_the_largest_that_fits() -> None:
-    """One block more than the proposed context, or 20 MB less than the proposed memory, does not fit."""
-    machine = MachineFigures("small", 25 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, max_batch=6, kv="gpu")
-    outcome = plan_or_refuse(request, machine)
-    assert isinstance(outcome, Refusal) and isinstance(outcome.problem, BudgetError)
-    context = next(p for p in outcome.suggestions if p.change.startswith("--context"))
-    assert isinstance(context.plan.request.context, int)
-    with pytest.raises(BudgetError):
-        plan_run(replace(request, context=context.plan.request.context + 256), machine)
-    memory = next(p for p in outcome.suggestions if "device memory" in p.change)
-    least_bytes = 25 * GB + outcome.short_bytes["device memory"]
-    assert least_bytes <= memory.machine.vram_bytes < least_bytes + GB // 10
-    with pytest.raises(BudgetError, match="too small"):
-        plan_run(replace(request, vram_bytes=least_bytes - 20_000_000), replace(machine, vram_bytes=200 * GB))
-
-
-def test_several_changes_together_when_no_single_one_fits() -> None:
-    machine = MachineFigures("tiny", 9 * GB, GB, 25.0, 1000.0, 40 * GB, {"bf16": 165.0}, None)
-    request = RuntimeConfig(
-        describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b"), context=131072,
-        kv="gpu", resident_layers=30, max_batch=4, speculation=SpeculationOptions("chain"),
-    )  # fmt: skip
-    outcome = plan_or_refuse(request, machine)
-    assert isinstance(outcome, Refusal)
-    assert {p.change for p in outcome.suggestions if p.machine == machine} >= {
-        "--batch 1 --kv auto --resident-layers auto --draft ngram"
-    }
-
-
 def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 64 * GB, {"bf16": 165.0}, 20 * GB)
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, max_batch=2, kv="host")
@@ -184,17 +154,6 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
         plan_run(replace(staged_request(request), ram_bytes=12 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
         plan_run(replace(request, vram_bytes=30 * GB), machine)
-
-
-@pytest.mark.parametrize("pinned", [None, 4 * GB, 10 * GB, 20 * GB])
-def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
-    """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
-    machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
-    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=None, max_batch=2, kv="host")
-    plan = plan_run(request, machine)
-    check_limits(plan, machine)
-    assert 100_000 < plan.target.context_tokens < 131_072
-    assert bool(plan.placement.staged_kv_layers) == (pinned is not None)
 
 
 def staged_request(request: RuntimeConfig) -> RuntimeConfig:

@@ -17,14 +17,11 @@ from offload_runtime.plan import (
     MachineFigures,
     Refusal,
     RunPlan,
-    find_plan,
     forecast,
     machine_figures,
-    pass_time,
     plan_or_refuse,
     plan_run,
 )
-from offload_runtime.plan.request import limits_of
 from offload_runtime.weights import DescribedModel, describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -63,29 +60,6 @@ def test_equal_cards_share_layers_and_bytes_alike(kv: str) -> None:
     first, second = streamed(plan)
     assert first == second == plan_on_all(request, ONE).streamed_bytes / 2
     assert plan.placement.resident_layers == () and plan.placement.num_slots == 6
-
-
-@pytest.mark.parametrize("given_bytes", [(12 * GB, 18 * GB), (20 * GB, 12 * GB), (9 * GB, 17 * GB)])
-def test_unequal_limits_get_layers_in_proportion(given_bytes: tuple[int, int]) -> None:
-    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=given_bytes)
-    plan = plan_on_all(request, TWO)
-    for card, limit in zip(plan.cards, given_bytes, strict=True):
-        assert limit - 2 * plan.target.layer_bytes < card.device_bytes <= limit == card.limits.device_bytes
-    first, second = streamed(plan)
-    assert abs(first - second) <= 2 * plan.target.layer_bytes
-    smaller = given_bytes.index(min(given_bytes))
-    assert counts(plan)[smaller] < 20 < counts(plan)[1 - smaller]
-
-
-def test_a_slower_link_gets_fewer_bytes() -> None:
-    request = RuntimeConfig(model("llama-3.1-70b"), "none", context=2048)
-    limits = limits_of(TWO, request)
-    slower = replace(limits, further_cards=(replace(limits.further_cards[0], link_ratio=0.5),))
-    plan = find_plan(request, TWO, slower)
-    first, second = streamed(plan)
-    assert first == pytest.approx(2 * second, rel=0.06)
-    time = pass_time(plan, TWO, length_tokens=2047, rows=1)
-    assert time.link_s == max(first / 25e9, second / 12.5e9)
 
 
 def test_a_card_that_is_too_small_is_named() -> None:

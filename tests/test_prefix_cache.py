@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.generate import Generation, Hooks
 from offload_runtime.engine.request import Request
-from offload_runtime.errors import NumericalError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.kv import DeviceKVCache
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
@@ -221,24 +220,6 @@ def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:
             assert runtime.generate([5], max_new_tokens=1).tokens  # it is not served
 
 
-def test_nothing_is_kept_of_a_request_without_numbers(copy: Path) -> None:
-    with loaded(copy, draft="none") as runtime:
-        answers = {first: runtime.generate([first, 9], params=params(12)).tokens for first in (5, 6)}
-    poison = next(token for token in answers[5][3:9] if not {token} & {5, 6, 9, *answers[6], *answers[5][:3]})
-    weights = load_file(copy / "model.safetensors")
-    weights["model.embed_tokens.weight"][poison] = float("nan")
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    errors: list[BaseException | None] = []
-    with loaded(copy, draft="none") as runtime:
-        hooks = Hooks(on_end=lambda request, result, error: errors.append(error))
-        with runtime.serving(hooks) as generation:
-            for prompt, first, count in (([6, 9, poison], 6, 6), ([5, 9], 5, 12)):
-                say(runtime, generation, prompt, count)
-                assert isinstance(errors.pop(), NumericalError)
-                said = say(runtime, generation, [first, 9], 3)
-                assert (said.num_kept, said.tokens, errors.pop()) == (0, answers[first][:3], None)
-
-
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_what_a_length_rotates_otherwise_is_read_again(copy: Path, rope_type: str) -> None:
     config = json.loads((copy / "config.json").read_text())
@@ -257,11 +238,3 @@ def test_what_a_length_rotates_otherwise_is_read_again(copy: Path, rope_type: st
             said = [say(runtime, generation, prompt) for prompt in prompts]
     assert [one.tokens for one in said] == expected
     assert [one.num_kept for one in said] == [0, 60, 0, 89 if rope_type == "longrope" else 0, 89, 0]
-
-
-def test_what_a_scheduler_counts(target: Path) -> None:
-    with loaded(target, draft="none") as runtime, Scheduler(runtime) as served:
-        for _ in range(2):
-            served.submit(TEXT[:50], params(), on_event=lambda event: None)
-        served.close(grace_s=60)
-        assert (served.counters.prompt_tokens, served.counters.kept_tokens) == (100, 49)

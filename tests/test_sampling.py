@@ -20,7 +20,7 @@ from offload_runtime.sampling import (
     SlotSampling,
     filter_logits,
 )
-from tests.helpers.sampling import noise, perturbed_logits, sample, slots_of
+from tests.helpers.sampling import perturbed_logits, sample, slots_of
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = [
@@ -129,21 +129,6 @@ def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
         assert tokens[0] >= 0 and tokens[1:4] == [-1, -1, 0] and tokens[4] % 2 == 1
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.7, top_k=20, seed=8)], ids=str)
-def test_perturbed_logits_are_what_sample_takes_the_maximum_of(params):
-    logits = torch.randn((9, 999), generator=torch.Generator().manual_seed(3))
-    positions, sequences = torch.arange(9), torch.zeros(9, dtype=torch.int64)
-    scores = perturbed_logits(logits, params, positions, sequences)
-    assert scores.argmax(dim=1).tolist() == sample(logits, params, positions, sequences).tolist()
-    if params.greedy:
-        assert torch.equal(scores, logits)
-        return
-    assert (scores > -INF).sum(dim=1).tolist() == [20] * 9
-    kept = scores > -INF
-    unfiltered = logits / 0.7 + noise(8, positions, sequences, 999)
-    torch.testing.assert_close(scores[kept], unfiltered[kept], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 @pytest.mark.parametrize(
     "filters",
@@ -186,22 +171,6 @@ def test_each_slot_has_the_filters_of_its_own_request():
 LOGITS = st.lists(
     st.one_of(st.floats(-20, 20, width=32), st.integers(-3, 3).map(float), st.just(-INF)), min_size=1, max_size=40
 ).filter(lambda values: max(values) > -INF)
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.floats(0.05, 5),
-    top_k=st.integers(0, 50),
-    top_p=st.floats(0.01, 1),
-    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LOGITS, PARAMS, st.randoms(use_true_random=False))
-def test_permuting_the_vocabulary_permutes_the_allowed_set(values, params, random):
-    logits = torch.tensor([values])
-    order = list(range(len(values)))
-    random.shuffle(order)
-    assert torch.equal(filter_logits(logits[:, order], params), filter_logits(logits, params)[:, order])
 
 
 def test_top_p_stops_exactly_where_its_share_is_reached():

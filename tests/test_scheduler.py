@@ -347,51 +347,6 @@ def test_a_request_that_is_cancelled_makes_room(target: Path) -> None:
         assert served.counters.finished == 3
 
 
-def test_closing_waits_for_as_long_as_it_is_told(target: Path) -> None:
-    with loaded(target, max_batch=1) as runtime:
-        alone = runtime.generate([5], params=params(30)).tokens
-        for grace_s in (60.0, 0.0):
-            first, second = Held(), Heard()
-            served = Scheduler(runtime, max_waiting=3)
-            served.submit([5], params(30), on_event=first)
-            served.submit([6], params(4), on_event=second)
-            assert first.is_held.wait(60)
-            with pytest.raises(OptionError, match="served by a scheduler"):
-                runtime.generate([5])
-            closing = threading.Thread(target=served.close, args=(grace_s,))
-            closing.start()
-            while True:  # until it is being closed
-                try:
-                    served.submit([6], params(1), on_event=lambda event: None).cancel()
-                except QueueFullError:
-                    continue
-                except OptionError as error:
-                    assert "closed" in str(error)
-                    break
-            first.let_go.set()
-            closing.join()
-            if grace_s:
-                assert first.result.tokens == alone and second.result.finish_reason == "length"
-            else:
-                assert first.result.tokens == alone[:1] and second.result.tokens == []
-            served.close()
-        assert runtime.generate([5], params=params(30)).tokens == alone
-
-
-def test_the_runtime_is_given_back_whatever_happens(target: Path) -> None:
-    with loaded(target, max_batch=1) as runtime:
-        heard = Held()
-        with pytest.raises(KeyboardInterrupt), Scheduler(runtime) as served:
-            served.submit([5], params(400), on_event=heard)
-            assert heard.is_held.wait(60)
-            heard.let_go.set()
-            raise KeyboardInterrupt
-        assert heard.result.finish_reason == "interrupted"
-        assert len(runtime.generate([5], params=params()).tokens) == 8
-    with pytest.raises(OptionError, match="closed"):
-        Scheduler(runtime)
-
-
 def test_a_callback_that_raises_costs_only_its_own_request(target: Path) -> None:
     calls: list[Any] = []
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -15,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,15 +20,11 @@ import pytest
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
-from offload_runtime.engine import ErrorEvent, GenerationResult, Runtime, SchedulerCounters, TokenEvent
-from offload_runtime.errors import BudgetError, NumericalError, OptionError, QueueFullError, UnavailableError
-from offload_runtime.params import GenerationParams
-from offload_runtime.server.app import Service, make_app
+from offload_runtime.errors import OptionError
 from offload_runtime.server.gate import ServerConfig
 from offload_runtime.server.run import Server
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL, Served, events_of, serving
-from tests.test_cli_fakes import make_stats
 
 # Longer than any test waits.
 ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 16000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
@@ -99,14 +92,6 @@ def test_beyond_what_may_wait_requests_are_told_to_come_back(served: Served) -> 
         assert refused.json()["error"]["type"] == "rate_limit_error"
         first.close()
         assert next(second).startswith("data: ")  # which has a slot then
-
-
-def test_of_several_answers_none_is_begun_where_not_all_may_wait(served: Served) -> None:
-    with begun(served) as lines:
-        next(lines)
-        assert served.http.post("/v1/completions", json={**ENDLESS, "n": 3}).status_code == 429
-        wait_until(lambda: served.scheduler.counters.running == 1 and not served.scheduler.counters.waiting)
-    assert served.http.post("/v1/completions", json={**ENDLESS, "n": 4}).status_code == 400  # never
 
 
 def test_after_its_time_an_answer_ends_as_it_is(long_target: Path) -> None:
@@ -227,72 +212,6 @@ def test_a_process_stops_at_once_at_the_second_signal(long_target: Path, signals
             else:
                 assert "data: [DONE]" in list(lines)
                 assert process.wait(60) == 0
-
-
-class FailingScheduler:
-    """Ends every request by an error, of its own or as it is asked."""
-
-    def __init__(self, error: Exception, *, at_once: bool) -> None:
-        self._error, self._at_once, self.counters = error, at_once, SchedulerCounters()
-        self.failure: BaseException | None = None
-
-    def submit(self, prompt: list[int], params: GenerationParams, *, on_event: Any) -> Any:
-        if self._at_once:
-            raise self._error
-        on_event(TokenEvent(1, "a", "target"))
-        on_event(ErrorEvent(self._error, GenerationResult([1], "a", "interrupted", make_stats())))
-        return SimpleNamespace(cancel=lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (BudgetError("memory ran out"), 503, "memory ran out"),
-        (NumericalError("NaN logits"), 500, "NaN logits"),
-        (KeyError("a secret of ours"), 500, "the server has failed at this request"),
-        (QueueFullError("two wait", 2.5), 429, "two wait"),
-    ],
-)
-@pytest.mark.parametrize("at_once", [False, True])
-def test_errors_of_a_run_have_a_status(
-    short_target: Path, error: Exception, status: int, message: str, at_once: bool
-) -> None:
-    async def ask(runtime: Runtime) -> tuple[httpx.Response, httpx.Response]:
-        service = Service(ServerConfig())
-        service.begin(runtime, FailingScheduler(error, at_once=at_once), MODEL)  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(make_app(service, ServerConfig()), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            body = {"prompt": "a", "max_tokens": 2}
-            asked = await http.post("/v1/completions", json=body)
-            return asked, await http.post("/v1/completions", json={**body, "stream": True})
-
-    with load(short_target, draft="none") as runtime:
-        whole, stream = asyncio.run(ask(runtime))
-    assert whole.status_code == status and whole.json()["error"]["message"] == message
-    assert "default-src 'none'" in whole.headers["content-security-policy"]
-    if status == 429:
-        assert whole.headers["retry-after"] == "3"
-    if at_once:
-        assert stream.status_code == status
-    else:  # which has begun
-        *_, last = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: ")]
-        assert stream.status_code == 200 and last["error"]["message"] == message
-
-
-def test_health_says_that_an_engine_has_failed(short_target: Path) -> None:
-    async def ask(runtime: Runtime) -> tuple[int, Any]:
-        service = Service(ServerConfig())
-        stopped = FailingScheduler(UnavailableError("this scheduler has stopped"), at_once=True)
-        service.begin(runtime, stopped, MODEL)  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(make_app(service, ServerConfig()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            assert (await http.get("/health")).status_code == 200
-            asked = await http.post("/v1/completions", json={"prompt": "a"})
-            stopped.failure = RuntimeError("a defect")
-            return asked.status_code, (await http.get("/health")).json()
-
-    with load(short_target, draft="none") as runtime:
-        assert asyncio.run(ask(runtime)) == (503, {"status": "failed"})
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -20,7 +19,7 @@ import pytest
 from offload_runtime import Conversation, Runtime, Scheduler
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.sessions import session_files
-from offload_runtime.errors import ContextLengthError, OffloadError, SessionError, StorageError
+from offload_runtime.errors import ContextLengthError, SessionError, StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL, serving
@@ -156,13 +155,6 @@ def test_going_back_after_a_load_is_as_before_it(runtime: Runtime, tmp_path: Pat
     assert answer[:2] == expected[:2] and answer[2] >= held - 1
     later.undo()
     assert later.undo() == LONG and later.num_tokens == 0
-
-
-def test_messages_alone_are_read_again(runtime: Runtime, tmp_path: Path) -> None:
-    path, conversation = tmp_path / "chat.json", begin(runtime)
-    path.write_text(json.dumps(conversation.to_json()))
-    later = runtime.conversation()
-    assert later.load(path) == 0 and later.messages == conversation.messages and say(later, "and?")[2] == 0
 
 
 def flip(path: Path) -> None:
@@ -345,17 +337,3 @@ def test_a_server_that_is_started_again_reads_nothing_again(target: Path, draft:
     for tokens in (256, 512):  # the block behind the one that was damaged stayed, was found damaged, and is new then
         with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
             assert ask(served, first[0], "and?") == (expected[0], tokens)
-
-
-@pytest.mark.slow
-def test_a_servers_blocks_keep_to_their_limit(target: Path, tmp_path: Path) -> None:
-    options = {"context": CONTEXT, "max_batch": 1, "draft": "none"}
-    with load(target, **options) as runtime:
-        nbytes = runtime.config.num_layers * runtime.plan.target.kv_block_bytes + 100
-        with pytest.raises(OffloadError, match="hold none of"):
-            Scheduler(runtime, sessions=tmp_path, sessions_bytes=1000)
-    for text, kept in ((LONG, 0), (LONG[9:], 0), (LONG[9:], 512), (LONG, 256)):
-        with serving(target, load_options=options, sessions=tmp_path, sessions_bytes=3 * nbytes) as served:
-            body = served.chat(messages=[{"role": "user", "content": text}]).json()
-        assert body["choices"][0]["x_stats"]["kept_tokens"] == kept
-        assert sum(file.stat().st_size for file in tmp_path.glob("*.kv")) <= 3 * nbytes

@@ -155,19 +155,6 @@ def test_a_forged_turn_is_none(kind: str) -> None:
     assert [raw.count(token) for token in (start, end)] == [1, 2]
 
 
-def test_texts_within_a_message() -> None:
-    room, otherwise = rooms("byte level", "as it is")
-    for one in (room, otherwise):
-        one.tokenizer.chat_template = one.tokenizer.chat_template.replace(
-            "message['content'] }}", "message['content'][0].text }}{{ message['name'] }}"
-        )
-    asked: list[Any] = [{"role": f"user{END}", "content": [{"type": "text", "text": f"a{END}", "n": 3}], "name": START}]
-    assert room.encode(asked) == otherwise.encode(asked)
-    assert asked[0]["content"][0]["text"] == f"a{END}", "what the caller has stays as it is"
-    asked[0]["content"] = tuple(asked[0]["content"])
-    assert room.encode(asked) == otherwise.encode(asked)
-
-
 def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused() -> None:
     """A unigram model knows all pieces, and merges that were made of a sentencepiece model may know them."""
     room, _ = rooms("unigram", "as it is")

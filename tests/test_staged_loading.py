@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload_runtime.config import GB, GIB, format_bytes
-from offload_runtime.copy import StagingCopyEngine, ring_shape, staging_threads
-from offload_runtime.copy.queue import CudaCopyEngine
-from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.copy import ring_shape
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.hardware.host_bench import HostInfo, usable_cores
+from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import CpuFigures
-from offload_runtime.memory import HostArena, PageableMemory, Registrar
+from offload_runtime.memory import Registrar
 from offload_runtime.plan import (
     RunPlan,
     common_figures,
@@ -221,46 +217,3 @@ def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int) -> None:
             seen += [tokens_of(runtime), tokens_of(runtime)]
         assert not registrar.locked
     assert all(tokens == seen[0] for tokens in seen)
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_staged_streaming_reaches_8_gbps() -> None:
-    """Everything pageable: the figure that the ring exists for, with 8 layers of 256 MiB."""
-    nbytes, device, num_threads = 256 << 20, torch.device("cuda"), staging_threads(usable_cores())
-    arenas = [HostArena(nbytes, name=f"layer {index}") for index in range(8)]
-    for index, arena in enumerate(arenas):
-        arena.buffer.fill_(index + 1)
-    shape = ring_shape(nbytes)
-    ring = HostArena(shape.nbytes, name="ring")
-    ring.pin(Registrar())
-    pageable = PageableMemory()
-    for arena in arenas:
-        pageable.enter(arena.buffer)
-    engine = StagingCopyEngine(
-        CudaCopyEngine(device), list(ring.buffer.view(shape.num_pieces, -1)), pageable, num_threads=num_threads
-    )
-    try:
-        slots = list(torch.empty(3 * nbytes, dtype=torch.uint8, device=device).view(3, -1))
-        torch.cuda.synchronize()
-        layers = [arena.buffer for arena in arenas]
-        streamer = LayerStreamer(layers, {}, slots, make_views=lambda index, buffer: {"w": buffer}, engine=engine)
-        wrong = torch.zeros((), dtype=torch.int64, device=device)
-
-        def run_pass() -> None:
-            for index, weights in streamer.layers():
-                wrong.add_((weights["w"][:: 1 << 12] != index + 1).sum())
-
-        run_pass()
-        torch.cuda.synchronize()
-        before, started = engine.bytes_copied, time.perf_counter()
-        for _ in range(3):
-            run_pass()
-        torch.cuda.synchronize()
-        gbps = (engine.bytes_copied - before) / (time.perf_counter() - started) / GB
-        print(f"staged streaming: {gbps:.1f} GB/s with {num_threads} threads")
-        assert int(wrong) == 0
-        assert gbps > 8, f"{gbps:.1f} GB/s: no faster than plain pageable copies"
-    finally:
-        engine.close()
-        ring.close()

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from offload_runtime.errors import StorageError
 from offload_runtime.trace import (
-    CopyLog,
     Span,
     Trace,
-    TraceRecorder,
     covered_seconds,
     require_writable,
     union_seconds,
@@ -69,14 +67,6 @@ class _Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> _Card:
     return _Card(monkeypatch)
-
-
-def test_spans_beyond_the_most_are_counted() -> None:
-    recorder = TraceRecorder(torch.device("cpu"), most_spans=3)
-    for number in range(5):
-        CopyLog(recorder, "link").copied(("weights", (number,)), 10, number, number + 1)
-    trace = recorder.finish()
-    assert ([span.args["layer"] for span in trace.spans], trace.dropped) == ([0, 1, 2], 2)
 
 
 _intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))))

@@ -18,50 +18,6 @@ def tiny(family: str, **overrides) -> transformers.PreTrainedConfig:
     return getattr(transformers, f"{family}Config")(**(SIZES | overrides))
 
 
-VARIANTS = [
-    tiny("Llama"),
-    tiny("Llama", head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    tiny("Mistral", sliding_window=7),
-    tiny("Mistral", sliding_window=None, head_dim=24),
-    tiny("Qwen2"),
-    tiny("Qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=3, tie_word_embeddings=True),
-    tiny("Qwen3", head_dim=16),
-    tiny("Qwen3", head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    tiny("SmolLM3"),
-    tiny("SmolLM3", use_sliding_window=True, sliding_window=6, attention_bias=True, mlp_bias=True),
-    tiny("SmolLM3", no_rope_layers=[0, 1, 1, 0, 1]),
-]
-
-
-def build(hf_config: transformers.PreTrainedConfig) -> torch.nn.Module:
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(hf_config)
-
-
-@pytest.mark.parametrize("hf_config", VARIANTS, ids=lambda c: c.model_type)
-def test_every_parameter_of_transformers_model_has_a_place(hf_config):
-    model = build(hf_config)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {name: d.shape for name, d in checkpoint_tensors(model_config_from_transformers(hf_config)).items()}
-    assert found == expected
-
-
-@pytest.mark.parametrize("hf_config", VARIANTS, ids=lambda c: c.model_type)
-def test_flags_agree_with_transformers_modules(hf_config):
-    config = model_config_from_transformers(hf_config)
-    for index, layer in enumerate(build(hf_config).model.layers):
-        attention = layer.self_attn
-        window = getattr(attention, "sliding_window", getattr(hf_config, "sliding_window", None))
-        assert config.layer_windows[index] == window
-        assert config.layer_rope[index] == bool(getattr(attention, "use_rope", True))
-        assert config.head_dim == attention.head_dim
-        assert config.qkv_bias == (attention.v_proj.bias is not None)
-        assert config.o_bias == (attention.o_proj.bias is not None)
-        assert config.mlp_bias == (layer.mlp.up_proj.bias is not None)
-        assert config.qk_norm == hasattr(attention, "q_norm")
-    assert config.rope_parameters["rope_theta"] == hf_config.rope_parameters["rope_theta"]
-
-
 def test_tied_embeddings_drop_the_head_and_its_bytes():
     tied, untied = (model_config_from_transformers(tiny("Llama", tie_word_embeddings=flag)) for flag in (True, False))
     layouts = [ModelLayout.plain(config, torch.bfloat16) for config in (untied, tied)]

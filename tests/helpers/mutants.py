@@ -131,7 +131,7 @@ def _run_in_child(directory: str, tests: list[str], output: Path, result: Path) 
 
     # Looking for what nobody caught collects all of torch's garbage thrice, which takes half a second.
     without = [word for name in ("cacheprovider", "xdist", "unraisableexception") for word in ("-p", f"no:{name}")]
-    options = ["-q", *without, "--disable-warnings", "--rootdir", directory]
+    options = ["-q", "--hypothesis-profile=unshrunk", *without, "--disable-warnings", "--rootdir", directory]
     code = pytest.main([*options, "-c", "pyproject.toml", *tests], plugins=[Recorder()])
     modules = [str(module.__file__) for name, module in sys.modules.items() if name.startswith("offload_runtime")]
     result.write_text(json.dumps({"exit_code": int(code), **by_result, "modules": modules}))

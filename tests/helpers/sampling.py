@@ -20,12 +20,6 @@ def numbered(params: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(params, noise_id=number) for number in range(count)]
 
 
-def join_all(level: Any, requests: Sequence[SamplingParams]) -> None:
-    """Let requests take slots 0, 1, … of a proposer, or of a level of one, as those of a batch do."""
-    for slot, params in enumerate(requests):
-        level.join(slot, params)
-
-
 def slots_of(params: SamplingParams, count: int = 1, device: Any = "cpu") -> SlotSampling:
     """The slots of `numbered` requests."""
     return SlotSampling.of(numbered(params, count), torch.device(device))

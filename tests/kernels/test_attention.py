@@ -86,12 +86,6 @@ def test_a_batch_member_of_padding_only() -> None:
     _check(case, rows, prefill=True)
 
 
-def test_padding_beside_queries_that_see_a_whole_split() -> None:
-    rows = chain_rows((300, 290), (2, 5))
-    case = AttentionCase.random(batch=2, num_queries=5, num_kv_heads=1, group=2, head_dim=16, capacity=310)
-    _check(case, rows, prefill=True)
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("window", [1, 20, 64, 300])
@@ -141,19 +135,6 @@ def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
         chain = chain_of_path(case, path, committed, [committed + slot_order[node] for node in path])
         chain_out = _run(chain, chain_rows((committed,), (len(path),)))
         assert_within(out[:, path], chain_out, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("least_splits", [1, 16])
-def test_a_small_workspace_changes_nothing(least_splits: int) -> None:
-    case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
-    chain, tree = chain_rows((300, 5), (9, 4)), tree_rows(TREE_PARENTS, (300, 60))
-    whole = [_run(case, rows) for rows in (chain, tree)]
-    # Two splits, two sequences, three heads of 17 floats: room for four of the nine queries at a time, or for eight and
-    # one split.
-    nbytes = 4 * (2 * 2 * 3 * 17 * 4)
-    for rows, expected in zip((chain, tree), whole, strict=True):
-        assert_within(_run(case, rows, workspace_bytes=nbytes, least_splits=least_splits), expected, atol=1e-6)
 
 
 # From here on: bitwise equality on the GPU in bf16, which is what makes speculation exact.
@@ -250,11 +231,3 @@ def test_windows_have_the_bits_of_prompts_on_a_gpu(
     )
     case = AttentionCase(2 * case.q, case.kv)  # sharp enough for sums of few large weights
     _check_windows_of(case, (1, 5, 17, 64, 100, 512, 950), window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("least_splits", [1, 16])
-def test_bits_do_not_depend_on_the_workspace(least_splits: int) -> None:
-    case, rows = _big_case(64), chain_rows((900,), (64,))
-    expected = _run(case, rows)
-    assert torch.equal(_run(case, rows, workspace_bytes=1 << 16, least_splits=least_splits), expected)

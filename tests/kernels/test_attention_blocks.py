@@ -12,11 +12,10 @@ from itertools import chain, combinations, pairwise
 import pytest
 import torch
 from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
-from offload_runtime_kernels.attention_kernels import merge_kernel, split_kernel
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_rows, int32, piece, ring, tree_rows
+from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_rows, piece, ring, tree_rows
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs
 
 
@@ -108,21 +107,6 @@ def test_a_ring_gives_the_bits_of_the_whole_wherever_it_wraps(version: Version, 
     assert torch.equal(out, expected)
 
 
-@pytest.mark.few(1)
-@versions
-def test_blocks_behind_a_sliding_window_may_be_passed_or_not(version: Version) -> None:
-    case, rows = _case(3, batch=1), chain_rows((800,), (3,))
-    expected = version.all_at_once(case, rows, 40)  # of positions 761 and later
-    gone = case.kv.data.clone()
-    gone[:, :2] = float("nan")
-    poisoned = KVBlocks(gone)
-    assert torch.equal(version.all_at_once(AttentionCase(case.q, poisoned), rows, 40), expected)
-    for blocks in (range(4), range(1, 4), range(2, 4)):
-        assert torch.equal(version.pieces(case, rows, [(poisoned, blocks)], 40), expected)
-    # A ring too small for the sequence, which holds all that the window reaches.
-    assert torch.equal(version.all_at_once(AttentionCase(case.q, ring(poisoned, range(2, 4), 2)), rows, 40), expected)
-
-
 @pytest.mark.slow
 @versions
 def test_nothing_is_read_of_blocks_behind_the_queries(version: Version) -> None:
@@ -161,31 +145,6 @@ def test_retrieved_keys_beside_the_newest_blocks(version: Version, num_keys: int
 
 @pytest.mark.few(1)
 @versions
-def test_batch_rows_merged_one_by_one_give_the_bits_of_the_batch(version: Version) -> None:
-    case, rows = _case(), chain_rows(STARTS, COUNTS, sequences=(1, 0))
-    expected = version.all_at_once(case, rows)
-    state = AttentionState.empty(case.q)
-    for b in (1, 0):
-        row = slice(b, b + 1)
-        own = QueryRows(rows.positions[row], int32([0]), rows.max_length)
-        one = KVBlocks(case.kv.data[1 - b : 2 - b])
-        for blocks in (range(1), range(1, 4)):
-            version.attend(case.q[row], one, own, blocks, state[row], scale=case.scale)
-    assert torch.equal(version.finish(case.q, rows, state), expected)
-
-
-@pytest.mark.slow
-@versions
-def test_no_blocks_change_nothing_and_no_keys_give_zero(version: Version) -> None:
-    case, rows = _case(3, batch=1), chain_rows((300,), (3,))
-    nothing = version.pieces(case, rows, [(case.kv, range(0)), (case.kv, range(2, 2))])
-    assert torch.equal(nothing, torch.zeros_like(case.q))
-    cut = [(case.kv, range(1)), (case.kv, range(1, 1)), (case.kv, range(1, 2))]
-    assert torch.equal(version.pieces(case, rows, cut), version.all_at_once(case, rows))
-
-
-@pytest.mark.few(1)
-@versions
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
     version: Version, window: int | None
@@ -199,16 +158,6 @@ def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
     tree = tree_rows(TREE_PARENTS, (200,), slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))
     expected = version.pieces(tree_case, tree, [(tree_case.kv, range(1))], window)
     assert torch.equal(version.all_at_once(tree_case, tree, window), expected)
-
-
-def test_a_piece_is_not_taken_for_the_whole() -> None:
-    case, rows = _case(3, batch=1), chain_rows((300,), (3,))
-    with pytest.raises(AssertionError):
-        attention(case.q, piece(case.kv, range(1, 4)), rows, scale=case.scale)
-    with pytest.raises(AssertionError):
-        attend_blocks(
-            case.q, piece(case.kv, range(1, 4)), rows, range(2), AttentionState.empty(case.q), scale=case.scale
-        )
 
 
 # From here on: natively, in bf16.
@@ -269,25 +218,3 @@ def test_bits_of_the_only_block_in_bf16() -> None:
         case, rows = _big_case(width), chain_rows((start,), (width,))
         expected = TRITON.pieces(case, rows, [(case.kv, range(1))])
         assert torch.equal(TRITON.all_at_once(case, rows).view(torch.int16), expected.view(torch.int16))
-
-
-def _num_binaries() -> int:
-    device = torch.cuda.current_device()
-    return sum(len(kernel.device_caches[device][0]) for kernel in (split_kernel, merge_kernel))
-
-
-@pytest.mark.gpu
-def test_windows_pieces_and_rings_share_one_binary() -> None:
-    case, rows = _big_case(17), chain_rows((2900,), (17,))
-    TRITON.all_at_once(case, rows)
-    before = _num_binaries()
-    TRITON.all_at_once(case.queries(slice(0, 1)), chain_rows((16,), (1,)))
-    newest = ring(case.kv, range(1, 12), 16)
-    TRITON.pieces(case, rows, [(piece(case.kv, range(1)), range(1)), (newest, range(1, 12))])
-    state = AttentionState.empty(case.q)
-    # A view that begins four bytes into its memory.
-    shifted = torch.cat((rows.positions.new_zeros(1), rows.positions.flatten()))[1:].view(1, 17)
-    own = QueryRows(shifted, rows.sequences, rows.max_length)
-    attend_blocks_triton(case.q, case.kv, own, range(12), state, scale=case.scale, num_keys=16)
-    finish_attention_triton(case.q, state)
-    assert _num_binaries() == before

@@ -6,8 +6,6 @@ Everything runs on the CPU path and in Triton's interpreter without a GPU, nativ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from tests.helpers.attention_cases import (
     chain_of_path,
     chain_rows,
     int32,
-    piece,
     ring,
     tree_path,
     tree_rows,
@@ -108,16 +105,6 @@ def test_retrieved_keys_and_the_newest_blocks(
 
 @pytest.mark.few(1)
 @versions
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_any_number_of_sources_in_any_order(attend: Attend, order: tuple[int, ...]) -> None:
-    case, rows = _case(4, head_dim=24), chain_rows((START,), (4,))
-    third = _case(1, head_dim=24, seed=9)
-    sources = [*_retrieval(case, 300), KeySource(piece(third.kv, range(1, 4)), range(2, 4), num_keys=900)]
-    _check(attend, case, [sources[index] for index in order], rows)
-
-
-@pytest.mark.few(1)
-@versions
 def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend) -> None:
     case = _case(3, batch=2)
     rows = chain_rows((START, START - 200), (3, 2), sequences=(1, 0))
@@ -167,15 +154,6 @@ def test_sources_without_keys_change_nothing(attend: Attend) -> None:
     assert torch.equal(out, _run(attend, case, [far, near], rows))
     for empty in ([], [beyond], [KeySource(case.kv, range(3, 3)), unreached]):
         assert torch.equal(_run(attend, case, empty, rows), torch.zeros_like(case.q))
-
-
-@pytest.mark.few(1)
-@versions
-def test_a_single_block_is_the_whole_answer(attend: Attend) -> None:
-    case, rows = _case(5, batch=2), chain_rows((40, 30), (5, 3))
-    _check(attend, case, [KeySource(case.kv, range(1))], rows)
-    later = chain_rows((START, START - 15), (5, 3))
-    _check(attend, case, [KeySource(ring(case.kv, range(6, 7), 2), range(6, 7))], later)
 
 
 @pytest.mark.few(1)
@@ -233,73 +211,9 @@ def test_every_sequence_has_bounds_of_its_own(attend: Attend, num_kv_heads: int,
 
 @pytest.mark.few(1)
 @versions
-def test_bounds_of_one_block(attend: Attend) -> None:
-    case = _case(2, batch=2)
-    rows = chain_rows((START, 40), (2, 2), max_length=7 * BLOCK_TOKENS)
-    sources = [_bounded(case, [(6, FAR), (0, 41)], 1, 2)]
-    with poisoned_outputs():
-        out = attend(case.q, sources, rows, scale=case.scale)
-    assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("enough_programs", "num_kv_heads", "group", "num_queries"),
-    [(10, 1, 1, 1), (6, 1, 1, 1), (4, 1, 1, 1), (2, 1, 1, 1), (16, 2, 2, 2)],
-)
-def test_however_many_parts_the_keys_are_cut_into(
-    enough_programs: int, num_kv_heads: int, group: int, num_queries: int
-) -> None:
-    """Three tiles (32 keys each) of retrieved and two of recent keys in 5, 3, 2 and 1 parts, and in 3 of more rows."""
-    case = _case(num_queries, batch=2, num_kv_heads=num_kv_heads, group=group)
-    begin = RECENT.start * BLOCK_TOKENS
-    rows = chain_rows((begin + 40, begin + 9), (num_queries, num_queries))
-    _check(partial(attend_sources_triton, enough_programs=enough_programs), case, _retrieval(case, 96), rows)
-
-
-@pytest.mark.slow
-def test_more_heads_than_programs_are_enough() -> None:
-    case, begin = _case(1, batch=2, num_kv_heads=2, group=1), RECENT.start * BLOCK_TOKENS
-    attend = partial(attend_sources_triton, enough_programs=3)
-    _check(attend, case, _retrieval(case, 8)[1:], chain_rows((begin + 40, begin), (1, 1)))
-
-
-@pytest.mark.slow
-def test_more_parts_than_a_join_reads_at_a_time() -> None:
-    case, rows = _case(2), chain_rows((START,), (2,))
-    for num_keys in (220, 250, 760):  # in tiles of 32 keys, besides 9 of the newest: 16, 17, 33
-        _check(attend_sources_triton, case, _retrieval(case, num_keys), rows)
-
-
-@pytest.mark.few(1)
-@versions
 def test_more_rows_than_a_program_takes(attend: Attend) -> None:
     case = _case(17, num_kv_heads=1, group=5)
     _check(attend, case, _retrieval(case, 300), chain_rows((START,), (17,)))
-
-
-@pytest.mark.slow
-def test_one_launch_for_two_sources_and_one_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.jit import KernelInterface
-
-    log: list[str] = []
-    launch = KernelInterface.__getitem__
-
-    def logged(kernel: Any, grid: tuple[int, ...]) -> Any:
-        log.append(kernel.fn.__name__)
-        return launch(kernel, grid)
-
-    monkeypatch.setattr(KernelInterface, "__getitem__", logged)
-    case, rows = _case(3), chain_rows((START,), (3,))
-    sources = [*_retrieval(case, 300), KeySource(case.kv, range(0))]
-    _run(attend_sources_triton, case, sources, rows)
-    assert log == ["_sources_kernel", "_join_kernel"]
-    log.clear()
-    _run(attend_sources_triton, case, [*sources, KeySource(case.kv, range(1))], rows)
-    assert log == ["_sources_kernel", "_sources_kernel", "_join_kernel"]
-    log.clear()
-    attend_sources_triton(case.q, sources, rows, scale=case.scale, enough_programs=1)
-    assert log == ["_sources_kernel"]
 
 
 # From here on: natively, at the shapes of real models.

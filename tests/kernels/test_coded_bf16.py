@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
-from tests.helpers.planning import PROPERTY
 
 BF16, I16 = torch.bfloat16, torch.int16
 
@@ -104,32 +101,6 @@ def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:
     assert_same_bits(by_kernel(stored[1:], row), values[1:])  # rows of a matrix by themselves
 
 
-def test_matrices_are_what_they_are_called() -> None:
-    """Which of them have exceptions, and how many: the last byte of a row."""
-    mean = dict[str, float]()
-    for name, make in MATRICES.items():
-        stored, _ = coded(make(64, 8192))
-        mean[name] = float(stored[:, -1].sum()) / (64 * 8192)
-    assert {name for name, share in mean.items() if share == 0} == {
-        "constant", "zero", "signed zeros", "subnormal", "infinite", "NaN payloads"
-    }  # fmt: skip
-    assert mean["Gaussian"] < 1e-5 < 2 * mean["exceptions"] and 3e-5 < mean["heavy-tailed"] < 1e-4
-
-
-@pytest.mark.slow
-@PROPERTY
-@given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=10), st.integers(1, 6), st.integers(0, 240))
-def test_whatever_six_exceptions_are(others: list[int], columns: int, base: int) -> None:
-    """Beside elements of 13 exponents, which are in seven pairs however they lie, and of exponent 0."""
-    torch.manual_seed(base)
-    exponents = torch.where(torch.rand(3, 192 * columns) < 0.1, 0, base + torch.randint(1, 14, (3, 192 * columns)))
-    others_too = exponents << 7 | torch.randint(128, exponents.shape) | torch.randint(2, exponents.shape) << 15
-    values = sprinkled(bits(*others_too.view(-1).tolist()).view(exponents.shape), bits(*others), 6)
-    stored, row = coded(values)
-    assert_same_bits(by_reference(stored, row), values)
-    assert_same_bits(by_kernel(stored, row), values)
-
-
 @pytest.mark.parametrize("columns", [192, 4096, pytest.param(32768 + 256, marks=pytest.mark.slow), 65536])
 def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
     """Numbers of columns are 16 bits, with and without a sign.
@@ -154,11 +125,6 @@ def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
         assert_same_bits(by_kernel(stored, row), some)
     values[1, -row.room - 1 :] = values[2, : row.room + 1] = others
     assert encode_rows(values, row, stored, stored.device) == 2
-
-
-@pytest.mark.parametrize("columns", [1, 63, 64, 96, 129, 200, 65600])
-def test_columns_that_are_not_coded(columns: int) -> None:
-    assert CodedRow.of(columns) is None
 
 
 @pytest.mark.gpu

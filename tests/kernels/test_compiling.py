@@ -89,11 +89,3 @@ def test_every_kernel_compiles_and_fits(arch: int) -> None:
     assert not compiled.too_large(arch)
     assert not compiled.out_of_order()
     assert not compiled.spilling()
-
-
-def test_what_does_not_compile_or_fit_is_found_out() -> None:
-    compiled = Compiled.of(89, "wrong")
-    assert {line["call"] for line in compiled.failed} == {"wrong refused", "wrong idle"}
-    assert [binary["call"] for binary in compiled.too_large(89)] == ["wrong too_large"]
-    assert not compiled.too_large(90)
-    assert "merge_kernel" in compiled.left and "_linear_kernel" not in compiled.left

@@ -133,25 +133,6 @@ def test_sequences_that_grow_beyond_the_budget_and_shrink_again(run: Callable[..
     _run_updates(_setup(batch=2, places=20), run, [[0, 3], [3, 11], [20, 20], [19, 5], [2, 0], [20, 1]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", GATHERERS)
-def test_sequences_that_stand_still_keep_what_they_hold(run: Callable[..., torch.Tensor]) -> None:
-    setup, draw = _setup(batch=3, places=20), random.Random(7)
-    _update_and_check(setup, _selection(setup, [20, 12, 20], draw, keep=0.0), run)
-    before, data = setup.resident.clone(), setup.data.data.clone()
-    selected = _selection(setup, [20, 9, 15], draw, keep=0.3)
-    used = torch.tensor([0, 3, 0], dtype=torch.int32, device=KERNEL_DEVICE)
-    setup.source.pointers[::2] = 0  # whatever lies there now
-    with poisoned_outputs():
-        moved = run(selected, setup.resident, setup.source, setup.data, chunk_size=setup.chunk_size, used=used)
-    assert moved[::2].tolist() == [[0, 0], [0, 0]] and int(moved[1].min()) > 0
-    for row in (0, 2):
-        assert torch.equal(setup.resident[row], before[row])
-        assert torch.equal(setup.data.data[row].nan_to_num(-1), data[row].nan_to_num(-1))
-    for head in range(2):
-        assert sorted(setup.resident[1, head].tolist())[-9:] == selected[1, head, :9].tolist()
-
-
 @pytest.mark.parametrize("run", GATHERERS)
 def test_places_out_of_use_and_other_layers_are_left_alone(run: Callable[..., torch.Tensor]) -> None:
     setup = _setup(batch=1, num_kv_heads=1, places=40)
@@ -160,28 +141,6 @@ def test_places_out_of_use_and_other_layers_are_left_alone(run: Callable[..., to
     written = setup.data.data.isfinite()
     assert int(written.sum()) == 2 * 7 * 8 * 16
     assert int(setup.layers.isfinite().sum()) == 2 * 7 * 8 * 16
-
-
-@pytest.mark.slow
-def test_kernel_and_reference_choose_the_same_places() -> None:
-    ours, reference = _setup(places=37), _setup(places=37)
-    draw = random.Random(9)
-    for count in ([37, 12], [37, 37], [8, 37], [37, 37]):
-        selected = _selection(ours, count, draw, keep=0.6)
-        gather_chunks_triton(selected, ours.resident, ours.source, ours.data, chunk_size=8)
-        gather_chunks_reference(selected, reference.resident, reference.source, reference.data, chunk_size=8)
-        assert torch.equal(ours.resident, reference.resident)
-        assert torch.equal(ours.data.data.nan_to_num(nan=7e7), reference.data.data.nan_to_num(nan=7e7))
-
-
-def test_rows_of_a_table_are_the_table() -> None:
-    setup = _setup(batch=3)
-    row = setup.source.rows(1, 3)
-    row.put(0, 3, setup.full[0, 1:2])
-    assert int(setup.source.pointers[1, 3]) == setup.full[0, 1].data_ptr()
-    assert setup.source.blocks[1][3].data_ptr() == setup.full[0, 1].data_ptr() and 3 not in setup.source.blocks[0]
-    expected = [[block.data_ptr() for block in setup.full[b]] for b in range(3)]
-    assert setup.source.pointers[:, :3].tolist() == expected
 
 
 def _to_pinned_blocks(setup: Setup) -> list[HostArena]:

@@ -86,23 +86,6 @@ def test_what_is_held_stays_unless_another_is_better_by_the_margin(run: Callable
     assert selected.tolist() == [[[0, 1, 3], [0, 4, 5]]]
 
 
-@pytest.mark.parametrize("run", SELECTORS)
-def test_a_huge_margin_keeps_all_that_is_held(run: Callable[..., torch.Tensor]) -> None:
-    scores = random_tensor(2, 3, 700, seed=9).softmax(-1)
-    held = torch.stack([torch.randperm(699)[:40] + 1 for _ in range(6)]).view(2, 3, 40).int().to(KERNEL_DEVICE)
-    selected = run(scores, _ints(700, 700), budget_chunks=41, held=held, held_margin=2.0)
-    expected = torch.nn.functional.pad(held, (1, 0)).sort(-1).values
-    assert torch.equal(selected, expected)
-
-
-def test_limits_from_the_host() -> None:
-    scores = random_tensor(2, 2, 30, seed=5).softmax(-1)
-    _check_selection(scores, [9, 30], 5, lambda s, limits, budget_chunks: select_chunks(
-        s, limits.tolist(), budget_chunks=budget_chunks))  # fmt: skip
-    _check_selection(scores, [9, 9], 5, lambda s, _, budget_chunks: select_chunks(s, 9, budget_chunks=budget_chunks))
-    assert select_chunks(scores[:, :, :0].contiguous(), 0, budget_chunks=3).tolist() == [[[-1] * 3] * 2] * 2
-
-
 @pytest.mark.gpu
 def test_selection_at_full_length_and_in_a_graph() -> None:
     scores = random_tensor(1, 32, 30720, seed=6, scale=2.0).softmax(-1)

@@ -90,15 +90,6 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
 
 
 @versions
-def test_rows_of_a_cache_that_holds_a_part_of_the_sequence(run: Callable[..., StepRows]) -> None:
-    window, rotation = _window([7, 8, 9], BASE + 3), StepRotation(_frequencies(8), 1.0)
-    rows = run(window, window[:, 0], _chain(-2, 2), rotation, last_token=99, place=int32([[768, 256]]))
-    assert (rows.tokens.tolist(), rows.following.tolist()) == ([8, 9], [1002, 1003])
-    assert rows.positions.tolist() == [[233, 234]]
-    _check_angles(rows, [489, 490], rotation)
-
-
-@versions
 def test_rows_before_the_window_are_padding(run: Callable[..., StepRows]) -> None:
     window = _window([5, 0], 1, base=0)
     rows = run(window, window[:, 0], _chain(-2, 2), StepRotation(_frequencies(4), 1.0), last_token=9)
@@ -146,12 +137,6 @@ def test_rows_of_a_tree(run: Callable[..., StepRows], placed: bool) -> None:
     assert known.tokens.tolist()[5:] == [0, 7, 8]
 
 
-@versions
-def test_angles_far_into_a_long_context(run: Callable[..., StepRows]) -> None:
-    window, rotation = _window([1, 2], 262144, base=262142), StepRotation(_frequencies(64), 1.0)
-    _check_angles(run(window, window[:, 0], _chain(-2, 2), rotation, last_token=9), [262142, 262143], rotation)
-
-
 @pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
 def test_a_token_is_put_and_the_cursor_moves_behind_it(run: Callable[..., None]) -> None:
     window, cursor = _window([7, 8, 0, 0, 0], BASE + 2), int32([0])
@@ -160,17 +145,6 @@ def test_a_token_is_put_and_the_cursor_moves_behind_it(run: Callable[..., None])
     run(window, cursor, torch.tensor([[31999]], device=KERNEL_DEVICE), cursor=cursor)
     assert cursor.tolist() == [1004]
     assert _tokens(window) == [7, 8, -1, 31999, 0] and window[0, :5].tolist() == [1002, 1000, FAR, FAR, 1001]
-
-
-@pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
-def test_tokens_of_a_level_are_put_behind_those_before(run: Callable[..., None]) -> None:
-    window, tokens = _windows(), torch.arange(15, device=KERNEL_DEVICE).view(5, 3) + 51
-    expected = window.clone()
-    for sequence, index in ((0, 5), (4, 4)):
-        first = WINDOW_HEADER_WORDS + index
-        expected[sequence, first : first + 3] = tokens[sequence]
-    run(window, window[:, 0], tokens, offset=2)
-    assert torch.equal(window, expected)
 
 
 def _with_runners_up(run: Callable[..., None]) -> Callable[..., None]:
@@ -236,56 +210,15 @@ def test_a_path_of_a_tree_is_accepted(run: Callable[..., None]) -> None:
         assert counts.tolist() == [[1, len(path)]]
 
 
-@accepting
-def test_of_paths_that_begin_alike_only_the_whole_one_counts(run: Callable[..., None]) -> None:
-    """A node that equals its parent's sample is of no use where the parent itself was not sampled."""
-    window, counts = _window([7, 1, 2, 3, 4, 0], BASE + 1), torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE)
-    run(window, torch.tensor([[2, 3, 9, 9, 9]], device=KERNEL_DEVICE), counts, _links((-1, -1, 0, 2)))
-    assert _tokens(window)[:3] == [7, 2, 9] and window[0, 0].item() == BASE + 3 and counts.tolist() == [[1, 1]]
-
-
 # Of sequences 0 to 4: one goes on, one has enough, one may not propose behind its end, one stands nowhere, one goes on.
 _HEADERS = [
     [1003, 1000, 1010, 1012, 1002], [2005, 2002, 2005, 2009, 2004], [53, 50, 60, 53, 52], [0, 0, 0, 0, 0],
     [7, 5, 8, 8, 6],
 ]  # fmt: skip
-_GOES_ON = [True, False, False, False, True]
 
 
 def _windows() -> torch.Tensor:
     return int32([[*header, *range(100 * b + 1, 100 * b + 13)] for b, header in enumerate(_HEADERS)])
-
-
-@versions
-@pytest.mark.parametrize("placed", [False, True])
-def test_rows_of_sequences_that_stand_still_are_padding(run: Callable[..., StepRows], placed: bool) -> None:
-    window, rotation = _windows(), StepRotation(_frequencies(8, batch=5), 1.5)
-    before, place = window.clone(), int32([[256, 10 * b] for b in range(5)]) if placed else None
-    with poisoned_outputs():
-        rows = run(window, window[:, 0], _chain(-1, 3), rotation, last_token=405, place=place)
-    idle = [0, 0, 0]
-    assert rows.tokens.tolist() == [3, 4, 5, *idle, *idle, *idle, 402, 403, 404]
-    moved = 256 if placed else 0
-    assert rows.positions.tolist() == [
-        [1002 - moved, 1003 - moved, 1004 - moved], *([-1] * 3 for _ in range(3)), [6 - moved, 7 - moved, 8 - moved]
-    ]  # fmt: skip
-    assert rows.following.tolist() == [1003, 1004, 1005, *idle, *idle, *idle, 7, 8, 9]
-    assert rows.ahead.tolist() == [1005, 0, 0, 0, 9]
-    assert rows.used.tolist() == [3, 0, 0, 0, 3] and rows.ahead.is_contiguous() and rows.positions.is_contiguous()
-    assert rows.sequences.tolist() == [b for b in range(5) for _ in range(3)]
-    shift = 40 if placed else 0  # of the last sequence
-    angles = [*(p - moved for p in (1002, 1003, 1004)), *idle, *idle, *idle, *(p - moved + shift for p in (6, 7, 8))]
-    _check_angles(rows, angles, rotation)
-    assert torch.equal(window, before)
-
-
-@versions
-def test_fewer_windows_than_rotations_and_places(run: Callable[..., StepRows]) -> None:
-    """A runtime for many sequences that serves one."""
-    window, rotation = _windows()[:1], StepRotation(_frequencies(8, batch=5), 1.0)
-    rows = run(window, window[:, 0], _chain(-2, 2), rotation, last_token=99, place=int32([[0, 3]] * 5))
-    assert (rows.positions.tolist(), rows.used.tolist()) == ([[1001, 1002]], [2])
-    _check_angles(rows, [1004, 1005], StepRotation(rotation.frequencies[:1], 1.0))
 
 
 @pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
