@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -43,6 +42,7 @@ from offload_runtime.server.schema import (
     RequestError,
     TokenizeBody,
 )
+from offload_runtime.server.token_text import TokenSpelling
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime, Scheduler
@@ -158,7 +158,7 @@ class Service:
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
         await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
-        envelope = Envelope(self._model, partial(_spelled, runtime.tokenizer), is_chat=kind is ChatBody)
+        envelope = Envelope(self._model, TokenSpelling(runtime.tokenizer), is_chat=kind is ChatBody)
         if body.stream:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices)), answers)
         whole = await unless_gone(answers.whole(), request.receive)
@@ -317,10 +317,6 @@ def _constant(content: bytes, media_type: str) -> Callable[[], Any]:
         return Response(content, media_type=media_type)
 
     return answer
-
-
-def _spelled(tokenizer: Any, token: int) -> str:
-    return str(tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _event(value: dict[str, Any]) -> dict[str, str]:

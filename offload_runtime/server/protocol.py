@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from offload_runtime.server.token_text import TextOffsets, TokenSpelling
 from offload_runtime.server.tool_calls import ToolCall
 
 if TYPE_CHECKING:
@@ -74,12 +75,13 @@ class Envelope:
     Args:
         model: Its name.
         is_chat: Chat completions, or plain ones.
-        spell: The text of a token id.
+        spelling: Of the model's tokens.
     """
 
-    def __init__(self, model: str, spell: Callable[[int], str], *, is_chat: bool) -> None:
-        self._is_chat, self._spell = is_chat, spell
-        self._offsets = Counter[int]()  # by choice, characters of the tokens whose log-probabilities were told
+    def __init__(self, model: str, spelling: TokenSpelling, *, is_chat: bool) -> None:
+        self._is_chat, self._spelling = is_chat, spelling
+        self._offsets = defaultdict[int, TextOffsets](lambda: TextOffsets(spelling))  # by choice
+        self._num_shown = Counter[int]()  # by choice, characters of its text
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._model, self._created = model, int(time.time())
 
@@ -94,7 +96,8 @@ class Envelope:
     def _choice(self, index: int, answer: tuple[Delta, Ending]) -> dict[str, Any]:
         delta, ending = answer
         choice = {
-            "index": index, "logprobs": self._logprobs(index, delta), "finish_reason": ending.finish_reason,
+            "index": index, "logprobs": self._logprobs(index, delta, is_all=True),
+            "finish_reason": ending.finish_reason,
             "x_stats": ending.stats,
         }  # fmt: skip
         if not self._is_chat:
@@ -116,7 +119,8 @@ class Envelope:
         self, index: int, delta: Delta, ending: Ending | None, *, first_call: int, with_sources: bool
     ) -> dict[str, Any]:  # fmt: skip
         """What has come of a choice, and that it has ended if it has; its calls are numbered from `first_call`."""
-        choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(index, delta), "finish_reason": None}
+        logprobs = self._logprobs(index, delta, is_all=ending is not None)
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": None}
         if not self._is_chat:
             choice["text"] = delta.text
         else:
@@ -130,8 +134,10 @@ class Envelope:
         sources = {"x_tokens": [list(token) for token in delta.tokens]} if with_sources else {}
         return {**self._around([choice], is_chunk=True), **sources}
 
-    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """Those of the tokens that have come of a choice; None where nobody asked for any."""
+    def _logprobs(self, index: int, delta: Delta, *, is_all: bool) -> dict[str, Any] | None:
+        """Those of the tokens that have come of a choice, which is whole then or not; None where nobody asked for
+        any."""
+        self._num_shown[index] += len(delta.text)
         if not delta.logprobs:
             return None
         if self._is_chat:
@@ -140,18 +146,25 @@ class Envelope:
                 for one in delta.logprobs
             ]
             return {"content": content, "refusal": None}
-        tokens, offsets = [self._spell(one.token) for one in delta.logprobs], list[int]()
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
-        likeliest = [{self._spell(token): logprob for token, logprob in one.top} for one in delta.logprobs]
-        logprobs = [one.logprob for one in delta.logprobs]
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
+        spelling, offsets = self._spelling, [self._offsets[index].push(one.token, delta.text) for one in delta.logprobs]
+        if is_all:  # tokens of a stop string are behind the text's end
+            offsets = [min(offset, self._num_shown[index]) for offset in offsets]
+        likeliest = [
+            dict(
+                zip(spelling.keys_of([token for token, _ in one.top]), [logprob for _, logprob in one.top], strict=True)
+            )
+            for one in delta.logprobs
+        ]
+        return {
+            "tokens": [spelling.text_of(one.token, prefix="bytes:") for one in delta.logprobs],
+            "token_logprobs": [one.logprob for one in delta.logprobs], "top_logprobs": likeliest,
+            "text_offset": offsets,
+        }  # fmt: skip
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token with its log-probability; its bytes where they are a text by themselves."""
-        text = self._spell(token)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        """A token with its log-probability and its bytes."""
+        own = list(self._spelling.bytes_of(token))
+        return {"token": self._spelling.text_of(token), "logprob": logprob, "bytes": own or None}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
         """The last chunk of a stream whose usage was asked for."""

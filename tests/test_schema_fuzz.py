@@ -1,0 +1,236 @@
+"""Schemas at random, against a server in a process of its own that answers everybody else meanwhile.
+
+`FUZZED_SCHEMAS=20000 pytest -m slow tests/test_schema_fuzz.py -s` asks so many and prints what they were answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.schemas import random_schema
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMBERS: list[Any] = [
+    0, -1, 1.5, -0.0, 1e-9, 2**31, 2**53, 2**53 + 1, 2**63, -(2**63) + 1024, -(2**63) + 512, -(2**63), -(10**30),
+    10**40, 1e300, -1e300, 5e-324, 0.1, 4294967297, 65537,
+]  # fmt: skip
+COUNTS: list[Any] = [0, 1, 3, 300, 10**5, 10**9, 2**32, 2**63, -1, 2.0, "3"]
+TEXTS = [
+    "", "a", "\x00", "\ud800", "\U0001f600", "\u2028", "</s><|im_end|>", '"\\', "x" * 3000, "$ref", "\ufffe", "é" * 70,
+]  # fmt: skip
+PATTERNS = [
+    "(a|b)*a(a|b){12}", "^a{1,20000}$", "(((a{30}){30}){30})", "(?=a)b", "\\b", "[^\\x00-\\x{10FFFF}]",
+    "(" * 120 + ")" * 120, "(.*a){20}", "^(?i)straße$", "\\p{L}{1,400}", "(a?){400}a{400}", "^$", "(", "\\1", "[",
+    "^\\u0041$", "(?<n>a)", "a**", ".{9999}",
+]  # fmt: skip
+FORMATS = ["date", "date-time", "email", "uri", "ipv6", "uuid", "hostname", "duration", "none", "regex", "json-pointer"]
+TYPES = ["string", "integer", "number", "boolean", "null", "object", "array"]
+REFS = [
+    "#", "#/$defs/a", "#/$defs/b", "#/$defs/none", "#/properties/p", "a", "http://x.invalid/y", "file:///etc/passwd",
+    "#~2", "",
+]  # fmt: skip
+BOUNDS = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+LIMITS = ["minItems", "maxItems", "minProperties", "maxProperties"]
+OTHERS = ["$id", "$anchor", "$schema", "$dynamicRef", "title", "x-guidance", "default"]
+INNER = ["unevaluatedProperties", "contains", "propertyNames", "additionalProperties", "unevaluatedItems", "not"]
+
+
+def odd_schema(chance: random.Random, depth: int) -> Any:
+    """Whatever a schema may say: its keywords with values that nobody means."""
+    if chance.random() < 0.03:
+        return chance.choice([True, False, None, [], "x", 1])
+    found: dict[str, Any] = {}
+    for _ in range(chance.choice([1, 1, 2, 2, 3, 5])):
+        found |= keyword(chance, depth)
+    return found
+
+
+def keyword(chance: random.Random, depth: int) -> dict[str, Any]:
+    pick, number, text = chance.choice, chance.choice(NUMBERS), chance.choice(TEXTS)
+    simple: list[dict[str, Any]] = [
+        {"type": pick(TYPES)}, {"type": chance.sample(TYPES, 2)},
+        {"const": pick([number, text, [number], {text: number}, None])},
+        {"enum": [pick([number, text, None, [], {"a": number}]) for _ in range(pick([0, 1, 3, 40]))]},
+        {"type": "integer", pick(BOUNDS): number}, {"type": "number", pick(BOUNDS): number},
+        {"type": "number", "minimum": number, "maximum": pick(NUMBERS)},
+        {"type": "string", "pattern": pick(PATTERNS)}, {"type": "string", "format": pick(FORMATS)},
+        {"type": "string", "minLength": pick(COUNTS), "maxLength": pick(COUNTS)}, {"$ref": pick(REFS)},
+        {pick(LIMITS): pick(COUNTS)}, {"required": [text] * pick([1, 1, 300])},
+        {pick(OTHERS): pick([text, number, {"lenient": True}])},
+    ]  # fmt: skip
+    if not depth or chance.random() < 0.5:
+        return pick(simple)
+
+    def inner() -> Any:
+        return odd_schema(chance, depth - 1)
+
+    def named() -> dict[str, Any]:
+        return {pick(["p", "q", text]): inner() for _ in range(2)}
+
+    return pick([
+        lambda: {"type": "object", "properties": named(), "additionalProperties": pick([False, inner()])},
+        lambda: {pick(["anyOf", "oneOf", "allOf"]): [inner() for _ in range(pick([0, 1, 2, 4]))]},
+        lambda: {"type": "array", "items": inner()},
+        lambda: {"prefixItems": [inner(), inner()], "items": pick([False, inner()])},
+        lambda: {"$defs": {"a": inner(), "b": inner()}, "$ref": pick(REFS)},
+        lambda: {"if": inner(), "then": inner(), "else": inner()},
+        lambda: {"patternProperties": {pick(PATTERNS): inner()}}, lambda: {pick(INNER): inner()},
+    ])()  # fmt: skip
+
+
+def large_schema(chance: random.Random) -> dict[str, Any]:
+    """Long, or deep by references, as its text may not be."""
+    count, kind = chance.choice([50, 400, 1500, 3000]), chance.randrange(6)
+    if kind == 0:  # a chain
+        link: Any = chance.choice([
+            lambda to: to, lambda to: {"items": to}, lambda to: {"anyOf": [to, {"type": "null"}]},
+            lambda to: {"allOf": [to]}, lambda to: {"properties": {"n": to}},
+        ])  # fmt: skip
+        chain = {str(i): link({"$ref": f"#/$defs/{i + 1}"}) for i in range(count)}
+        return {"$ref": "#/$defs/0", "$defs": {**chain, str(count): {"type": "boolean"}}}
+    if kind == 1:
+        return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+    if kind == 2:
+        return {"enum": [chance.choice([i, str(i), f"x{i}" * 9]) for i in range(count)]}
+    if kind == 3:
+        return {"anyOf": [random_schema(chance, 1) for _ in range(count // 20)]}
+    if kind == 4:  # doubles with every reference
+        levels = {
+            str(i): {"type": "array", "prefixItems": [{"$ref": f"#/$defs/{i + 1}"}] * 2, "minItems": 2}
+            for i in range(25)
+        }
+        return {"$ref": "#/$defs/0", "$defs": {**levels, "25": {"type": "null"}}}
+    deep: Any = {"type": "null"}
+    for _ in range(chance.choice([5, 12, 40])):
+        deep = chance.choice([{"items": deep}, {"anyOf": [deep]}, {"properties": {"a": deep}}])
+    return {"type": "array", "items": deep}
+
+
+def fuzzed(chance: random.Random) -> tuple[str, bytes]:
+    """A path and the body of a request that asks for JSON."""
+    kind = chance.random()
+    schema = odd_schema(chance, 3) if kind < 0.7 else random_schema(chance) if kind < 0.995 else large_schema(chance)
+    body: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 6, 12]), "temperature": chance.choice([0, 1.0, 3.0])}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    form = chance.choice(
+        [form] * 12 + [{"type": "json_object"}, {"type": "text"}, {"type": "json_schema"}, {"type": "x"}, schema]
+    )
+    if chance.random() < 0.3:
+        path, body = "/v1/completions", {**body, "prompt": "a", "response_format": form}
+    else:
+        path, body = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "a"}]}
+        if chance.random() < 0.3:
+            body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+            body["tool_choice"] = chance.choice(["required", "auto", {"type": "function", "function": {"name": "f"}}])
+        if "tools" not in body or chance.random() < 0.2:
+            body["response_format"] = form
+    text = json.dumps(body)
+    return path, (text.replace("1e+300", "1e400") if chance.random() < 0.05 else text).encode()
+
+
+@contextmanager
+def server_process(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`offload-runtime serve` on a free port."""
+    words = (
+        f"-m offload_runtime serve --device cpu --port 0 --context 512 --max-requests 4 --draft none --target {model}"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *words.split()], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
+        assert process.stderr is not None
+        try:
+            ready = next(line for line in process.stderr if line.startswith("ready"))
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it waits for a reader
+            yield process, re.findall(r"http://\S+:\d+", ready)[0]
+        finally:
+            process.kill()
+
+
+class Client:
+    """Asks a server, over one connection as long as that lasts."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
+
+    def ask(self, path: str, body: bytes) -> httpx.Response:
+        return self._http.post(path, content=body, headers={"Content-Type": "application/json"})
+
+
+@pytest.mark.slow
+def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
+    copy: Path, request: pytest.FixtureRequest
+) -> None:
+    template = copy / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# <tool_call> #}")  # so that calls can be forced
+    count, seed = int(os.environ.get("FUZZED_SCHEMAS", "150")), int(os.environ.get("FUZZ_SEED", "1"))
+    statuses, left, ordinary_s = Counter[str](), iter(range(count)), list[float]()
+    wrong, lock, is_over = list[str](), threading.Lock(), threading.Event()
+
+    def fuzz(url: str) -> None:
+        client = Client(url)
+        while not wrong:
+            with lock:
+                number = next(left, None)
+            if number is None:
+                return
+            path, body = fuzzed(random.Random(f"{seed} {number}"))
+            try:
+                answer = client.ask(path, body)
+                fine = answer.status_code == 200 or (
+                    400 <= answer.status_code < 500 and isinstance(answer.json()["error"]["message"], str)
+                )
+                said = answer.text if not fine else ""
+            except Exception as error:
+                fine, said = False, repr(error)
+            with lock:
+                statuses[str(answer.status_code) if fine else "wrong"] += 1
+                if sum(statuses.values()) % 1000 == 0:
+                    print(f"{time.perf_counter() - began_s:.0f} s: {dict(statuses)}", flush=True)
+            if not fine:
+                wrong.append(f"{number}: {path} {body[:3000]!r}: {said[:500]}")
+
+    def be_ordinary(url: str) -> None:
+        client = Client(url)
+        body = json.dumps({"prompt": "the quick brown fox", "max_tokens": 3, "temperature": 0}).encode()
+        expected = client.ask("/v1/completions", body).json()["choices"][0]["text"]
+        while not is_over.wait(0.1):
+            began_s = time.perf_counter()
+            answer = client.ask("/v1/completions", body)
+            ordinary_s.append(time.perf_counter() - began_s)
+            if answer.status_code != 200 or answer.json()["choices"][0]["text"] != expected:
+                wrong.append(f"an ordinary request: {answer.status_code} {answer.text[:300]}")
+                return
+
+    began_s = time.perf_counter()
+    with server_process(copy) as (process, url):
+        threads = [threading.Thread(target=fuzz, args=(url,)) for _ in range(3)]
+        other = threading.Thread(target=be_ordinary, args=(url,))
+        for thread in (other, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        is_over.set()
+        other.join()
+        assert not wrong, wrong[0]
+        assert process.poll() is None and Client(url).ask("/tokenize", b'{"prompt": "x"}').status_code == 200
+    ordered = sorted(ordinary_s)
+    asked = f"{count} schemas in {time.perf_counter() - began_s:.0f} s: {dict(statuses)}"
+    times = f"median {ordered[len(ordered) // 2]:.3f} s, slowest {ordered[-1]:.2f} s"
+    print(f"\n{asked}; {len(ordered)} ordinary answers meanwhile, {times}")
+    assert sum(statuses.values()) == count and statuses["200"] and statuses["400"] and ordered
