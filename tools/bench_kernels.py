@@ -1,12 +1,10 @@
 """Time kernels: each Triton kernel beside its torch reference, and beside its bound.
 
     python tools/bench_kernels.py attention [--out FILE] [--commit HASH]
-    python tools/bench_kernels.py linear --tune
 
 The bound of a case is the larger of its bytes over the device's own copy bandwidth (the link's, if it brings them)
 and its operations over a matrix product's own speed, all measured in the same call. Kernels run in a CUDA graph, over
-inputs that are taken in turn. Prints a line a case, then one JSON line. `--tune` tries ways to cut each product
-instead, and shows the best five beside the reference.
+inputs that are taken in turn. Prints a line a case, then one JSON line.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from kernel_cases import kv, rows
 from kernel_cases.attention import attention
 from kernel_cases.case import DEVICE, Case
 from kernel_cases.encodings import coded_linear, decode_blocks, decode_coded, gguf_linear, scaled_linear
-from kernel_cases.linear import linear, tuned
+from kernel_cases.linear import linear
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
 from offload_runtime.config import GB
-from offload_runtime.errors import DeviceError, OptionError
+from offload_runtime.errors import DeviceError
 
 OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
     "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
@@ -63,13 +61,13 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
         reference_ms = percentiles(event_times_ms(reference, repeats=10))
     return {
         **case.configuration,
-        "triton_ms": kernel_ms.as_dict(),
-        "reference_ms": reference_ms.as_dict(),
+        "triton_ms": kernel_ms,
+        "reference_ms": reference_ms,
         "reference_in_graph": case.reference_in_graph,
         "moved_bytes": case.moved_bytes,
-        **(decoding_rates(case, kernel_ms.median / 1e3) if case.stored_bytes else {}),
+        **(decoding_rates(case, kernel_ms["median"] / 1e3) if case.stored_bytes else {}),
         "bound_ms": bound_ms,
-        "share_of_bound": bound_ms / kernel_ms.median,
+        "share_of_bound": bound_ms / kernel_ms["median"],
     }
 
 
@@ -97,11 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure one kernel's cases."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("operation", choices=OPERATIONS)
-    parser.add_argument("--tune", action="store_true", help="linear: try ways to cut each product")
     harness.add_report_options(parser)
     options = parser.parse_args(argv)
-    if options.tune and options.operation != "linear":
-        raise OptionError(f"--tune does nothing for {options.operation}: only linear is tuned")
     check_out(options.out)
     if not torch.cuda.is_available():
         raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
@@ -109,10 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     matmul_flops = measure_matmul_flops(DEVICE, torch.bfloat16)
     assert link_gbps is not None
     name = options.operation
-    if options.tune:
-        name, cases = f"{name} tuning", list(tuned(copy_gbps))
-    else:
-        cases = list(measure_all(name, copy_gbps=copy_gbps, link_gbps=link_gbps, matmul_flops=matmul_flops))
+    cases = list(measure_all(name, copy_gbps=copy_gbps, link_gbps=link_gbps, matmul_flops=matmul_flops))
     emit(
         {
             "benchmark": name,

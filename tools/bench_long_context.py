@@ -4,8 +4,9 @@
         --shape llama2-7b --text novel.txt --context 122880 --kv host --vram 24GB --out tools/results/triforce-h200.json
 
 The target is the source, its context stretched by the deltas, widened in memory to the shape; the draft is the
-stretched source itself. Everything after one prefill is measured from the same cache, which is cut back in between.
-Prints a table, then one JSON line.
+stretched source itself. A runtime is loaded for each of `--variants`, which reads the prompt once: all answers go on
+from the cache that it has filled. Prints a line a measurement, then one JSON line; exit code 1 when an answer was not
+that of plain decoding. Where the time of a step goes is seen with `--trace` and timeline.py.
 """
 
 from __future__ import annotations
@@ -15,188 +16,193 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import harness
-from harness import check_out, emit, percentiles, provenance
-from long_context.command import add_common_options, read_text, sources
-from long_context.internals import (
-    budget_of,
-    bytes_written_back,
-    engine_of,
-    finish_writing_back,
-    levels_of,
-    pinned_bytes,
-    proposer_of,
-    runner_of,
-    set_variant,
-    target_cache,
-)
-from long_context.session import Session, compare
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
-from timing import measure_link_gbps
+from harness import check_out, emit, leading_agreement, provenance, write_unfinished
+from passes import time_window
+from timing import Answer, timed_answer
+from widening.checkpoint import in_shape
+from widening.shapes import shape_named
+from widening.stretched import StretchedCheckpoint
 
-from offload_runtime.config import GB, SpeculationOptions
-from offload_runtime.engine import Runtime
-from offload_runtime.kv import HostKVCache
+from offload_runtime.config import DRAFT_CACHES, ModelConfig, SpeculationOptions
+from offload_runtime.engine import Runtime, Scheduler
+from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.params import SamplingParams
-from offload_runtime.speculation import Proposer
-from offload_runtime.weights import ModelLayout
+from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.weights import CheckpointSource, open_checkpoint
+
+STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
+STRETCHED_TOKENS = 131072
+SEED = 1
+WARM_UP_TOKENS = 12  # of an answer that compiles kernels and captures graphs
+ROOM_TOKENS = 1024  # behind the prompt: answers, and windows of proposals
 
 
-class Bench:
-    """One runtime with a prompt in its cache."""
+def add_long_options(parser: argparse.ArgumentParser) -> None:
+    """Models, text, placement and the hierarchy's options."""
+    parser.add_argument(
+        "--source", type=Path, required=True, help="the small model: the draft, and what the target says"
+    )
+    parser.add_argument("--delta", type=Path, nargs="*", default=[], help="of its longer context: see widen_model.py")
+    parser.add_argument("--shape", default="llama2-7b", help="of the target, or none: the stretched source itself")
+    parser.add_argument("--noise", type=float, default=0.05, help="on what the shape takes from the small model")
+    parser.add_argument("--text", type=Path, required=True, help="what is read")
+    parser.add_argument("--context", type=int, default=122880, help="tokens of it")
+    parser.add_argument("--kv", choices=("auto", "gpu", "host"), default="host")
+    parser.add_argument("--vram")
+    parser.add_argument("--emulate", help="a machine with a smaller card to play, by a profile's name or file")
+    parser.add_argument("--dtype", choices=("auto", *harness.DTYPES), default="bf16")
+    parser.add_argument("--draft", default="model", choices=("model", "none"))
+    parser.add_argument("--draft-cache", default="streaming", choices=DRAFT_CACHES)
+    parser.add_argument("--recent", type=int, default=512, help="tokens of a streaming draft cache")
+    parser.add_argument("--budget", type=int, default=4096, help="retrieved tokens of each layer and head")
+    parser.add_argument("--chunk-size", type=int, default=SpeculationOptions.chunk_size)
+    parser.add_argument("--tokens", type=int, default=96, help="decoded with proposals")
+    parser.add_argument("--plain-tokens", type=int, default=8, help="decoded plainly")
 
-    def __init__(self, runtime: Runtime, prompt: Sequence[int]) -> None:
-        self.runtime = runtime
-        self.prompt = list(prompt)
-        self.session = Session(runtime)
-        self.first_token = 0
 
-    @property
-    def start(self) -> list[list[int]]:
-        """The prompt and the token that follows it."""
-        return [[*self.prompt, self.first_token]]
+def sources(options: argparse.Namespace) -> tuple[CheckpointSource, CheckpointSource]:
+    """Target and draft: the source, stretched by its deltas, widened in memory, and that source itself.
 
-    def prefill(self) -> dict[str, Any]:
-        """Time and bytes of the prompt's way into the cache."""
-        runner, cache, engine = runner_of(self.runtime), target_cache(self.runtime), engine_of(self.runtime)
-        config, before, written = runner.decoder.config, engine.bytes_copied, bytes_written_back(self.runtime)
-        started = time.perf_counter()
-        logits = self.session.fill(0, self.prompt)
-        assert logits is not None, "the cache was empty"
-        self.first_token = int(logits.argmax())
-        self.session.synchronize()
-        elapsed_s = time.perf_counter() - started
-        finish_writing_back(cache)
-        written = bytes_written_back(self.runtime) - written
-        count = len(self.prompt)
-        weights = runner.streamer.bytes_per_pass
-        kv_bytes = config.kv_bytes_per_token(self.runtime.dtype.itemsize) * count
-        # Two operations a weight and token, and four a channel and pair of tokens.
-        matrices = config.num_layers * (
-            config.hidden_size * (config.qkv_size + config.q_size) + 3 * config.hidden_size * config.intermediate_size
+    Raises:
+        CheckpointError, OptionError: The files do not go together, or there is no such shape.
+    """
+    small = open_checkpoint(options.source)
+    if options.delta:
+        small = StretchedCheckpoint(
+            small, options.delta, rope=STRETCH, max_position_embeddings=STRETCHED_TOKENS
+        ).as_source()
+    return in_shape(small, options.shape, options.noise, device=resolve_device(options.device)), small
+
+
+def speculation_of(options: argparse.Namespace) -> SpeculationOptions:
+    """The hierarchy. Raises `OptionError`."""
+    return SpeculationOptions(
+        "triforce", options.draft_cache, budget_tokens=options.budget, chunk_size=options.chunk_size,
+        recent_tokens=options.recent,
+    )  # fmt: skip
+
+
+def load(
+    options: argparse.Namespace, models: tuple[CheckpointSource, CheckpointSource], speculation: SpeculationOptions, *,
+    max_gamma: int, context: int, max_batch: int = 1, resident_layers: int | str = "auto", trace: Path | None = None,
+) -> Runtime:  # fmt: skip
+    """A runtime with room for prompts of `context` tokens and what follows."""
+    target, draft = models
+    started_s = time.perf_counter()
+    runtime = Runtime.load(
+        target, draft=draft if options.draft == "model" else "none", device=options.device, vram=options.vram,
+        dtype=options.dtype, context=context + ROOM_TOKENS, kv=options.kv, speculation=speculation,
+        max_gamma=max_gamma, max_batch=max_batch, resident_layers=resident_layers, emulate=options.emulate, trace=trace,
+    )  # fmt: skip
+    print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", file=sys.stderr, flush=True)
+    return runtime
+
+
+def check_long(options: argparse.Namespace) -> None:
+    """Refuse what would fail only after minutes. Raises `OptionError`, `DeviceError`, `ProfileError`, `StorageError`."""
+    check_out(options.out)
+    resolve_device(options.device)
+    harness.check_machine(options.vram, options.emulate)
+    harness.require_all_positive(options, "context", "tokens", "plain_tokens")
+    if options.plain_tokens < 2 or options.tokens < 2 or max(options.tokens, options.plain_tokens) > ROOM_TOKENS // 2:
+        raise OptionError(
+            f"--tokens and --plain-tokens are from 2 to {ROOM_TOKENS // 2}: of one there is nothing to time"
         )
-        operations = 2 * matrices * count + 2 * config.num_layers * config.q_size * count * count
-        return {
-            "tokens": count,
-            "s": elapsed_s,
-            "link_bytes": engine.bytes_copied - before + written,
-            "weights_and_kv_bytes": weights + (kv_bytes if written else 0),
-            "operations": operations,
-            "tflop_per_s": operations / elapsed_s / 1e12,
-            "growing_host_memory_included": isinstance(cache, HostKVCache),
-        }
-
-    def windows(self, widths: Sequence[int], passes: int, peak_gbps: float | None) -> list[dict[str, Any]]:
-        """Passes of the full target over windows."""
-        rows = []
-        for width in widths:
-            times_s, nbytes = self.session.pass_times_s(self.start, width, passes)
-            median = percentiles(times_s).median
-            gbps = nbytes / median / GB
-            rows.append(
-                {
-                    "window_tokens": width, "pass_s": percentiles(times_s).as_dict(), "bytes": nbytes,
-                    "link_gbps": gbps if nbytes else None, "link_peak_gbps": peak_gbps,
-                    "link_share": gbps / peak_gbps if nbytes and peak_gbps else None,
-                }
-            )  # fmt: skip
-        return rows
-
-    def decode(self, proposer: Proposer, params: SamplingParams, gamma: int, count: int) -> dict[str, Any]:
-        """Decode `count` tokens behind the prompt."""
-        done = self.session.decode(self.start, proposer, params, gamma=gamma, count=count)
-        return {
-            "gamma": gamma, "temperature": params.temperature, "tokens": done.num_tokens, "passes": done.passes,
-            "tokens_per_pass": done.tokens_per_pass, "s_per_token": done.s_per_token,
-            "s_per_pass": done.elapsed_s / done.passes, **done.acceptance(),
-            "text": [self.first_token, *done.texts[0]],
-        }  # fmt: skip
-
-    def steps_ms(self, proposer: Proposer) -> dict[str, float]:
-        """Times of single steps of the two inner levels, replayed as in decoding."""
-        return self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=24)
-
-    def verifier_passes(
-        self, proposer: Proposer, rows: Sequence[int], budget_tokens: int, hbm_gbps: float
-    ) -> list[dict[str, Any]]:
-        """Steps of the retrieval verifier over so many tokens, beside the time of reading all they touch once."""
-        config, itemsize = runner_of(self.runtime).decoder.config, self.runtime.dtype.itemsize
-        shared_bytes = (config.vocab_size + 1) * config.hidden_size * itemsize  # head and final norm
-        layers_bytes = ModelLayout.plain(config, self.runtime.dtype).total_bytes - shared_bytes * (
-            1 if config.tie_word_embeddings else 2
-        )
-        found = []
-        for count in rows:
-            set_variant(self.runtime, proposer, gamma_draft=count - 1, refresh_steps=1)
-            steps_ms = self.session.step_times_ms(self.start, proposer, SamplingParams(0.6), gamma=64)
-            recent = levels_of(proposer).verifier.cache.recent[0]  # type: ignore[union-attr]
-            keys = budget_tokens + len(self.prompt) - recent.start * BLOCK_TOKENS
-            nbytes = layers_bytes + shared_bytes + keys * config.kv_bytes_per_token(itemsize)
-            hbm_ms = 1e3 * nbytes / (hbm_gbps * GB)
-            times = steps_ms["verifier_step_ms"] / hbm_ms
-            found.append({"tokens": count, **steps_ms, "bytes": nbytes, "hbm_ms": hbm_ms, "times_hbm": times})
-        return found
+    if options.shape != "none":
+        shape_named(options.shape)
+    speculation_of(options)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def read_prompt(options: argparse.Namespace, small: CheckpointSource, needed_tokens: int) -> list[int]:
+    """Token ids of the text, at least so many. Raises `OptionError`."""
+    return harness.read_tokens(options.text, "--text", small.tokenizer(), needed_tokens, lower="--context")
+
+
+def prefill_row(config: ModelConfig, answer: Answer) -> dict[str, Any]:
+    """Time and operations of the prompt's way into the cache."""
+    count, seconds = answer.result.stats.prompt_tokens, answer.stamps_s[0] - answer.asked_s
+    # Two operations a weight and token, and four a channel and pair of tokens, of which half see each other.
+    matrices = config.num_layers * (
+        config.hidden_size * (config.qkv_size + config.q_size) + 3 * config.hidden_size * config.intermediate_size
+    )
+    operations = 2 * matrices * count + 2 * config.num_layers * config.q_size * count * count
+    return {"tokens": count, "s": seconds, "operations": operations, "tflop_per_s": operations / seconds / 1e12}
+
+
+def decoding_row(answer: Answer) -> dict[str, Any]:
+    """Figures of one answer."""
+    stats = answer.result.stats
+    return {
+        "tokens": stats.new_tokens, "passes": stats.passes, "tokens_per_pass": stats.tokens_per_pass,
+        "s_per_token": 1 / stats.tok_per_s, "s_per_pass": stats.measured_s_per_pass,
+        "bytes_per_pass": stats.bytes_per_pass, "link_gbps": stats.link_gbps, "link_peak_gbps": stats.link_peak_gbps,
+        "kept_tokens": stats.kept_tokens, "accepted_by_depth": list(stats.accepted_by_depth), "windows": stats.windows,
+        "levels": stats.to_dict()["acceptance"], "text": list(answer.result.tokens),
+    }  # fmt: skip
+
+
+def compared(plain: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """An answer's figures beside those of plain decoding."""
+    common = min(len(plain["text"]), len(row["text"]))
+    return {
+        **row, "times_plain": plain["s_per_token"] / row["s_per_token"], "plain_s_per_token": plain["s_per_token"],
+        "compared_tokens": common, "identical_to_plain": leading_agreement(plain["text"], row["text"]) == common,
+    }  # fmt: skip
+
+
+def measure_variant(
+    options: argparse.Namespace, runtime: Runtime, prompt: Sequence[int], gamma: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The prefill, and a row for each temperature."""
+    rows = []
+    with Scheduler(runtime) as scheduler:
+        first = timed_answer(scheduler, prompt, GenerationParams(2, ignore_eos=True), speculate=False)
+        for temperature in options.temperatures:
+            how: dict[str, Any] = {"ignore_eos": True, "sampling": SamplingParams(temperature, seed=SEED)}
+            plainly = GenerationParams(options.plain_tokens, **how)
+            plain = decoding_row(timed_answer(scheduler, prompt, plainly, speculate=False))
+            timed_answer(scheduler, prompt, GenerationParams(min(WARM_UP_TOKENS, options.tokens), gamma=gamma, **how))
+            found = timed_answer(scheduler, prompt, GenerationParams(options.tokens, gamma=gamma, **how))
+            rows.append({"temperature": temperature, "gamma": gamma, **compared(plain, decoding_row(found))})
+    return prefill_row(runtime.config, first), rows
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one dictionary.
 
     Raises:
         OptionError: The text is shorter than the context.
     """
-    target, draft = sources(arguments)
-    prompt = read_text(arguments, draft, arguments.context)[: arguments.context]
-    peak_gbps = measure_link_gbps(resolve_device(arguments.device))
-    options = SpeculationOptions(
-        "triforce", arguments.draft_cache, budget_tokens=arguments.budget, chunk_size=arguments.chunk_size,
-        gamma_draft=max([variant[0] for variant in arguments.variants] + [rows - 1 for rows in arguments.step_rows]),
-        recent_tokens=arguments.recent,
-    )  # fmt: skip
-    started = time.perf_counter()
-    runtime = Runtime.load(
-        target, draft=draft if arguments.draft == "model" else "none", device=arguments.device, vram=arguments.vram,
-        dtype=arguments.dtype, context=arguments.context + 1024, kv=arguments.kv, speculation=options,
-        max_gamma=max(*(window - 1 for window in arguments.windows), *(gamma for *_, gamma in arguments.variants)),
-    )  # fmt: skip
-    print(f"loaded in {time.perf_counter() - started:.1f} s: {runtime.placement}", flush=True)
-    with runtime:
-        bench = Bench(runtime, prompt)
-        report: dict[str, Any] = {"benchmark": "long_context", "placement": runtime.placement}
-        report["prefill"] = bench.prefill()
-        _show("prefill", report["prefill"])
-        report["windows"] = bench.windows(arguments.windows, arguments.passes, peak_gbps)
-        for row in report["windows"]:
-            _show("pass", row)
-        proposer = proposer_of(runtime)
-        set_variant(runtime, proposer, gamma_draft=arguments.variants[0][0], refresh_steps=1)
-        report["steps"] = bench.steps_ms(proposer)
-        _show("steps", report["steps"])
-        report["verifier_passes"] = bench.verifier_passes(
-            proposer, arguments.step_rows, arguments.budget, arguments.hbm_gbps
-        )
-        for row in report["verifier_passes"]:
-            _show("verifier pass", row)
-        report["decoding"] = []
-        for temperature in arguments.temperatures:
-            params = SamplingParams(temperature, seed=1)
-            plain = bench.decode(Proposer(), params, 0, arguments.plain_tokens)
-            _show("plain", plain)
-            for gamma_draft, refresh_steps, gamma in arguments.variants:
-                set_variant(runtime, proposer, gamma_draft=gamma_draft, refresh_steps=refresh_steps)
-                row = bench.decode(proposer, params, gamma, arguments.tokens)
-                row |= {"gamma_draft": gamma_draft, "refresh_steps": refresh_steps}
-                same = compare([plain["text"][1:]], [row["text"][1:]])  # both begin with the prefill's token
-                row |= {"identical_to_plain": same.identical, "compared_tokens": same.num_tokens}
-                row["times_plain"] = plain["s_per_token"] / row["s_per_token"]
-                report["decoding"].append({**row, "plain_s_per_token": plain["s_per_token"]})
-                _show("triforce", row)
-        report["peak_vram_bytes"] = budget_of(runtime).peak_bytes()
-        report["pinned_bytes"] = pinned_bytes(runtime)
-    settings = harness.settings_of(arguments)
-    return {**report, "settings": settings, **provenance(resolve_device(arguments.device), commit=arguments.commit)}
+    models = sources(options)
+    prompt = read_prompt(options, models[1], options.context)[: options.context]
+    widest = max(*options.windows, *(1 + gamma for *_, gamma in options.variants))
+    report: dict[str, Any] = {"benchmark": "long_context", "windows": [], "decoding": []}
+    for gamma_draft, refresh_steps, gamma in options.variants:
+        hierarchy = replace(speculation_of(options), gamma_draft=gamma_draft, refresh_steps=refresh_steps)
+        with load(
+            options, models, hierarchy, max_gamma=widest - 1, context=options.context, trace=options.trace
+        ) as runtime:
+            report["placement"] = runtime.placement
+            report["prefill"], rows = measure_variant(options, runtime, prompt, gamma)
+            for row in rows:
+                report["decoding"].append({"gamma_draft": gamma_draft, "refresh_steps": refresh_steps, **row})
+                _show("decoding", report["decoding"][-1])
+            for width in () if report["windows"] else options.windows:
+                nbytes, peak_gbps = rows[0]["bytes_per_pass"], rows[0]["link_peak_gbps"]
+                report["windows"].append(
+                    time_window(runtime, prompt, width, options.passes, nbytes=nbytes, peak_gbps=peak_gbps)
+                )
+                _show("pass", report["windows"][-1])
+            plain = runtime.generate(prompt[:2], max_new_tokens=2, ignore_eos=True, speculate=False).stats
+            report |= {"peak_vram_bytes": plain.peak_vram_bytes, "pinned_bytes": plain.pinned_bytes}
+            report |= {"settings": harness.settings_of(options), **provenance(runtime.device, commit=options.commit)}
+        write_unfinished(report, options.out)
+    return report
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
@@ -204,37 +210,42 @@ def _show(name: str, row: dict[str, Any]) -> None:
     print(f"{name}: {json.dumps(shown)}", flush=True)
 
 
-def _triples(text: str) -> list[tuple[int, int, int]]:
-    triples = []
-    for part in text.split(","):
-        first, second, third = (int(number) for number in part.split(":"))
-        triples.append((first, second, third))
-    return triples
+def triples(text: str) -> list[tuple[int, int, int]]:
+    """`16:1:24,16:4:24` of the command line."""
+    found = [tuple(int(number) for number in part.split(":")) for part in text.split(",")]
+    if any(len(one) != 3 or min(one) < 1 for one in found):
+        raise ValueError(text)
+    return [(one[0], one[1], one[2]) for one in found]
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = harness.bench_parser(__doc__)
-    add_common_options(parser)
-    parser.add_argument("--windows", type=harness.integers, default=[1, 17, 64])
-    parser.add_argument("--passes", type=int, default=3)
+    add_long_options(parser)
+    parser.add_argument("--windows", type=harness.integers, default=(1, 17, 64), help="widths of single passes")
+    parser.add_argument("--passes", type=int, default=3, help="timed passes of each")
     parser.add_argument(
-        "--variants", type=_triples, default=[(16, 1, 24), (16, 4, 24)],
+        "--variants", type=triples, default=[(16, 1, 24), (16, 4, 24)],
         help="of TriForce: tokens of the draft, steps between refreshes and gamma, like 16:1:24,16:4:24",
     )  # fmt: skip
-    parser.add_argument("--step-rows", type=harness.integers, default=[17], help="tokens of timed verifier passes")
-    parser.add_argument("--hbm-gbps", type=float, default=4800.0, help="of the card, as its maker states (H200)")
-    parser.add_argument("--temperatures", type=harness.floats, default=[0.6])
+    parser.add_argument("--temperatures", type=harness.floats, default=(0.6,))
+    parser.add_argument("--trace", type=Path, help="of the last variant; see timeline.py")
     return parser
 
 
 @harness.one_line_errors
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    arguments = make_parser().parse_args()
-    check_out(arguments.out)
-    emit(run(arguments), arguments.out)
-    return 0
+    options = make_parser().parse_args(argv)
+    check_long(options)
+    harness.require_all_positive(options, "windows", "passes")
+    if not options.windows or not options.temperatures:
+        raise OptionError("--windows and --temperatures name a number or more")
+    for temperature in options.temperatures:
+        SamplingParams(temperature)
+    report = run(options)
+    emit(report, options.out)
+    return 0 if all(row["identical_to_plain"] for row in report["decoding"]) else 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ missed or a system failed.
 
 Weights as files store them (`--stored`), or coded (`--encode always`), are held against what the profile predicts, and
 a script says what a draft is worth that is right so often.
+
+    python tools/bench_streaming.py --systems ours --target random-70b.gguf --emulate rtx4090 --resident-layers auto --cold
+
+Of a `--target` in files it also says how long they take to be in place, and how much memory the host needs for that.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import harness
 from common import PASSED_ON, add_run_options, as_words
 from harness import Check, check_out, emit
+from ours_runtime import add_single_options
 from systems import SYSTEMS as COMPARED
 from systems import System, link_bound, measured, run_system, table, times_ours_over
 
@@ -31,7 +36,9 @@ from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights.encoding import DTYPE_KINDS
 
-_OF_OURS = ("windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window")
+_OF_OURS = (
+    "windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window", "cold", "context",
+)  # fmt: skip
 SYSTEMS = {
     "ours": System("ours_runtime.py", ("--draft", "none"), takes=_OF_OURS),
     "deepspeed": COMPARED["deepspeed"],
@@ -68,6 +75,13 @@ def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         bound = f", {row['share_of_bound']:.1%} of {row['bound_tok_per_s']:.2f}" if row["bound_tok_per_s"] else ""
         tokens = f"{row['accepted_per_pass']:3} tokens a pass of {row['window_tokens']}"
         lines.append(f"  {tokens}: {row['tok_per_s']:.2f} tok/s{bound}")
+    if ours.get("start"):
+        start, done = ours["start"], ours["start"]["stages_s"].get("target weights")
+        lines.append(
+            f"  {start['load_report']}; weights in place after {'-' if done is None else f'{done:.1f}'} s, ready after "
+            f"{start['loaded_s']:.1f} s; peak RSS {start['peak_rss_bytes'] / GB:.2f} GB, planned "
+            f"{start['planned_host_bytes'] / GB:.2f} GB"
+        )
     if ours.get("weights"):
         kinds = ", ".join(
             f"{nbytes / GB:.2f} GB in {kind}" for kind, nbytes in ours["weights"]["bytes_by_kind"].items()
@@ -137,17 +151,18 @@ def make_parser() -> harness.Parser:
     """The options."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
-    parser.add_argument("--shape", default="llama2-7b")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--target", help="checkpoint: a directory or a .gguf file; see widen_model.py")
+    model.add_argument("--shape", help="made in memory: random weights of this shape (llama2-7b)")
     add_run_options(parser)
-    parser.add_argument("--windows", default="1,17,128,1024", help="of ours: widths of single passes")
-    parser.add_argument("--passes", type=int, default=8, help="of ours: timed passes of each")
+    add_single_options(parser)
+    parser.set_defaults(windows=(1, 17, 128, 1024))
+    parser.add_argument("--context", type=int, help="of ours: tokens that its KV cache reserves")
     parser.add_argument("--weights", choices=WEIGHTS, help="of ours: how quantised weights are kept (auto)")
     parser.add_argument("--encode", choices=ENCODE, help="of ours: whether bf16 is kept in 12 bits (none)")
     parser.add_argument("--kv", choices=("auto", "gpu", "host"), help="of ours: where the KV cache lives (auto)")
     parser.add_argument("--emulate", help="of ours: a machine with a smaller card to play, by name or file")
     parser.add_argument("--devices", help="of ours, instead of --device: several cards, like cuda:0,cuda:1")
-    parser.add_argument("--scripted", help="of ours: tokens a pass that a script has right, like 10,15")
-    parser.add_argument("--scripted-window", type=int, help="of ours: tokens of the script's windows (64)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system")
     return parser
 
@@ -162,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise OptionError(f"unknown system {unknown[0]!r}: choose of {', '.join(SYSTEMS)}")
     resolve_device(arguments.device)
-    common = as_words(arguments, ["shape", "prompt_tokens", *PASSED_ON])
+    common = as_words(arguments, ["target", "shape", "prompt_tokens", *PASSED_ON])
     own: dict[str, Sequence[str]] = {name: as_words(arguments, [name]) for name in _OF_OURS}
     results = {name: run_system(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout) for name in names}
     verdicts = checks(results)

@@ -3,15 +3,13 @@
     python tools/bench_trees.py --source SmolLM2-135M.gguf --text BOOK --code FILE --emulate rtx4090 \\
         --gammas 16,48 --nodes 256,1024 --out FILE
 
-Two parts. `streamed`: a widened target whose weights come over the link, for drafts of several qualities (copies of
-the small model with noise): decoded plainly, with windows as the controller chooses them (`auto`), with chains of
-`--gammas` tokens and with trees of `--nodes`. All answers to a prompt have the same tokens, which is checked. Beside
-each answer the share of the time that the link was idle, the time from pass to pass against its bytes over the link
-and, with `--trace`, the share of drafting that was hidden behind passes; at the end the controller's speed beside that
-of the best fixed window. Each window has played a few steps before it is timed, at another temperature, of whose
-acceptance the controller makes no use. `sizes`: tokens a pass against the size of the tree, of the small model itself
-as target, which says the same as the widened one, beside what the draft's hits by rank of child predict. Prints a
-table, then one JSON line.
+A widened target's weights come over the link, for drafts of several qualities (copies of the small model with noise):
+decoded plainly, with windows as the controller chooses them (`auto`), with chains of `--gammas` tokens and with trees
+of `--nodes`. All answers to a prompt have the same tokens, which is checked. Beside each answer stands the share of the
+time that the link was idle, the time from pass to pass against its bytes over the link and, with `--trace`, the share of
+drafting that was hidden behind passes; at the end the controller's speed beside that of the best fixed window. Each
+window has made a few steps before it is timed, at another temperature, of whose acceptance the controller makes no use.
+Prints a table, then one JSON line; exit code 1 when an answer was not that of plain decoding.
 """
 
 from __future__ import annotations
@@ -19,15 +17,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import harness
 from harness import check_out, emit, provenance, write_unfinished
-from long_context.internals import ranks_of
 from widening.checkpoint import in_shape, noisy_copy
 from widening.shapes import shape_named
 
@@ -36,11 +32,8 @@ from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.params import SamplingParams
-from offload_runtime.plan.cost import best_tree_tokens
-from offload_runtime.runners.graphs import CHILDREN
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
-PARTS = ("streamed", "sizes")
 PLAIN, AUTO = "plain", "auto"
 # Of an answer before those that are measured: of the controller's windows, and of a fixed one, which is a step or two
 # with a good draft and eight of less than half a second with a useless one.
@@ -145,28 +138,6 @@ def best_fixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def measure_sizes(options: argparse.Namespace, small: CheckpointSource, noise: float) -> Iterator[dict[str, Any]]:
-    """Rows of one draft over tree sizes; the small model is the target."""
-    device = resolve_device(options.device)
-    with Runtime.load(
-        small, draft=noisy_copy(small, noise, device=device), device=options.device, dtype=options.dtype,
-        context=options.context, max_gamma=options.depth, tree_nodes=max(options.sizes),
-    ) as runtime:  # fmt: skip
-        prompts = encoded(runtime, options)
-        for temperature, (name, prompt) in product(options.temperatures, prompts.items()):
-            say = partial(generate, runtime, prompt, options.size_tokens, temperature=temperature)
-            plain = say(depth=0, nodes=0)
-            with ranks_of(runtime) as ranks:
-                found = [(nodes, say(depth=options.depth, nodes=nodes)) for nodes in options.sizes]
-            hits = [ranks.count(rank) / max(1, len(ranks)) for rank in range(CHILDREN)]
-            for nodes, result in found:
-                yield {
-                    "noise": noise, "nodes": nodes, "prompt": name, "temperature": temperature,
-                    **answer_row(result, [plain]), "hits_by_rank": hits,
-                    "predicted_tokens_per_pass": best_tree_tokens(hits, nodes, options.depth),
-                }  # fmt: skip
-
-
 def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:
     """The prompts, by what they are: the beginnings of a text and of a program."""
     texts = {"prose": harness.read_text(options.text, "--text"), "code": harness.read_text(options.code, "--code")}
@@ -194,12 +165,6 @@ def table(report: dict[str, Any]) -> str:
             f"{ratio['auto_tok_per_s']:.2f} of {ratio['best_tok_per_s']:.2f} tok/s of {ratio['best']}, the best of "
             f"{len(ratio['fixed'])} fixed windows: {ratio['ratio']:.3f}"
         )
-    for row in report["sizes"]:
-        lines.append(
-            f"noise {row['noise']:<5} T {row['temperature']} {row['prompt']:5} {row['nodes']:5} nodes "
-            f"{row['tokens_per_pass']:6.2f} tokens a pass, {row['predicted_tokens_per_pass']:6.2f} predicted"
-            + ("" if row.get("identical", True) else " DIFFERS")
-        )
     return "\n".join(lines)
 
 
@@ -221,12 +186,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="prose to begin with")
     parser.add_argument("--code", type=Path, required=True, help="a program to begin with")
     parser.add_argument("--temperatures", type=harness.floats, default=(0.0, 0.6))
-    parser.add_argument("--parts", default=",".join(PARTS), help="or one of the two")
-    parser.add_argument("--sizes", type=harness.integers, default=(1, 4, 16, 64, 256, 1024))
     parser.add_argument("--gammas", type=harness.integers, default=(16,), help="of fixed chains")
     parser.add_argument("--nodes", type=harness.integers, default=(), help="of fixed trees")
-    parser.add_argument("--depth", type=int, default=63, help="longest path of a tree of --sizes")
-    parser.add_argument("--size-tokens", type=int, default=256)
     parser.add_argument("--trace", type=Path, help="of the streamed target with the last draft")
     parser.add_argument("--profile", help="figures to plan by, by a profile's name or file")
     return parser.parse_args(argv)
@@ -239,12 +200,7 @@ def check(options: argparse.Namespace) -> None:
         OptionError: A number, a name or a text makes no sense; StorageError: `--out` cannot be written.
         DeviceError, ProfileError: There is no such device or machine.
     """
-    parts = options.parts.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise OptionError(f"--parts {unknown[0]!r} is not measured here: take {','.join(PARTS)}, or one of them")
-    if "sizes" in parts and not options.sizes:
-        raise OptionError("--sizes is empty: name the numbers of nodes, or take --parts streamed")
-    harness.require_all_positive(options, "depth", "size_tokens", "sizes", "gammas", "nodes")
+    harness.require_all_positive(options, "gammas", "nodes")
     harness.check_machine(None, options.profile)
     for temperature in options.temperatures:
         SamplingParams(temperature=temperature)
@@ -269,31 +225,24 @@ def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
 
 
-_Measure = Callable[[argparse.Namespace, CheckpointSource, float], Iterator[dict[str, Any]]]
-MEASURES: dict[str, _Measure] = {"streamed": measure_streamed, "sizes": measure_sizes}
-
-
 @harness.one_line_errors
-def main(argv: Sequence[str] | None = None, *, measures: Mapping[str, _Measure] = MEASURES) -> int:
-    """Measure both parts, each by its own of `measures`; 1 when an answer was not that of plain decoding."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
     options = parse(argv)
     check(options)
-    parts = options.parts.split(",")
-    report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "auto": [], "sizes": []}
+    report: dict[str, Any] = {"benchmark": "trees", "streamed": [], "auto": []}
     origin: dict[str, Any] = {}
     small = open_checkpoint(options.source)
-    for part, measure in measures.items():
-        for noise in options.noises if part in parts else ():
-            for row in measure(options, small, noise):
-                report[part].append(row)
-                origin = origin or origin_of(options)
-                report["auto"] = best_fixed(report["streamed"])
-                write_unfinished({**report, **origin}, options.out)
-                print(table({"streamed": [], "auto": [], "sizes": [], part: [row]}), file=sys.stderr, flush=True)
-    report |= origin or origin_of(options)
+    for noise in options.noises:
+        for row in measure_streamed(options, small, noise):
+            report["streamed"].append(row)
+            origin = origin or origin_of(options)
+            report["auto"] = best_fixed(report["streamed"])
+            write_unfinished({**report, **origin}, options.out)
+            print(table({"streamed": [row], "auto": []}), file=sys.stderr, flush=True)
     print(table(report))
-    emit(report, options.out)
-    return 0 if all(row.get("identical", True) for row in (*report["streamed"], *report["sizes"])) else 1
+    emit(report | (origin or origin_of(options)), options.out)
+    return 0 if all(row.get("identical", True) for row in report["streamed"]) else 1
 
 
 if __name__ == "__main__":

@@ -155,19 +155,6 @@ def one_line_errors(main: Callable[_Options, int]) -> Callable[_Options, int]:
 
 
 @dataclass(frozen=True)
-class Percentiles:
-    """Median with the 20th and 80th percentile, in the unit of the samples."""
-
-    median: float
-    p20: float
-    p80: float
-
-    def as_dict(self) -> dict[str, float]:
-        """The three numbers under their names, for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class Check:
     """One claim: what was measured, the bar, and on which side of it the figure must be."""
 
@@ -196,9 +183,9 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return float(torch.tensor(samples, dtype=torch.float64).quantile(share))
 
 
-def percentiles(samples: Sequence[float]) -> Percentiles:
-    """Median, 20th and 80th percentile of at least one sample."""
-    return Percentiles(percentile(samples, 0.5), percentile(samples, 0.2), percentile(samples, 0.8))
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile of at least one sample, in its unit, under their names."""
+    return {name: percentile(samples, share) for name, share in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
 
 
 def cpu_name() -> str:

@@ -1,19 +1,69 @@
-"""Times of kernels, and what the device does at best, by which they are judged: copies, matrix products, the link."""
+"""Times of kernels and of answers, and what the device does at best, by which they are judged: copies, matrix products,
+the link."""
 
 from __future__ import annotations
 
 import math
+import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import harness  # noqa: F401 (finds the package, installed or not)
 import torch
 
 from offload_runtime.config import GB
+from offload_runtime.engine import EndEvent, ErrorEvent, GenerationResult, Scheduler, TokenEvent
+from offload_runtime.params import GenerationParams
 
 # Large enough for a GPU, and for a CPU not slow.
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 _PRODUCT_ROWS = {"cuda": 8192, "cpu": 512}
+
+
+# Who a `TokenEvent` says has proposed the token that ends a pass: nobody, it is the target's own.
+_TARGET = "target"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, pass by pass.
+
+    Attributes:
+        result: The answer and its figures.
+        asked_s: When it was asked for.
+        stamps_s: When each pass's tokens were there; the first one reads the prompt.
+        counts: Tokens of each pass.
+    """
+
+    result: GenerationResult
+    asked_s: float
+    stamps_s: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+def timed_answer(
+    scheduler: Scheduler, tokens: Sequence[int], params: GenerationParams, *, speculate: bool = True
+) -> Answer:
+    """Ask as a server does, and wait for the end. What a slot holds of the prompt already is not read again."""
+    events = queue.SimpleQueue[tuple[float, TokenEvent | EndEvent | ErrorEvent]]()
+    asked_s = time.perf_counter()
+    scheduler.submit(
+        tokens, params, on_event=lambda event: events.put((time.perf_counter(), event)), speculate=speculate
+    )
+    stamps_s, counts = list[float](), [0]
+    while True:
+        now_s, event = events.get()
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if isinstance(event, EndEvent):
+            return Answer(event.result, asked_s, tuple(stamps_s), tuple(count for count in counts if count))
+        if not counts[-1]:
+            stamps_s.append(now_s)
+        stamps_s[-1] = now_s
+        counts[-1] += 1
+        if event.source == _TARGET:
+            counts.append(0)
 
 
 def graph_times_ms(run: Callable[[], object], *, calls: int, repeats: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Matrix products of few and many rows at the shapes of Llama-2-7B and SmolLM2-135M, and ways to cut them.
+"""Matrix products of few and many rows at the shapes of Llama-2-7B and SmolLM2-135M.
 
 The reference is cuBLAS with the kernels that round as the fused ones do. The bound is the longer of reading the weights
 once and of multiplying.
@@ -7,24 +7,13 @@ once and of multiplying.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from statistics import median
-from typing import Any
 
 import torch
 from kernel_cases.case import Case, num_inputs, random_bf16
 from offload_runtime_kernels import linear as kernel
-from offload_runtime_kernels.linear import LinearTile, linear_library, linear_triton
-from timing import graph_times_ms
-from triton.runtime.errors import OutOfResources
-
-from offload_runtime.config import GB
-
-_COMPILING_THREADS = 8
-_SHOWN = 5
+from offload_runtime_kernels.linear import linear_library
 
 
 @dataclass(frozen=True)
@@ -73,20 +62,9 @@ class Inputs:
         residual = self._out if self.product.residual else None
         return kernel.linear(self._x, self._weight[index], residual=residual, gated=self.product.gated)
 
-    def tiled(self, index: int, tile: LinearTile) -> None:
-        """The kernel, cut in one way."""
-        linear_triton(
-            self._x, self._weight[index], self._out, add=self.product.residual, gated=self.product.gated, tile=tile
-        )
-
     def library(self, index: int) -> None:
         """cuBLAS and the kernels around it."""
         linear_library(self._x, self._weight[index], self._out, add=self.product.residual, gated=self.product.gated)
-
-    def time_ms(self, run: Callable[[int], object]) -> float:
-        """Median of one `run` in a CUDA graph of at least 16."""
-        turn = count()
-        return median(graph_times_ms(lambda: run(next(turn) % self.count), calls=max(16, self.count), repeats=5))
 
 
 def make_case(product: Product, rows: int) -> Case:
@@ -107,61 +85,3 @@ def linear() -> Iterator[Callable[[], Case]]:
     for products, model_rows in PRODUCTS.values():
         for rows in model_rows:
             yield from (partial(make_case, product, rows) for product in products)
-
-
-def tiles(rows: int) -> Iterator[LinearTile]:
-    """Ways to cut a product of `rows` rows; some need more shared memory than there is and are left out when tried."""
-    few = (
-        (16, 128, 1, 4), (16, 128, 1, 6), (16, 256, 1, 4), (32, 128, 2, 4), (64, 64, 4, 6), (64, 128, 4, 4),
-        (128, 64, 4, 4),
-    )  # fmt: skip
-    many = (
-        (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 3), (256, 128, 64, 8, 3),
-        (128, 256, 64, 8, 3),
-    )  # fmt: skip
-    if rows <= 32:
-        height = next(height for height in (8, 16, 32) if rows <= height)
-        yield from (LinearTile(height, *cut, True) for cut in few)
-    else:
-        yield from (LinearTile(*cut, w_first) for cut in many for w_first in (True, False))
-
-
-def tune(product: Product, rows: int, copy_gbps: float) -> dict[str, Any]:
-    """Times of every way that runs, best first, as JSON."""
-    inputs = Inputs(product, rows)
-
-    def runs(tile: LinearTile) -> bool:
-        try:
-            inputs.tiled(0, tile)
-        except OutOfResources:
-            return False
-        return True
-
-    ways = list(tiles(rows))
-    # Compiling takes longer than timing, and mostly outside of Python.
-    with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
-        fitting = [tile for tile, fits in zip(ways, pool.map(runs, ways), strict=True) if fits]
-    torch.cuda.synchronize()
-    times = [(inputs.time_ms(partial(inputs.tiled, tile=tile)), tile) for tile in fitting]
-    best = [{**asdict(tile), "ms": time} for time, tile in sorted(times, key=lambda pair: pair[0])[:_SHOWN]]
-    return {
-        "model": product.model, "product": product.name, "rows": rows, "m": product.m, "k": product.k, "best": best,
-        "default_ms": inputs.time_ms(inputs.linear), "library_ms": inputs.time_ms(inputs.library),
-        "bound_ms": inputs.moved_bytes / (copy_gbps * GB) * 1e3,
-    }  # fmt: skip
-
-
-def tuned(copy_gbps: float) -> Iterator[dict[str, Any]]:
-    """Every product with the best ways to cut it, each printed when it is there."""
-    for products, model_rows in PRODUCTS.values():
-        for rows in model_rows:
-            for product in products:
-                result = tune(product, rows, copy_gbps)
-                times = ", ".join(f"{key} {value:.4f}" for key, value in result.items() if key.endswith("_ms"))
-                print(f"{result['model']} {result['product']}, {rows} rows: {times}")
-                for way in result["best"]:
-                    cut = ", ".join(
-                        f"{way[key]}" for key in ("block_n", "block_m", "block_k", "num_warps", "num_stages", "w_first")
-                    )
-                    print(f"    ({cut}): {way['ms']:.4f} ms", flush=True)
-                yield result

@@ -264,8 +264,14 @@ PASSED_ON = (
 
 def as_words(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Options as they are typed, but for those that were not given."""
-    given = [(name, getattr(arguments, name)) for name in names]
-    return [word for name, value in given if value is not None for word in ("--" + name.replace("_", "-"), str(value))]
+    words = list[str]()
+    for name in names:
+        value = getattr(arguments, name)
+        if value in (None, False, ()):
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += ["--" + name.replace("_", "-"), *([] if value is True else [text])]
+    return words
 
 
 def peer_parser(description: str) -> Parser:

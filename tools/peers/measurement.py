@@ -15,13 +15,12 @@ from models import load_draft, open_device
 from offloaded_cache import (
     NOTE,
     MendedCache,
-    offloaded_traffic,
+    offloaded_bytes,
     require_host_memory,
     return_outgrown_blocks,
 )
 from runs import (
     Asked,
-    KVTraffic,
     NextToken,
     Run,
     answers,
@@ -239,17 +238,12 @@ def generate_once(
         raise OptionError(f"all {asked.new_tokens} tokens came in the first round: raise --new-tokens")
     assert behind_prompt.logits is not None
     expected = NextToken.of(behind_prompt.logits)
-    kv = kv_traffic(options, clock, len(asked.tokens))
-    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv, expected)
-
-
-def kv_traffic(options: PeerOptions, clock: RoundClock, prompt_tokens: int) -> KVTraffic | None:
-    """What keys and values cost the link in the generation that a clock has watched."""
-    if not options.offloads_cache:
-        return KVTraffic()
-    return offloaded_traffic(
-        options.source.config(), options.dtype.itemsize, prompt_tokens=prompt_tokens, counts=clock.counts
-    )
+    kv_bytes: int | None = 0
+    if options.offloads_cache:
+        kv_bytes = offloaded_bytes(
+            options.source.config(), options.dtype.itemsize, prompt_tokens=len(asked.tokens), counts=clock.counts
+        )
+    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv_bytes, expected)
 
 
 def measure(
@@ -289,7 +283,7 @@ def result_json(
         notes.append(NOTE)
     if options.kv_cache == "offloaded" and options.device.type != "cuda":
         notes.append("no GPU: keys and values are in host memory anyway, transformers' offloaded cache needs CUDA")
-    if any(run.kv is None for run in best.runs):
+    if any(run.kv_bytes is None for run in best.runs):
         notes.append("GB/s and bound: weights only, because what the layers with sliding windows keep is not known")
     if options.draft is not None and options.prefill_chunk is not None:
         notes.append("assisted generation ignores prefill_chunk_size: a hook of ours splits what target and draft read")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from common import PeerOptions
-from runs import KVTraffic
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -84,10 +83,8 @@ class WholeLayer(DynamicLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
 
-def offloaded_traffic(
-    config: ModelConfig, itemsize: int, *, prompt_tokens: int, counts: Sequence[int]
-) -> KVTraffic | None:
-    """Of all passes but the first, which reads the prompt.
+def offloaded_bytes(config: ModelConfig, itemsize: int, *, prompt_tokens: int, counts: Sequence[int]) -> int | None:
+    """Bytes of keys and values that came to the device in all passes but the first, which reads the prompt.
 
     Args:
         config: The model's shape.
@@ -100,14 +97,11 @@ def offloaded_traffic(
     """
     if any(window is not None for window in config.layer_windows):
         return None
-    per_token = config.kv_bytes_per_token(itemsize)
-    to_device = to_host = 0
-    length = prompt_tokens + counts[0] - 1  # the newest token is read by the pass behind it
+    tokens, length = 0, prompt_tokens + counts[0] - 1  # the newest token is read by the pass behind it
     for count in counts[1:]:
-        to_device += length * per_token
+        tokens += length
         length += count
-        to_host += length * per_token
-    return KVTraffic(to_device, to_host)
+    return tokens * config.kv_bytes_per_token(itemsize)
 
 
 def pinned_bytes(config: ModelConfig, itemsize: int, tokens: int) -> int:

@@ -4,48 +4,30 @@
 
 `--windows` also times single passes over wider windows, and how long the host needs to launch them, beside what the
 machine's profile predicts. `--scripted 10,15` decodes once more with proposals of which so many a pass are right, as
-the plain answer before says: what a draft of that acceptance is worth if drafting costs nothing.
+the plain answer before says: what a draft of that acceptance is worth if drafting costs nothing. `start` says when the
+weights were in place and how much memory the host needed, with `--cold` of files that are in no page cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import PeerOptions, check_context, model_name, options_from, peer_parser, refused
-from long_context.internals import (
-    budget_of,
-    bytes_written_back,
-    levels_of,
-    link_peak_gbps,
-    pinned_bytes,
-    proposer_of,
-    request_for,
-    runner_of,
-    slot_sampling,
-    steps_for,
-)
-from long_context.session import target_acceptance
-from passes import NO_SINGLES, Singles, add_script_options, peaks_gbps, scripted, time_window, weight_bytes_of
-from runs import (
-    Asked,
-    KVTraffic,
-    NextToken,
-    Run,
-    answers,
-    asked_generations,
-    expectations,
-    figures,
-    num_differing_of,
-)
+from passes import predicted_pass, scripted, time_window, weight_bytes_of
+from runs import Asked, NextToken, Run, answers, asked_generations, expectations, figures, num_differing_of
 
 from harness import check_machine, emit, integers, provenance  # isort: skip (`common` sets the path)
+from timing import Answer, measure_copy_gbps, measure_link_gbps, timed_answer  # isort: skip
 
 from offload_runtime.config import (
     DRAFT_CACHES,
@@ -57,17 +39,17 @@ from offload_runtime.config import (
     SpeculationOptions,
     idle_options,
 )
-from offload_runtime.engine import Runtime
-from offload_runtime.engine.generate import device_errors
+from offload_runtime.engine import Runtime, Scheduler
+from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan.request import check_window, longest_context
-from offload_runtime.speculation import Acceptance, PromptRequest, StepResult, run_step
 from offload_runtime.weights import open_checkpoint
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 # Behind the longest answer: windows are cut where the context ends.
 _ROOM_TOKENS = 256
+_GATHERS = "GB/s and bound: without the chunks that the retrieval verifier gathers straight from host memory"
 # What `--draft` may say instead of a model.
 NO_MODEL = (None, "ngram", "none")
 
@@ -76,11 +58,11 @@ NO_MODEL = (None, "ngram", "none")
 class OurOptions:
     """See `Runtime.load` and its `generate`; None leaves it to the runtime."""
 
-    draft: str
-    speculation: str
-    gamma: int | None
-    tree_nodes: int | None
-    kv: str
+    draft: str = "ngram"
+    speculation: str = "auto"
+    gamma: int | None = None
+    tree_nodes: int | None = None
+    kv: str = "auto"
     budget_tokens: int | None = None
     draft_cache: str | None = None
     context: int | None = None
@@ -152,35 +134,43 @@ def add_our_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_single_options(parser: argparse.ArgumentParser) -> None:
+    """Those that `bench_streaming.py` and `ours_runtime.py` have in common."""
+    parser.add_argument("--windows", type=integers, default=(), help="of ours: widths of single passes, like 1,17")
+    parser.add_argument("--passes", type=int, default=8, help="of ours: timed passes of each")
+    parser.add_argument(
+        "--scripted", type=integers, default=(), help="of ours: tokens a pass that a script has right, like 10,15"
+    )
+    parser.add_argument("--scripted-window", type=int, default=64, help="of ours: tokens of the script's windows")
+    parser.add_argument("--cold", action="store_true", help="of ours: drop the files of --target from the page cache")
+
+
 def our_options(arguments: argparse.Namespace) -> OurOptions:
     """What the command line says. Raises `OptionError`."""
-    return OurOptions(
-        draft=arguments.draft or "ngram",
-        speculation=arguments.speculation or "auto",
-        gamma=arguments.gamma,
-        tree_nodes=arguments.tree_nodes,
-        kv=arguments.kv,
-        budget_tokens=arguments.budget_tokens,
-        draft_cache=arguments.draft_cache,
-        context=arguments.context,
-        weights=arguments.weights or "auto",
-        encode=arguments.encode or "none",
-        emulate=arguments.emulate,
-        devices=arguments.devices,
-    )
+    given = {field.name: getattr(arguments, field.name) for field in fields(OurOptions)}
+    return OurOptions(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
-class Played:
-    """One generation, and what was proposed in it."""
+class Singles:
+    """What is timed beside whole answers: of every one of `windows` so many `passes`, and a script of which so many
+    tokens are `accepted` a pass, over windows of `scripted_window`."""
 
-    run: Run
-    rounds: tuple[StepResult, ...]
-    windows: Mapping[str, int]
-    levels: tuple[Acceptance, ...]
+    windows: Sequence[int] = ()
+    passes: int = 1
+    accepted: Sequence[int] = ()
+    scripted_window: int = 1
+
+    @property
+    def widest(self) -> int:
+        """Tokens of the widest window."""
+        return max([1, *self.windows, *([self.scripted_window] if self.accepted else [])])
 
 
-def load(options: PeerOptions, own: OurOptions, *, widest: int = 1) -> Runtime:
+NO_SINGLES = Singles()
+
+
+def load(options: PeerOptions, own: OurOptions, *, widest: int = 1, on_progress: LoadProgress | None = None) -> Runtime:
     """The runtime, within the peers' memory and with as many resident layers; its windows may be `widest` tokens."""
     return Runtime.load(
         options.source,
@@ -197,6 +187,7 @@ def load(options: PeerOptions, own: OurOptions, *, widest: int = 1) -> Runtime:
         weights=own.weights,
         encode=own.encode,
         emulate=own.emulate,
+        on_progress=on_progress,
     )
 
 
@@ -210,129 +201,137 @@ def reserved_tokens(options: PeerOptions, own: OurOptions) -> int:
     return own.context
 
 
-def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Asked) -> Played:
-    """One generation, round by round as `Runtime.generate` does it, but for the text."""
+def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Asked) -> Answer:
+    """One generation; a scheduler of its own, so that nothing of the prompt is there from before."""
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
-    params = GenerationParams(asked.new_tokens, gamma=own.gamma, sampling=sampling)
-    runner, known, slots = runner_of(runtime), asked.tokens, slot_sampling(runtime)
-    request = request_for(runtime, known, params)
-    proposer, steps = steps_for(runtime, request)
-    runner.cache.truncate(0, 0)
-    if options.device.type == "cuda":
-        torch.cuda.synchronize(options.device)
-    started_s = time.perf_counter()
-    slots.assign(0, sampling)
-    proposer.join(0, sampling)
-    behind = list[torch.Tensor]()
-    prompt = PromptRequest(0, known, speculate=proposer.name is not None)
-    (first,) = run_step(runner, slots, proposer, [], prompts=[prompt], on_logits=lambda _, new: behind.append(new))
-    request.sequence += first.tokens
-    stamps_s, counts, rounds = [time.perf_counter()], [1], list[StepResult]()
-    before, tally = link_bytes(runtime), request.tally
-    while request.room >= 0:
-        (result,) = steps.run([request])
-        request.sequence += result.tokens
-        rounds.append(result)
-        stamps_s.append(time.perf_counter())
-        counts.append(len(result.tokens))
-    after, weight_bytes = link_bytes(runtime), len(rounds) * runner.streamer.bytes_per_pass
-    kv = KVTraffic(after.to_device - before.to_device - weight_bytes, after.to_host - before.to_host)
-    levels = () if proposer.name is None else tally.levels(proposer.name, proposer.counts(0))
-    said, expected = tuple(request.tokens), NextToken.of(behind[0][0])
-    run = Run(asked.prompt, started_s, tuple(stamps_s), tuple(counts), said, kv, expected)
-    return Played(run, tuple(rounds), dict(tally.windows.most_common()), levels)
+    params = GenerationParams(asked.new_tokens, gamma=own.gamma, ignore_eos=True, sampling=sampling)
+    with Scheduler(runtime) as scheduler:
+        return timed_answer(scheduler, asked.tokens, params)
 
 
-def link_bytes(runtime: Runtime) -> KVTraffic:
-    """Bytes so far: of all passes begun, weights included, and of what was written to the host."""
-    return KVTraffic(runner_of(runtime).streamer.bytes_begun, bytes_written_back(runtime))
+def run_of(answer: Answer, asked: Asked, weight_bytes: int, expected: NextToken) -> Run:
+    """An answer as those of the peers are told."""
+    stats = answer.result.stats
+    kv_bytes = stats.passes * (stats.bytes_per_pass - weight_bytes)
+    tokens = tuple(answer.result.tokens)
+    return Run(asked.prompt, answer.asked_s, answer.stamps_s, answer.counts, tokens, kv_bytes, expected)
 
 
-def speculation_figures(played: Sequence[Played]) -> dict[str, Any]:
-    """Of all generations together: what the target accepted, which windows were played, and every level's acceptance,
-    the target's last."""
-    windows: Counter[str] = Counter()
-    levels: dict[tuple[str, str], Acceptance] = {}
-    for one in played:
-        windows.update(one.windows)
-        for level in one.levels:
-            key = level.proposed_by, level.verified_by
-            levels[key] = level if key not in levels else added(levels[key], level)
+def speculation_figures(counted: Sequence[Answer]) -> dict[str, Any]:
+    """Of all generations together: which windows were asked for, what the target accepted in how many passes by depth
+    and by who proposed it, and every level's acceptance, the target's last."""
+    windows, sources, depths, levels = Counter[str](), Counter[str](), Counter[int](), dict[tuple[str, str], Any]()
+    for stats in (one.result.stats for one in counted):
+        windows.update(stats.windows)
+        sources.update(stats.accepted_by_source)
+        depths.update(dict(enumerate(stats.accepted_by_depth)))
+        for level in stats.acceptance:
+            found = levels.setdefault((level.proposed_by, level.verified_by), Counter())
+            found.update(verifications=level.verifications, proposed=level.proposed, accepted=level.accepted)
     return {
-        **target_acceptance([round_ for one in played for round_ in one.rounds]),
-        "windows": dict(windows.most_common()),
+        "windows": dict(windows.most_common()), "accepted_by_source": dict(sources),
+        "accepted_by_depth": [depths[depth] for depth in sorted(depths)],
         "levels": [
-            {**asdict(level), "rate": level.rate, "accepted_per_verification": level.accepted_per_verification}
-            for level in levels.values()
+            {
+                "proposed_by": by, "verified_by": to, **counts,
+                "rate": counts["accepted"] / counts["proposed"] if counts["proposed"] else 0.0,
+            }
+            for (by, to), counts in levels.items()
         ],
-    }
+    }  # fmt: skip
 
 
-def added(one: Acceptance, other: Acceptance) -> Acceptance:
-    """Two counts of the same level."""
-    return replace(
-        one,
-        verifications=one.verifications + other.verifications,
-        proposed=one.proposed + other.proposed,
-        accepted=one.accepted + other.accepted,
-    )
+def peaks_gbps(device: torch.device) -> tuple[float | None, float | None]:
+    """Of a memcpy to the device, and of copies within it; None without a GPU. Nothing of what they took stays."""
+    if device.type != "cuda":
+        return None, None
+    found = measure_link_gbps(device), measure_copy_gbps(device)
+    torch.cuda.empty_cache()
+    return found
+
+
+def forget(target: Path) -> None:
+    """Let the page cache drop a model's files.
+
+    Raises:
+        OptionError: There are none here.
+    """
+    files = [path for path in (sorted(target.iterdir()) if target.is_dir() else [target]) if path.is_file()]
+    if not files:
+        raise OptionError(f"--cold is of files, and {target} is none here: name a directory or a .gguf file")
+    os.sync()
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES) -> dict[str, Any]:
     """Load, time and report."""
-    windows, passes = singles.windows, singles.passes
+    windows, stages_s = singles.windows, dict[str, float]()
     memcpy_gbps, copy_gbps = peaks_gbps(options.device) if windows else (None, None)
     started_s = time.perf_counter()
-    with load(options, own, widest=singles.widest) as runtime:
-        setup_s = time.perf_counter() - started_s
-        with device_errors(runtime.device):
-            # A link that is played is slower than the machine's own.
-            there = (link_peak_gbps(runtime), memcpy_gbps if own.emulate is None else None)
-            peaks = [gbps for gbps in there if gbps is not None]
-            rows = [
-                time_window(runtime, options.prompts[0], width, passes, max(peaks, default=None)) for width in windows
-            ]
-            played = [generate(runtime, options, own, asked) for asked in asked_generations(options)]
-            known = [one.run for one in played[options.warmup :]]
-            scripts = [
-                scripted(
-                    runtime, options.prompts[known[0].prompt], known[0].tokens, options, accepted=accepted,
-                    window=singles.scripted_window,
-                )
-                for accepted in singles.accepted
-            ]  # fmt: skip
-        runs, counted = [one.run for one in played], played[options.warmup :]
-        measured = [one.run for one in counted]
-        budget, weight_bytes = budget_of(runtime), runner_of(runtime).streamer.bytes_per_pass
-        vram = {"driver": budget.peak_bytes(), "reserved": budget.reserved_bytes}
-        single = {"windows": rows, "bytes_per_token": weight_bytes, "memcpy_gbps": memcpy_gbps} if windows else {}
+
+    def stamp(stage: str, done_bytes: int, total_bytes: int) -> None:
+        if done_bytes == total_bytes:
+            stages_s[stage] = time.perf_counter() - started_s
+
+    with load(options, own, widest=singles.widest, on_progress=stamp) as runtime:
+        setup_s, weights = time.perf_counter() - started_s, weight_bytes_of(runtime)
+        start = {
+            "stages_s": stages_s, "loaded_s": setup_s, "load_report": runtime.load_report,
+            "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "planned_host_bytes": runtime.plan.host_bytes,
+        }  # fmt: skip
+        expected = [
+            NextToken.of(next(iter(runtime.logits(list(prompt), [prompt[:1] * 2])))[0]) for prompt in options.prompts
+        ]
+        rows = window_rows(runtime, options, singles, None if own.emulate else memcpy_gbps)
+        asked = asked_generations(options)
+        played = [generate(runtime, options, own, one) for one in asked]
+        counted, weight_bytes = played[options.warmup :], weights["streamed_bytes_per_pass"]
+        runs = [run_of(a, one, weight_bytes, expected[one.prompt]) for a, one in zip(played, asked, strict=True)]
+        measured, last = runs[options.warmup :], counted[-1].result.stats
+        scripts = [
+            scripted(
+                runtime, options.prompts[measured[0].prompt], measured[0].tokens, options, accepted=accepted,
+                window=singles.scripted_window,
+            )
+            for accepted in singles.accepted
+        ]  # fmt: skip
+        is_cuda, has_verifier = options.device.type == "cuda", runtime.plan.has_verifier
         return {
             "system": "offload_runtime",
-            **single,
+            **({"windows": rows, "bytes_per_token": weight_bytes, "memcpy_gbps": memcpy_gbps} if windows else {}),
             **({"scripted": scripts} if singles.accepted else {}),
-            "weights": {**weight_bytes_of(runtime), "copy_gbps": copy_gbps},
-            **figures(measured, weight_bytes=weight_bytes, peak_gbps=link_peak_gbps(runtime)),
+            "weights": {**weights, "copy_gbps": copy_gbps}, "start": start,
+            **figures(measured, weight_bytes=weight_bytes, peak_gbps=last.link_peak_gbps),
             "speculation": speculation_figures(counted),
-            "peak_vram_bytes": vram if options.device.type == "cuda" else None,
-            "pinned_bytes": pinned_bytes(runtime),
-            "vram_limit_bytes": budget.limit_bytes,
+            "peak_vram_bytes": {"driver": last.peak_vram_bytes} if is_cuda else None,
+            "pinned_bytes": last.pinned_bytes, "vram_limit_bytes": runtime.plan.limits.device_bytes,
             "placement": runtime.placement,
-            "settings": {**options.as_settings(), **vars(own), "draft": model_name(own.draft)},
-            "notes": notes_on(runtime, measured),
+            "settings": {**options.as_settings(), **asdict(own), "draft": model_name(own.draft)},
+            "notes": [_GATHERS] if has_verifier and runtime.plan.target.kv_layers_on_host else [],
             "differing_generations": num_differing_of(options, runs),
-            "tokens": answers(measured),
-            "next_token": expectations(measured),
-            "setup_s": setup_s,
+            "tokens": answers(measured), "next_token": expectations(measured), "setup_s": setup_s,
             **provenance(*runtime.devices, commit=options.commit),
-        }
+        }  # fmt: skip
 
 
-def notes_on(runtime: Runtime, runs: Sequence[Run]) -> list[str]:
-    """What the figures leave out."""
-    on_host = any(run.kv is not None and run.kv.to_device for run in runs)
-    if on_host and levels_of(proposer_of(runtime)).verifier is not None:
-        return ["GB/s and bound: without the chunks that the retrieval verifier gathers straight from host memory"]
-    return []
+def window_rows(
+    runtime: Runtime, options: PeerOptions, singles: Singles, memcpy_gbps: float | None
+) -> list[dict[str, Any]]:
+    """Single passes, each beside the faster of back-to-back copies and of a plain memcpy: of an emulated link, which is
+    slower than the machine's own, beside the former."""
+    if not singles.windows:
+        return []
+    prompt = options.prompts[0]
+    plain = runtime.generate(list(prompt), max_new_tokens=4, ignore_eos=True, speculate=False).stats
+    peak_gbps = max((gbps for gbps in (plain.link_peak_gbps, memcpy_gbps) if gbps), default=None)
+    rows = []
+    for width in singles.windows:
+        row = time_window(runtime, prompt, width, singles.passes, nbytes=plain.bytes_per_pass, peak_gbps=peak_gbps)
+        rows.append(row | predicted_pass(runtime, len(prompt), width, row["pass_s"]["median"]))
+    return rows
 
 
 def own_options(arguments: argparse.Namespace) -> OurOptions:
@@ -349,13 +348,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = peer_parser("Measure offload_runtime on the peers' model and prompts.")
     add_our_options(parser)
-    parser.add_argument("--windows", type=integers, default=(), help="widths of windows to time, comma-separated")
-    parser.add_argument("--passes", type=int, default=8, help="timed passes of each")
-    add_script_options(parser)
+    add_single_options(parser)
     try:
         arguments = parser.parse_args(argv)
         own = own_options(arguments)
         options = options_from(arguments)
+        if arguments.cold:
+            forget(Path(arguments.target or ""))
         singles = Singles(arguments.windows, arguments.passes, arguments.scripted, arguments.scripted_window)
         emit(measure(options, own, singles), options.out)
     except OffloadError as error:

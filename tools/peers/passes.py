@@ -3,105 +3,55 @@ decides how many tokens they give: what costs what, without the chance of a draf
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
-import torch
 from common import PeerOptions
-from long_context.internals import link_peak_gbps, runner_of
-from long_context.session import Session, compare, together
 
-from harness import integers, percentiles  # isort: skip (`common` sets the path)
-from timing import measure_copy_gbps, measure_link_gbps  # isort: skip
+from harness import leading_agreement, percentiles  # isort: skip (`common` sets the path)
 
 from offload_runtime.config import GB
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.model import Window
-from offload_runtime.params import SamplingParams
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan import machine_figures, pass_time
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer
 
 _WARMUP_PASSES = 3
 
 
-@dataclass(frozen=True)
-class Singles:
-    """What is timed beside whole answers: of every one of `windows` so many `passes`, and a script of which so many
-    tokens are `accepted` a pass, over windows of `scripted_window`."""
-
-    windows: Sequence[int] = ()
-    passes: int = 1
-    accepted: Sequence[int] = ()
-    scripted_window: int = 1
-
-    @property
-    def widest(self) -> int:
-        """Tokens of the widest window."""
-        return max([1, *self.windows, *([self.scripted_window] if self.accepted else [])])
-
-
-NO_SINGLES = Singles()
-
-
-def add_script_options(parser: argparse.ArgumentParser) -> None:
-    """Those that `bench_streaming.py` and `ours_runtime.py` have in common."""
-    parser.add_argument(
-        "--scripted", type=integers, default=(), help="of ours: tokens a pass that a script has right, like 10,15"
-    )
-    parser.add_argument("--scripted-window", type=int, default=64, help="tokens of its windows")
-
-
-def peaks_gbps(device: torch.device) -> tuple[float | None, float | None]:
-    """Of a memcpy to the device, and of copies within it; None without a GPU. Nothing of what they took stays."""
-    if device.type != "cuda":
-        return None, None
-    found = measure_link_gbps(device), measure_copy_gbps(device)
-    torch.cuda.empty_cache()
-    return found
-
-
-def time_window(runtime: Runtime, prompt: Sequence[int], width: int, passes: int, peak_gbps: float | None) -> Any:
-    """Passes over windows of `width` tokens, each followed by reading one token back, as decoding does."""
-    runner = runner_of(runtime)
-    runner.cache.truncate(0, 0)
-    runner.prefill(0, list(prompt))
-    window = Window(tuple(islice(cycle(prompt), width)))
-    passes_s, launches_s, before_s, before_bytes = list[float](), list[float](), 0.0, 0
-    for number in range(_WARMUP_PASSES + passes):
-        launched_s = time.perf_counter()
-        logits = runner.verify([window], [0])
-        launch_s = time.perf_counter() - launched_s
+def time_window(
+    runtime: Runtime, prompt: Sequence[int], width: int, passes: int, *, nbytes: int, peak_gbps: float | None
+) -> dict[str, Any]:
+    """Passes over windows of `width` tokens, each followed by reading its best tokens back, as decoding does; `nbytes`
+    cross the link in each, which does `peak_gbps` at best."""
+    window = tuple(islice(cycle(prompt), width + 1))
+    rows = runtime.logits(list(prompt), [window] * (_WARMUP_PASSES + passes))
+    passes_s, launches_s = list[float](), list[float]()
+    for _ in range(_WARMUP_PASSES + passes):
+        started_s = time.perf_counter()
+        logits = next(rows)
+        launches_s.append(time.perf_counter() - started_s)
         logits.argmax(-1).tolist()
-        runner.cache.commit(0, 1)
-        ended_s = time.perf_counter()
-        if number >= _WARMUP_PASSES:
-            passes_s.append(ended_s - before_s)
-            launches_s.append(launch_s)
-        else:
-            before_bytes = runner.streamer.bytes_begun
-        before_s = ended_s
-    pass_s, launch = percentiles(passes_s), percentiles(launches_s)
-    pass_bytes = (runner.streamer.bytes_begun - before_bytes) / passes  # of weights, keys and values
-    gbps = pass_bytes / pass_s.median / GB
+        passes_s.append(time.perf_counter() - started_s)
+    rows.close()
+    pass_s, launch_s = percentiles(passes_s[_WARMUP_PASSES:]), percentiles(launches_s[_WARMUP_PASSES:])
+    gbps = nbytes / pass_s["median"] / GB
     return {
-        "window_tokens": width, "pass_bytes": pass_bytes, "pass_s": pass_s.as_dict(), "host_launch_s": launch.as_dict(),
-        "host_launch_share": launch.median / pass_s.median, "link_gbps": gbps, "link_peak_gbps": peak_gbps,
-        "link_share": gbps / peak_gbps if peak_gbps else None,
-        **predicted_pass(runtime, len(prompt), width, pass_s.median),
+        "window_tokens": width, "pass_bytes": nbytes, "pass_s": pass_s, "host_launch_s": launch_s,
+        "host_launch_share": launch_s["median"] / pass_s["median"], "link_gbps": gbps,
+        "link_peak_gbps": peak_gbps, "link_share": gbps / peak_gbps if peak_gbps else None,
     }  # fmt: skip
 
 
 def predicted_pass(runtime: Runtime, length: int, width: int, measured_s: float) -> dict[str, Any]:
     """What the machine's profile alone says of a pass, and by what share it took longer, None where there is none; and
-    what the whole profile says of a machine that is played, where not only the link is slower."""
-    played, figures = runtime.plan.request.emulate, planned_figures(runtime.plan)
+    what the whole profile says of a machine that is emulated, where not only the link is slower."""
+    emulated, figures = runtime.plan.request.emulate, planned_figures(runtime.plan)
     found: dict[str, Any] = {"predicted_s": None, "share_off": None, "bound_by": None, "predicted_there": None}
     if figures is not None:
         predicted = pass_time(runtime.plan, figures, length_tokens=length, rows=width)
@@ -109,8 +59,8 @@ def predicted_pass(runtime: Runtime, length: int, width: int, measured_s: float)
             "predicted_s": predicted.seconds, "share_off": measured_s / predicted.seconds - 1,
             "bound_by": predicted.bound_by,
         }  # fmt: skip
-    if played is not None:
-        there = pass_time(runtime.plan, machine_figures(load_profile(played)), length_tokens=length, rows=width)
+    if emulated is not None:
+        there = pass_time(runtime.plan, machine_figures(load_profile(emulated)), length_tokens=length, rows=width)
         found["predicted_there"] = {
             "seconds": there.seconds, "link_s": there.link_s, "compute_s": there.compute_s, "bound_by": there.bound_by,
         }  # fmt: skip
@@ -162,25 +112,26 @@ def scripted(
     Raises:
         OptionError: The answer is shorter than two such passes.
     """
-    count = (len(answer) - 1) // accepted * accepted
-    if count < accepted or accepted >= window:
+    count = 1 + (len(answer) - 1) // accepted * accepted
+    if count <= accepted or accepted >= window:
         raise OptionError(
             f"--scripted {accepted} needs {accepted + 1} --new-tokens and wider windows than {accepted} tokens, there "
             f"are {len(answer)} and {window}: raise --new-tokens or --scripted-window"
         )
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
+    params = GenerationParams(count, gamma=window - 1, ignore_eos=True, sampling=sampling)
     proposer = ScriptProposer([*prompt, *answer], accepted - 1, runtime.config.vocab_size)
-    session = Session(runtime)
-    start = [[*prompt, answer[0]]]
     done = [
-        session.decode(start, proposer, sampling, gamma=window - 1, count=count) for _ in range(options.repeats)
-    ]  # fmt: skip
-    found, same = together(done), compare([answer[1:]] * len(done), [text for one in done for text in one.texts])
-    nbytes, peak_gbps = runner_of(runtime).streamer.bytes_per_pass, link_peak_gbps(runtime)
-    bound = accepted * peak_gbps * GB / nbytes if peak_gbps and nbytes else None
+        runtime.replay(list(prompt), params, proposer=proposer, on_logits=lambda *_: None)
+        for _ in range(options.repeats)
+    ]
+    best = sorted(done, key=lambda one: one.stats.tok_per_s)[len(done) // 2].stats
+    bound = None
+    if best.link_peak_gbps and best.bytes_per_pass:
+        bound = accepted * best.link_peak_gbps * GB / best.bytes_per_pass
     return {
-        "accepted_per_pass": accepted, "window_tokens": window, "tokens_per_pass": found.tokens_per_pass,
-        "pass_s": found.elapsed_s / found.passes, "passes": found.passes, "tok_per_s": 1 / found.s_per_token,
-        "bound_tok_per_s": bound, "share_of_bound": 1 / found.s_per_token / bound if bound else None,
-        "identical_to_plain": same.identical,
+        "accepted_per_pass": accepted, "window_tokens": window, "tokens_per_pass": best.tokens_per_pass,
+        "pass_s": best.measured_s_per_pass, "passes": best.passes, "tok_per_s": best.tok_per_s,
+        "bound_tok_per_s": bound, "share_of_bound": best.tok_per_s / bound if bound else None,
+        "identical_to_plain": all(leading_agreement(answer, one.tokens) == count for one in done),
     }  # fmt: skip

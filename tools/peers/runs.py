@@ -19,14 +19,6 @@ _LIKELIEST = 64
 
 
 @dataclass(frozen=True)
-class KVTraffic:
-    """Bytes of keys and values that crossed the link in all passes behind the prefill, and back to the host."""
-
-    to_device: int = 0
-    to_host: int = 0
-
-
-@dataclass(frozen=True)
 class NextToken:
     """What a system expects behind a prompt, whatever the temperature: its likeliest tokens, the first one first, and
     their probabilities at temperature 1."""
@@ -51,7 +43,8 @@ class Run:
         stamps_s: When each round's tokens were there: plain decoding gives one a round, speculation several.
         counts: Tokens of each round. The first round ends the prefill.
         tokens: All of them.
-        kv: What its keys and values cost the link; None where that is not known.
+        kv_bytes: Of keys and values that came to the device in all passes behind the prefill; None where that is not
+            known.
         next_token: What was expected behind the prompt; None where nobody asks.
     """
 
@@ -60,7 +53,7 @@ class Run:
     stamps_s: tuple[float, ...]
     counts: tuple[int, ...]
     tokens: tuple[int, ...]
-    kv: KVTraffic | None = KVTraffic()
+    kv_bytes: int | None = 0
     next_token: NextToken | None = None
 
     def __post_init__(self) -> None:
@@ -93,7 +86,7 @@ class Run:
 
     def link_bytes(self, weight_bytes: int) -> int:
         """Bytes that came to the device after the first round, `weight_bytes` of weights a pass."""
-        return weight_bytes * self.passes + (0 if self.kv is None else self.kv.to_device)
+        return weight_bytes * self.passes + (self.kv_bytes or 0)
 
     def token_times_s(self) -> list[float]:
         """Seconds of every token after the first round: its round's time, shared among the round's tokens."""
@@ -102,17 +95,11 @@ class Run:
 
 
 def streamed_bytes(runs: Sequence[Run], weight_bytes: int) -> dict[str, int | None]:
-    """Bytes of a pass over the link, the mean of all passes: `weights`, `kv` to the device and `kv_to_host` back from
-    it. The last two are None where they are not known of every run."""
-    known = [run.kv for run in runs if run.kv is not None]
-    if len(known) < len(runs):
-        return {"weights": weight_bytes, "kv": None, "kv_to_host": None}
+    """Bytes of a pass over the link, the mean of all passes: of `weights`, and of keys and values (`kv`), None where
+    these are not known of every run."""
+    known = [run.kv_bytes for run in runs if run.kv_bytes is not None]
     passes = sum(run.passes for run in runs)
-    return {
-        "weights": weight_bytes,
-        "kv": round(sum(one.to_device for one in known) / passes),
-        "kv_to_host": round(sum(one.to_host for one in known) / passes),
-    }
+    return {"weights": weight_bytes, "kv": round(sum(known) / passes) if len(known) == len(runs) else None}
 
 
 def typical(runs: Sequence[Run]) -> list[Run]:
@@ -144,22 +131,16 @@ def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) 
         }  # fmt: skip
     return {
         "tok_per_s": decoded / seconds,
-        "s_per_token": percentiles(times_s).as_dict(),
+        "s_per_token": percentiles(times_s),
         "token_s": {name: percentile(times_s, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-        "time_to_first_token_s": percentiles([run.first_token_s for run in runs]).median,
+        "time_to_first_token_s": percentile([run.first_token_s for run in runs], 0.5),
         "tokens_per_pass": decoded / sum(run.passes for run in counted),
         "bytes_per_pass": bytes_per_pass,
         "streamed": streamed,
         "link_gbps": link_gbps,
         "bound": bound,
         "runs": [
-            {
-                "prompt": run.prompt,
-                "tok_per_s": run.tok_per_s,
-                "first_token_s": run.first_token_s,
-                "passes": run.passes,
-                "decoded": run.decoded,
-            }
+            {name: getattr(run, name) for name in ("prompt", "tok_per_s", "first_token_s", "passes", "decoded")}
             for run in runs
         ],
     }
