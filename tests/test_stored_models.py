@@ -9,8 +9,7 @@ from common import options_from, peer_parser
 from gguf_mix import stored_kinds
 from offload_runtime_kernels.coded_bf16 import CodedRow, encode_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS
-from ours_runtime import OurOptions
-from passes import Singles
+from ours_runtime import OurOptions, Singles
 from widening.shapes import WideShape, shape_named
 from widening.stored import STORED, random_blocks, stored_llama
 

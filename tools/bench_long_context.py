@@ -104,7 +104,7 @@ def load(
 
 
 def check_long(options: argparse.Namespace) -> None:
-    """Refuse what would fail only after minutes. Raises `OptionError`, `DeviceError`, `ProfileError`, `StorageError`."""
+    """Refuse what would fail only after minutes. Raises the typed error."""
     check_out(options.out)
     resolve_device(options.device)
     harness.check_machine(options.vram, options.emulate)

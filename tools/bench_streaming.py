@@ -12,7 +12,7 @@ missed or a system failed.
 Weights as files store them (`--stored`), or coded (`--encode always`), are held against what the profile predicts, and
 a script says what a draft is worth that is right so often.
 
-    python tools/bench_streaming.py --systems ours --target random-70b.gguf --emulate rtx4090 --resident-layers auto --cold
+    python tools/bench_streaming.py --systems ours --target 70b.gguf --emulate rtx4090 --resident-layers auto --cold
 
 Of a `--target` in files it also says how long they take to be in place, and how much memory the host needs for that.
 """
@@ -37,7 +37,8 @@ from offload_runtime.memory import resolve_device
 from offload_runtime.weights.encoding import DTYPE_KINDS
 
 _OF_OURS = (
-    "windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window", "cold", "context",
+    "windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window", "cold",
+    "context",
 )  # fmt: skip
 SYSTEMS = {
     "ours": System("ours_runtime.py", ("--draft", "none"), takes=_OF_OURS),

@@ -6,10 +6,10 @@
 A widened target's weights come over the link, for drafts of several qualities (copies of the small model with noise):
 decoded plainly, with windows as the controller chooses them (`auto`), with chains of `--gammas` tokens and with trees
 of `--nodes`. All answers to a prompt have the same tokens, which is checked. Beside each answer stands the share of the
-time that the link was idle, the time from pass to pass against its bytes over the link and, with `--trace`, the share of
-drafting that was hidden behind passes; at the end the controller's speed beside that of the best fixed window. Each
-window has made a few steps before it is timed, at another temperature, of whose acceptance the controller makes no use.
-Prints a table, then one JSON line; exit code 1 when an answer was not that of plain decoding.
+time that the link was idle, the time from pass to pass against its bytes over the link and, with `--trace`, the share
+of drafting that was hidden behind passes; at the end the controller's speed beside that of the best fixed window. Each
+window has made a few steps before it is timed, at another temperature, of whose acceptance the controller makes no
+use. Prints a table, then one JSON line; exit code 1 when an answer was not that of plain decoding.
 """
 
 from __future__ import annotations

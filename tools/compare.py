@@ -35,14 +35,10 @@ from common import (
 from harness import check_out, emit, provenance, write_unfinished
 from ours_runtime import NO_MODEL, add_our_options, our_options
 from systems import (
-    FORMATS,
     SYSTEMS,
     agreements,
-    draw,
     link_bound,
-    measured,
     outcome,
-    require_matplotlib,
     run_system,
     succeeded,
     table,
@@ -78,8 +74,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--assistant-tokens", help="of deepspeed-assistant: numbers of proposals to try, the best counts: auto,4,8,16"
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one system")
-    parser.add_argument("--title", help="of the chart, which is written beside --out (comparison.json)")
-    parser.add_argument("--no-chart", action="store_true")
     return parser
 
 
@@ -141,24 +135,7 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
         our_options(arguments)
     if not speaks:
         check_context(arguments.context, "the prompt", (arguments.prompt_tokens or 512) + arguments.new_tokens)
-    if not arguments.no_chart:
-        require_matplotlib()
-        if arguments.out.suffix in FORMATS:
-            raise OptionError(f"--out {arguments.out} would be the chart's name, too: name it like comparison.json")
     check_out(arguments.out)
-
-
-def common_options(arguments: argparse.Namespace, prompts: Path | None) -> list[str]:
-    """What every system is told."""
-    options = ["--target", arguments.target] if arguments.target is not None else ["--shape", arguments.synthetic]
-    options += ["--prompts", str(prompts)] if prompts is not None else as_words(arguments, ["prompt_tokens"])
-    return options + as_words(arguments, PASSED_ON)
-
-
-def own_options(arguments: argparse.Namespace) -> dict[str, Sequence[str]]:
-    """What only some systems are told, by the name under which they take it."""
-    own: dict[str, Sequence[str]] = {name: as_words(arguments, [name]) for name in (*_OF_SOME, "kv")}
-    return {**own, "kv_cache": ("--kv-cache", "offloaded" if arguments.kv == "host" else "device")}
 
 
 def run_all(
@@ -170,7 +147,11 @@ def run_all(
         if arguments.prompt_file:
             prompts = Path(folder) / "prompts.json"
             prompts.write_text(json.dumps(read_prompts(arguments)))
-        common, own = common_options(arguments, prompts), own_options(arguments)
+        common = ["--target", arguments.target] if arguments.target else ["--shape", arguments.synthetic]
+        common += as_words(arguments, ["prompt_tokens"]) if prompts is None else ["--prompts", str(prompts)]
+        common += as_words(arguments, PASSED_ON)
+        own: dict[str, Sequence[str]] = {name: as_words(arguments, [name]) for name in (*_OF_SOME, "kv")}
+        own["kv_cache"] = "--kv-cache", "offloaded" if arguments.kv == "host" else "device"
         # What no system could run with is said once, and before the first of them has loaded anything.
         options = options_from(peer_parser("").parse_args([*common, *own["assistant_tokens"], *own["prefill_chunk"]]))
         if arguments.context is not None:
@@ -186,8 +167,6 @@ def run_all(
 
 def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The measurements and what they say together."""
-    spoken = f"{arguments.synthetic} that speaks {model_name(arguments.source)}"
-    model = model_name(arguments.target) or (spoken if arguments.source else f"random {arguments.synthetic}")
     settings = {
         **vars(arguments), "target": model_name(arguments.target), "draft": model_name(arguments.draft),
         "source": model_name(arguments.source),
@@ -195,7 +174,6 @@ def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
     }  # fmt: skip
     return {
         "benchmark": "comparison",
-        "title": arguments.title or f"{model}, {arguments.dtype}, --vram {arguments.vram}",
         "results": results,
         "times_ours_over": times_ours_over(results),
         "bound": link_bound(results),
@@ -228,8 +206,6 @@ def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]
     results = report["results"]
     print(table(report))
     emit(report, arguments.out)
-    if measured(results) and not arguments.no_chart:
-        print("drawn:", *draw(report, arguments.out), file=sys.stderr)
     return 0 if succeeded(results) else 1
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from bench_long_context import (
     add_long_options,
     check_long,
     load,
-    read_prompt,
     sources,
     speculation_of,
 )
@@ -42,12 +42,11 @@ from passes import predicted_pass, time_window
 from timing import Answer, timed_answer
 
 from offload_runtime.config import GB
-from offload_runtime.engine import Runtime, Scheduler
+from offload_runtime.engine import GenerationResult, Runtime, Scheduler
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.memory import resolve_device
 from offload_runtime.params import GenerationParams, SamplingParams
-
-_STRIDE_TOKENS = 997  # between places that a row is measured from: no multiple of a block
+from offload_runtime.weights import CheckpointSource
 
 
 def tokens(text: str) -> int:
@@ -109,7 +108,7 @@ def points_of(options: argparse.Namespace) -> list[tuple[str, argparse.Namespace
         harness.require_all_positive(changed, "gamma", "batch", "starts", "gamma_draft", "window", "passes")
         if not 0 <= changed.resident <= 1:
             raise OptionError(f"{text} is no share of the layers: take such as {sweep.values}")
-        if changed.starts * _STRIDE_TOKENS >= changed.context and options.sweep not in _ON_WEIGHTS:
+        if changed.starts > changed.context // 8 and options.sweep not in _ON_WEIGHTS:
             raise OptionError(f"{changed.starts} --starts do not fit {changed.context} tokens of context: lower it")
         SamplingParams(changed.temperature)
         found.append((text, changed))
@@ -125,38 +124,41 @@ def answers_of(
         return list(pool.map(lambda prompt: ask(prompt, params), prompts))
 
 
+def agrees(one: GenerationResult, other: GenerationResult) -> bool:
+    """Whether two answers begin alike, as far as both go."""
+    return leading_agreement(one.tokens, other.tokens) == min(len(one.tokens), len(other.tokens))
+
+
 def s_per_token(answers: Sequence[Answer]) -> float:
     """Of all sequences together: what a pass takes, over the tokens that it gives."""
     stats = [answer.result.stats for answer in answers]
     return max(one.measured_s_per_pass or 0.0 for one in stats) / sum(one.tokens_per_pass for one in stats)
 
 
-def decoding_row(runtime: Runtime, options: argparse.Namespace, text: Sequence[int]) -> dict[str, Any]:
-    """Plain decoding and speculation from the same places of the text, the longest first: each finds the rest of it in
-    the cache. The bound is as many tokens a pass, passes as long as plain decoding's, and no drafting."""
+def decoding_row(runtime: Runtime, options: argparse.Namespace, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Plain decoding and speculation from the same places, drawn from the last eighth of each text, the longest first:
+    each finds the rest in the cache. The bound is as many tokens a pass as there were, passes as long as plain
+    decoding's, and no drafting."""
     how: dict[str, Any] = {"ignore_eos": True, "sampling": SamplingParams(options.temperature, seed=SEED)}
-    plainly, drafted = (
-        GenerationParams(options.plain_tokens, **how),
-        GenerationParams(options.tokens, gamma=options.gamma, **how),
+    plainly = GenerationParams(options.plain_tokens, **how)
+    warm_up, drafted = (
+        GenerationParams(count, gamma=options.gamma, **how)
+        for count in (min(WARM_UP_TOKENS, options.tokens), options.tokens)
     )
-    warm_up = GenerationParams(min(WARM_UP_TOKENS, options.tokens), gamma=options.gamma, **how)
-    step = min(options.context, (len(text) - options.context) // max(1, options.batch - 1))
-    texts = [text[number * step :][: options.context] for number in range(options.batch)]
-    places, same = list[dict[str, float]](), True
+    count, length = -(-options.starts // len(texts)), options.context
+    ends = random.Random(options.draw).sample(range(length - length // 8, length), count)
+    places, same, found = list[dict[str, float]](), True, list[Answer]()
     with Scheduler(runtime) as scheduler:
-        for number in range(options.starts):
-            prompts = [one[: options.context - number * _STRIDE_TOKENS] for one in texts]
+        for text, end in product(texts, sorted(ends, reverse=True)):
+            step = min(length, (len(text) - length) // max(1, options.batch - 1))
+            prompts = [text[number * step :][:end] for number in range(options.batch)]
             answers_of(scheduler, prompts, warm_up, speculate=True)
             plain = answers_of(scheduler, prompts, plainly, speculate=False)
             found = answers_of(scheduler, prompts, drafted, speculate=True)
-            for one, other in zip(plain, found, strict=True):
-                common = min(len(one.result.tokens), len(other.result.tokens))
-                same &= leading_agreement(one.result.tokens, other.result.tokens) == common
+            same &= all(agrees(one.result, other.result) for one, other in zip(plain, found, strict=True))
             passes = sum(one.result.stats.tokens_per_pass for one in found) / len(found)
-            places.append({
-                "tokens": len(prompts[0]), "plain_s_per_token": s_per_token(plain), "s_per_token": s_per_token(found),
-                "tokens_per_pass": passes,
-            })  # fmt: skip
+            times = {"plain_s_per_token": s_per_token(plain), "s_per_token": s_per_token(found)}
+            places.append({"tokens": end, **times, "tokens_per_pass": passes})
     mean = {name: sum(place[name] for place in places) / len(places) for name in places[0] if name != "tokens"}
     return {
         **mean, "times_plain": mean["plain_s_per_token"] / mean["s_per_token"], "places": places,
@@ -165,9 +167,10 @@ def decoding_row(runtime: Runtime, options: argparse.Namespace, text: Sequence[i
     }  # fmt: skip
 
 
-def weights_row(runtime: Runtime, options: argparse.Namespace, prompt: list[int]) -> dict[str, Any]:
+def weights_row(runtime: Runtime, options: argparse.Namespace, texts: Sequence[list[int]]) -> dict[str, Any]:
     """Passes over a window, or decoding with a share of the layers on the device. The bound is the bytes over the
     link, or nothing where none cross it; `predicted_s` is what the machine's profile says of a pass."""
+    prompt = texts[0][: options.context]
     answer = partial(runtime.generate, prompt, ignore_eos=True, temperature=options.temperature, seed=SEED)
     plain = answer(max_new_tokens=options.plain_tokens, speculate=False)
     stats, peak_gbps = plain.stats, plain.stats.link_peak_gbps
@@ -181,13 +184,21 @@ def weights_row(runtime: Runtime, options: argparse.Namespace, prompt: list[int]
         }  # fmt: skip
     answer(max_new_tokens=min(WARM_UP_TOKENS, options.tokens))
     found = answer(max_new_tokens=options.tokens)
-    common = min(len(found.tokens), len(plain.tokens))
     return {
         "resident_share": float(options.resident), "plain_tok_per_s": stats.tok_per_s,
         "tok_per_s": found.stats.tok_per_s, "tokens_per_pass": found.stats.tokens_per_pass, "bound_s": pass_s,
         "bound_tok_per_s": found.stats.tokens_per_pass / pass_s if pass_s else None,
-        "windows": found.stats.windows, "identical_to_plain": leading_agreement(found.tokens, plain.tokens) == common,
+        "windows": found.stats.windows, "identical_to_plain": agrees(found, plain),
     }  # fmt: skip
+
+
+def read_texts(options: argparse.Namespace, small: CheckpointSource) -> list[list[int]]:
+    """Token ids of each text, from a drawn place on. Raises `OptionError`."""
+    needed, chance, found = options.context + options.batch - 1, random.Random(options.draw), list[list[int]]()
+    for path in (options.text, *options.other_text):
+        text = harness.read_tokens(path, "--text", small.tokenizer(), needed, lower="--context")
+        found.append(text[chance.randrange(max(1, len(text) - options.batch * options.context)) :])
+    return found
 
 
 def rows_of(points: Sequence[tuple[str, argparse.Namespace]]) -> Iterator[dict[str, Any]]:
@@ -199,7 +210,7 @@ def rows_of(points: Sequence[tuple[str, argparse.Namespace]]) -> Iterator[dict[s
         group = [*grouped]
         options, on_weights = group[0][1], first.sweep in _ON_WEIGHTS
         widest = max(max(one.window, one.gamma) for _, one in group)
-        text = read_prompt(options, models[1], options.context + options.batch)
+        texts = read_texts(options, models[1])
         hierarchy = replace(
             speculation_of(options), gamma_draft=options.gamma_draft, refresh_steps=options.refresh_steps
         )
@@ -211,9 +222,7 @@ def rows_of(points: Sequence[tuple[str, argparse.Namespace]]) -> Iterator[dict[s
             resident_layers=layers,
         ) as runtime:  # fmt: skip
             for label, one in group:
-                made = (
-                    weights_row(runtime, one, text[: one.context]) if on_weights else decoding_row(runtime, one, text)
-                )
+                made = (weights_row if on_weights else decoding_row)(runtime, one, texts)
                 yield {"value": label, **made, "loaded": runtime.placement}
 
 
@@ -309,11 +318,11 @@ def make_parser() -> harness.Parser:
     parser.add_argument("--values", help="of the sweep, like 1,17: instead of all")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--gamma", type=int, default=24, help="tokens proposed to a pass of the target")
-    parser.add_argument(
-        "--gamma-draft", type=int, default=24, help="tokens proposed to a step of the retrieval verifier"
-    )
+    parser.add_argument("--gamma-draft", type=int, default=24, help="tokens proposed to a verifier step")
     parser.add_argument("--refresh-steps", type=int, help="by itself as of the runtime")
-    parser.add_argument("--starts", type=int, default=4, help="places in the text that a row is measured from")
+    parser.add_argument("--starts", type=int, default=4, help="places that a row is measured from")
+    parser.add_argument("--other-text", type=Path, nargs="+", default=[], help="texts that have their share of them")
+    parser.add_argument("--draw", type=int, default=1, metavar="SEED", help="of these places")
     parser.add_argument("--passes", type=int, default=8, help="of window: timed passes of each")
     return parser
 

@@ -2,9 +2,9 @@
 the link and the target of each.
 
     python tools/timeline.py trace.json --passes 4-6 --out timeline.png
-    python tools/timeline.py trace.json.gz --passes 4-6,20-22 --out timeline.svg --cut some-passes.json.gz
+    python tools/timeline.py trace.json.gz --passes 4-6,20-22 --out timeline.svg
 
-Several ranges become panels on one scale. `--cut` writes a trace of nothing but these passes, which draws the same.
+Several ranges become panels on one scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import harness
 from trace_spans import (
     Event,
     Totals,
-    check_apart,
     choose_passes,
     clipped,
     num_cards,
@@ -27,7 +26,6 @@ from trace_spans import (
     read_trace,
     totals_of,
     window_of,
-    write_cut,
 )
 
 from offload_runtime.errors import OptionError, StorageError
@@ -276,14 +274,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="the picture, .png or .svg; left out, a .png beside the trace")
     parser.add_argument("--title", help="above the picture; left out, the passes and the trace's name")
-    parser.add_argument("--cut", metavar="FILE", type=Path, help="write a trace of these passes alone, a .json.gz")
     options = parser.parse_args(arguments)
     path = picture_path(options.trace, options.out)
-    check_apart(options.trace, options.cut)
     trace = read_trace(options.trace)
     ranges = choose_passes(trace.events, options.passes)
-    if options.cut is not None:
-        write_cut(trace, ranges, options.cut)
     title = options.title or f"{' and '.join(map(_range_name, ranges))} of {options.trace.name}"
     totals = draw(trace.events, ranges, path, title=title, machine=trace.machine())
     for passes, one in zip(ranges, totals, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import harness  # noqa: F401 (finds the package, installed or not)
 
 from offload_runtime.config import format_bytes
-from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.trace import (
     COMPUTE,
     DRAFT,
@@ -236,39 +236,3 @@ def _totals_of_card(events: Sequence[Event], window: tuple[float, float]) -> Car
         compute_s=union_seconds(compute) - covered_seconds(compute, stalls),
         stall_s=union_seconds(stalls),
     )
-
-
-def check_apart(trace: Path, cut: Path | None) -> None:
-    """Refuse a cut that would take the place of the whole trace. Raises `OptionError`."""
-    if cut is not None and cut.resolve() == trace.resolve():
-        raise OptionError(f"--cut {cut} is the trace itself, whose other passes would be lost: name another file")
-
-
-def write_cut(trace: TraceFile, ranges: Sequence[Sequence[Event]], path: Path) -> None:
-    """Write a trace of nothing but some passes, compressed; it draws and counts like the whole one.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
-    windows = [window_of(trace.events, passes) for passes in ranges]
-    # The pass before says from where on proposals belong to the first.
-    numbers = {number for passes in ranges for number in (passes[0].args["pass"] - 1, *_numbers(passes))}
-
-    def is_kept(span: Mapping[str, Any]) -> bool:
-        if span["ph"] != "X":
-            return True
-        if span["cat"] == PASSES:
-            return span["args"]["pass"] in numbers
-        start_s, end_s = span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6
-        return any(end_s > window[0] and start_s < window[1] for window in windows)
-
-    kept = [span for span in trace.record["traceEvents"] if is_kept(span)]
-    text = json.dumps({**trace.record, "traceEvents": kept}, separators=(",", ":"))
-    try:
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same passes are the same bytes
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written ({error.strerror or error}): name another --cut") from error
-
-
-def _numbers(passes: Sequence[Event]) -> list[int]:
-    return [one.args["pass"] for one in passes]

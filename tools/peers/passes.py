@@ -32,13 +32,13 @@ def time_window(
     window = tuple(islice(cycle(prompt), width + 1))
     rows = runtime.logits(list(prompt), [window] * (_WARMUP_PASSES + passes))
     passes_s, launches_s = list[float](), list[float]()
-    for _ in range(_WARMUP_PASSES + passes):
-        started_s = time.perf_counter()
-        logits = next(rows)
+    started_s = time.perf_counter()
+    for logits in rows:
         launches_s.append(time.perf_counter() - started_s)
         logits.argmax(-1).tolist()
-        passes_s.append(time.perf_counter() - started_s)
-    rows.close()
+        ended_s = time.perf_counter()
+        passes_s.append(ended_s - started_s)
+        started_s = ended_s
     pass_s, launch_s = percentiles(passes_s[_WARMUP_PASSES:]), percentiles(launches_s[_WARMUP_PASSES:])
     gbps = nbytes / pass_s["median"] / GB
     return {

@@ -18,8 +18,6 @@ from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.staging import Staging
 
-_BLOCK_ELEMENTS = 1 << 20
-_VOCAB_SIZE = 32000
 _STD = 0.02
 _CHUNK_ELEMENTS = 1 << 22  # random numbers drawn at a time: 16 MiB of fp32
 
@@ -128,26 +126,4 @@ def random_llama(
 
     return UntrainedLlama(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
-    )
-
-
-def repeated_llama(shape: WideShape, *, context_tokens: int) -> UntrainedLlama:
-    """Weights that cost no time to make: one block of Gaussian numbers, over and over.
-
-    Args:
-        shape: Of the decoder.
-        context_tokens: Longest context.
-    """
-    block = torch.empty(_BLOCK_ELEMENTS, dtype=torch.bfloat16)
-    fill_gaussian(block, named_generator(torch.device("cpu"), "repeated"), mean=0.0)
-
-    def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
-        if out.dim() == 1:  # Llama's only vectors are norms
-            out.fill_(1)
-            return
-        for part in out.view(-1).split(_BLOCK_ELEMENTS):
-            part.copy_(block[: part.numel()])
-
-    return UntrainedLlama(
-        shape, fill, vocab_size=_VOCAB_SIZE, context_tokens=context_tokens, reference="repeated random weights"
     )
