@@ -22,10 +22,10 @@ MOST_OCCURRENCES = 32
 
 
 def starts_by_search(tokens: Sequence[int]) -> dict[int, int]:
-    """Where continuations begin, and of each how much matches: the newest occurrences of the last three, two and one
-    tokens."""
+    """Where continuations begin, and of each how much matches: the newest occurrences of the last eight, three, two
+    and one tokens."""
     found: set[int] = set()
-    for size in (3, 2, 1):
+    for size in (8, 3, 2, 1):
         ending = list(tokens[-size:])
         found |= set(
             [

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     CheckPrompts = Callable[[PromptRoom], object]
 
 # Names of those who propose, and of windows, where users call them otherwise.
-_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "retrieval": "TriForce"}
+_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce"}
 
 
 def generate(options: GenerateOptions, *, engine: Any = None) -> None:

@@ -21,6 +21,7 @@ from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
+    COPY,
     NGRAM,
     PLAIN,
     Choice,
@@ -80,7 +81,8 @@ class WindowLimits:
     @property
     def by_mode(self) -> dict[str, int]:
         """Largest windows that can ever be chosen."""
-        limits = {"ngram": self.most_nodes, "unigram": self.most_nodes, "chain": self.max_gamma, "tree": self.tree_room}
+        looked_up = dict.fromkeys(("ngram", "unigram", COPY), self.most_nodes)
+        limits = looked_up | {"chain": self.max_gamma, "tree": self.tree_room}
         return {mode: largest for mode, largest in limits.items() if largest}
 
     def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | WindowLimits:
@@ -113,7 +115,7 @@ class WindowLimits:
 
     def window(self, choice: Choice) -> WindowSize:
         """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
-        if self.tree_nodes == 0 or choice == PLAIN:
+        if self.tree_nodes == 0 or choice == PLAIN or choice.mode == COPY:
             return WindowSize(choice.size)
         if choice.mode == "chain":
             return WindowSize(choice.size, extra_nodes=max(0, self.free - choice.size))
@@ -235,6 +237,8 @@ class StepRunner:
         # What steps of these requests take their time by.
         sizes = {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
         most = self._limits(limits)
+        if any(not request.steps for request in open_):
+            controller.begin(sampling)
         started_s = clock()
         # At the end of an answer there may be room for the target's own token alone.
         choice = controller.choose(sampling, most, **sizes) if any(request.room for request in open_) else PLAIN
@@ -250,6 +254,8 @@ class StepRunner:
         ]
         whole = [result for request, result, window in able if self._was_whole(request, result, window)]
         seen, size = whole, choice.size
+        if choice.mode == COPY:  # of other texts beside one that copies nothing was proposed
+            seen = [result for result in whole if result.proposal]
         if not whole and choice.mode == "chain":  # what was cut tells about smaller windows
             seen = [result for _, result, _ in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
@@ -275,7 +281,7 @@ class StepRunner:
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
         most_nodes = max(map(self._most_nodes, requests))
         found = {
-            mode: min(limits[mode], size_for(most) if mode == "chain" else most_nodes)
+            mode: min(limits[mode], size_for(most) if mode in ("chain", COPY) else most_nodes)
             for mode in able
             if limits.get(mode) and all(self._is_able(request, mode) for request in longest)
         }

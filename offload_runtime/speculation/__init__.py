@@ -1,7 +1,7 @@
 """Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.calibration import StepWorth
-from offload_runtime.speculation.controller import PLAIN, Choice, Controller, Cost, size_for, size_within
+from offload_runtime.speculation.controller import COPY, PLAIN, Choice, Controller, Cost, size_for, size_within
 from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
 from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (

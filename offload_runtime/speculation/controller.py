@@ -21,9 +21,10 @@ from offload_runtime.params import SamplingParams
 # Proposals of a window: gamma of a chain, nodes of a tree. Finer steps would tell less than the noise of times.
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
+COPY = "copy"
 # How often a mode's first proposal is accepted before anything is known: a draft is right three times of four, what
-# followed the same tokens before half of the time, and what followed a single token one time of five.
-_FIRST_RATES: Mapping[str, float] = {"chain": 0.75, "tree": 0.8, "ngram": 0.5, "unigram": 0.2}
+# followed the same tokens before half of the time, a single token one time of five, and many tokens nearly always.
+_FIRST_RATES: Mapping[str, float] = {"chain": 0.75, "tree": 0.8, "ngram": 0.5, "unigram": 0.2, COPY: 0.9}
 # That counts as much of a step: three without a hit settle it. What a size lets expect of the next one counts more.
 _FIRST_WEIGHT, _NEXT_WEIGHT = 0.25, 4.0
 # Steps that means look back on, while a mode is played and while it is not: texts change their nature.
@@ -49,8 +50,9 @@ class Choice(NamedTuple):
     """How a step is played.
 
     `mode` is a way to propose: `ngram` (what the text has said before behind its ending), `unigram` (the same where
-    only its last token occurred before), `chain` (a draft's tokens in a row, or those of TriForce), `tree` (a draft's
-    candidates and n-grams, the most probable ones). `size` counts the proposals.
+    only its last token occurred before), `copy` (where many tokens did: what followed them, in a row), `chain` (a
+    draft's tokens in a row, or those of TriForce), `tree` (a draft's candidates and n-grams, the most probable ones).
+    `size` counts the proposals.
     """
 
     mode: str
@@ -63,6 +65,11 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.mode} {self.size}" if self.size else self.mode
+
+
+def _as_timed(choice: Choice) -> Choice:
+    """A choice whose steps take as long: copies are n-grams."""
+    return Choice("ngram", choice.size) if choice.mode == COPY else choice
 
 
 # Which of `SIZES` is the largest within one.
@@ -105,9 +112,10 @@ class AcceptanceModel:
     """
 
     def __init__(self, mode: str) -> None:
-        self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode == "chain"
+        self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode in ("chain", COPY)
         self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)
         self.steps = 0.0  # observed, decayed
+        self.credit = _FIRST_LOSS  # plain steps that a text may lose to copies, and what they have earned
 
     def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
         """Windows of up to `size` proposals were verified.
@@ -186,6 +194,7 @@ class LatencyModel:
 
     def observe(self, choice: Choice, seconds: float) -> None:
         """A step took so long."""
+        choice = _as_timed(choice)
         usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
         suspicious, doubted = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self.doubted
         self.doubted = None
@@ -207,7 +216,7 @@ class LatencyModel:
 
     def knows(self, mode: str) -> bool:
         """Whether times of a mode are more than a guess."""
-        return self._sure or any(choice.mode == mode for choice in self._ratios)
+        return self._sure or any(choice.mode == _as_timed(Choice(mode, 1)).mode for choice in self._ratios)
 
     @property
     def plain_s(self) -> float:
@@ -216,10 +225,11 @@ class LatencyModel:
 
     def seconds(self, choice: Choice) -> float:
         """To be expected."""
-        return self._expect(choice) * self.ratio(choice)
+        return self._expect(choice) * self.ratio(_as_timed(choice))
 
     def curve(self, mode: str, count: int) -> list[float]:
         """Seconds of windows of each of the first `SIZES`, and perhaps of further ones."""
+        mode = _as_timed(Choice(mode, 1)).mode
         curve = self._curves.setdefault(mode, [])
         curve += [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES[len(curve) : count]]
         return curve
@@ -290,6 +300,12 @@ class Controller:
         self._accounts: dict[SamplingParams, _Account] = {}  # by how tokens are chosen, but for the noise
         self._latencies: dict[tuple[int, int], LatencyModel] = {}
 
+    def begin(self, sampling: SamplingParams) -> None:
+        """A text has begun: whether it is one that copies itself says none of those before it."""
+        models = self._account(sampling).models
+        if COPY in models:
+            models[COPY] = AcceptanceModel(COPY)
+
     def choose(
         self, sampling: SamplingParams, limits: Mapping[str, int], *, num_sequences: int = 1, context_tokens: int = 0
     ) -> Choice:
@@ -330,7 +346,7 @@ class Controller:
         model, count = account.models[mode], _index(largest) + 1
         gains, times, plain_s = model.curve(count), latency.curve(mode, count), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
-        credit = account.credit(latency)
+        credit = model.credit if mode == COPY else account.credit(latency)
         allowed = credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
         best = _Standing(PLAIN, 0.0, 1.0, 0.0)
         luck = 1 + _LUCK * (model.steps + 0.1) ** -0.5
@@ -365,6 +381,9 @@ class Controller:
             elif windows:
                 model.observe(choice.size, windows)
         cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
+        if choice.mode == COPY:
+            copies = account.models[COPY]
+            copies.credit = min(copies.credit + tokens - cost, _MOST_CREDIT)
         account.earn(latency, tokens, cost)
         account.probing = min(account.probing + _PROBING_SHARE * cost, _MOST_CREDIT)
 

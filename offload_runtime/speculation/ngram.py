@@ -11,12 +11,14 @@ from heapq import heappop, heappush
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
+from offload_runtime.speculation.controller import COPY
 from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer
-from offload_runtime.speculation.tree import Proposal
+from offload_runtime.speculation.tree import NOTHING, Proposal
 
 NGRAM, UNIGRAM = "ngram", "unigram"
 # Endings that are looked up, in tokens, and earlier occurrences of each that are looked at, however many there are.
-_SIZES = (3, 2, 1)
+# Where the longest occurred before a copy is worth a trial in any text.
+_SIZES = (8, 3, 2, 1)
 _MOST_OCCURRENCES = 32
 # Where more proposals are not worth the time that they take, those less probable than this are left out.
 LEAST_CHANCE = math.log(1e-3)
@@ -181,8 +183,8 @@ class NgramLookup:
 class NgramProposer(Proposer):
     """An `NgramLookup` for every slot.
 
-    It has two modes: `ngram` where an ending of at least two tokens occurred before, `unigram` where only the last
-    token did, which is right far less often.
+    It has three modes: `copy` where an ending of at least eight tokens occurred before, which is nearly always right,
+    `ngram` where one of at least two did, and `unigram` where only the last token did, which is right far less often.
     """
 
     name = NGRAM
@@ -194,11 +196,12 @@ class NgramProposer(Proposer):
 
     def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
         if not texts:
-            return NGRAM, UNIGRAM
+            return NGRAM, UNIGRAM, COPY
         for slot, tokens in texts.items():
             self.prepare(slot, tokens)
         longest = max(self._lookups[slot].longest() for slot in texts)
-        return () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
+        shorter = () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
+        return (COPY, *shorter) if longest == _SIZES[0] else shorter
 
     def join(self, slot: int, params: SamplingParams) -> None:
         self._followed.discard(slot)
@@ -210,8 +213,10 @@ class NgramProposer(Proposer):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         proposals = []
         for request in requests:
-            if request.tree_nodes is None:
-                self.prepare(request.slot, request.tokens)
+            self.prepare(request.slot, request.tokens)
+            if request.mode == COPY and self._lookups[request.slot].longest() < _SIZES[0]:
+                proposals.append(NOTHING)  # beside another text that copies
+            elif request.tree_nodes is None:
                 proposals.append(self._lookups[request.slot].chain(request.tokens, request.gamma))
             else:
                 proposals.append(self.guesses(request, LEAST_CHANCE if request.cost_aware else -math.inf).proposal)
@@ -224,8 +229,8 @@ class NgramProposer(Proposer):
 
 
 class WithNgrams(Proposer):
-    """Leaves requests of the mode `ngram` to n-grams, which cost nothing, and all others to a draft; beside its chains
-    n-grams take what room there is.
+    """Leaves requests of the modes `ngram` and `copy` to n-grams, which cost nothing, and all others to a draft; beside
+    its chains n-grams take what room there is.
 
     Args:
         draft: Proposes unless n-grams are asked for.
@@ -247,7 +252,7 @@ class WithNgrams(Proposer):
         if not self._alone:
             return drafts
         # What costs nothing is tried first; a single token tells less than a draft.
-        return (*(mode for mode in self.ngrams.modes(texts) if mode == self.ngrams.name), *drafts)
+        return (*(mode for mode in self.ngrams.modes(texts) if mode in (NGRAM, COPY)), *drafts)
 
     def join(self, slot: int, params: SamplingParams) -> None:
         self.draft.join(slot, params)
@@ -263,8 +268,8 @@ class WithNgrams(Proposer):
         self.ngrams.prepare(slot, tokens)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        by_ngrams = [request for request in requests if request.mode == self.ngrams.name]
-        drafted = [request for request in requests if request.mode != self.ngrams.name]
+        by_ngrams = [request for request in requests if request.mode in (NGRAM, COPY)]
+        drafted = [request for request in requests if request.mode not in (NGRAM, COPY)]
         self._drafted = bool(drafted)
         found: dict[int, Proposal] = {}
         for proposer, asked in ((self.draft, drafted), (self.ngrams, by_ngrams)):
