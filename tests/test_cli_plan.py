@@ -37,25 +37,6 @@ def planned(target: str, *arguments: str) -> dict[str, Any]:
     return record
 
 
-def test_tables_say_what_lives_where_and_how_fast() -> None:
-    draft = str(CONFIGS / "llama-3.2-1b")
-    result = plan("llama-3.1-8b", "--draft", draft, "--context", "131072", "--profile", "rtx4090")
-    assert result.exit_code == 0, result.output
-    for text in (
-        "\nstreaming draft cache of the 16 first and 512 newest tokens (",
-        "machine: rtx4090", "TriForce: the draft, then the target over 4096 retrieved tokens", "all 32 layers on the",
-        "KV cache of 1 x 131072 tokens: 2 of 32 layers on the device (8, 24), 30 streamed (0-7, 9-23, 25-31)",
-        "retrieval cache", "draft weights", "ring of KV pieces", "workspace", "of 25.8 GB", "of 68.7 GB", "page-locked",
-        "pass, 25 tokens", "verifier step", "to first token", "0.98", "1 GB more device memory: ", "a second card: ",
-    ):  # fmt: skip
-        assert text in result.stdout, text
-    parts = re.search(r"device memory\n(.*?)├", result.stdout, re.DOTALL)
-    peak = re.search(r"peak +│ +([0-9.]+ GB) of 25\.8 GB", result.stdout)
-    assert parts is not None and peak is not None
-    listed = [parse_bytes(size) for size in re.findall(r"[0-9.]+ [kMG]B", parts[1])]
-    assert sum(listed) == pytest.approx(parse_bytes(peak[1]), rel=0.02)
-
-
 def test_json_has_the_same_in_bytes_and_seconds() -> None:
     record = planned("llama-2-13b", "--context", "4096")
     memory, layers = record["device_memory"], record["layers"]
@@ -67,8 +48,8 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
     assert verify["bound_by"] == "link" and verify["seconds"] == pytest.approx(verify["bytes_streamed"] / 25e9)
     assert [row["acceptance"] for row in record["by_acceptance"]] == [0.7, 0.8, 0.85, 0.9, 0.95, 0.98]
     assert record["usual"]["acceptance"] == USUAL_ACCEPTANCE["n-grams"]
-    assert {gain["before_tok_per_s"] for gain in record["upgrades"]} == {record["usual"]["tok_per_s"]}
-    assert all(gain["after_tok_per_s"] > gain["before_tok_per_s"] for gain in record["upgrades"])
+    assert record["upgrades"]
+    assert all(gain["after_tok_per_s"] > 1.1 * gain["before_tok_per_s"] for gain in record["upgrades"])
 
 
 def test_options_reach_the_plan() -> None:
@@ -84,7 +65,7 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
     arguments = ("--context", "131072", "--kv", "gpu", "--profile", "rtx4090")
     result = plan("llama-3.1-8b", *arguments, "--batch", "2", "--vram", "20GB")
     assert result.exit_code == 2
-    assert "short of device memory: " in result.stdout and "what fits instead:\n  --context " in result.stdout
+    assert "Does not fit: " in result.stdout and "\n  with --context " in result.stdout
     assert "error: the allowed device memory of 20.0 GB is too small by " in result.stderr
     context = re.search(r"--context (\d+)", result.stdout)
     assert context is not None
@@ -119,8 +100,8 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_staging_and_what_it_costs_are_said() -> None:
-    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--vram", "9GB", "--context", "2048", "--pinned", "4GB")
-    result = plan(*arguments)
+    arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--vram", "8GB", "--context", "2048", "--pinned", "4GB")
+    result = plan(*arguments, "--explain")
     assert result.exit_code == 0, result.stderr
     said = re.search(r"(\d+) of (\d+) streamed layers are staged from pageable memory", result.stdout)
     assert said is not None and 0 < int(said[1]) < int(said[2])
@@ -139,7 +120,7 @@ def test_triforce_without_enough_page_locked_memory() -> None:
     assert asked.exit_code == 2
     assert "no TriForce here: it reads keys and values where they lie in host memory" in asked.stderr
     assert re.search(r"--pinned page-locks 8\.0 GB of the 16\.\d GB of the KV cache, too little by 8", asked.stderr)
-    assert "--speculation chain" in asked.stdout and "short of page-locked memory" in asked.stdout
+    assert "--speculation chain" in asked.stdout and "of page-locked memory short" in asked.stdout
     left = json.loads(plan("llama-3.1-8b", *arguments, "--json").stdout)
     assert left["fits"] and not left["retrieval_verifier"]
     assert left["why_no_retrieval_verifier"].startswith("it reads keys and values where they lie")
@@ -147,10 +128,10 @@ def test_triforce_without_enough_page_locked_memory() -> None:
 
 def test_without_a_profile_the_users_own_or_a_common_card() -> None:
     common = plan("llama-3.1-8b", "--context", "4096")
-    assert "planning for rtx4090" in common.stderr and "machine: rtx4090 " in common.stdout
+    assert "planning for rtx4090" in common.stderr and "for NVIDIA GeForce RTX 4090 with 25.8 GB" in common.stdout
     save_profile(load_profile("h200"), "mine")
     own = plan("llama-3.1-8b", "--context", "4096")
-    assert "planning for mine" in own.stderr and "machine: mine" in own.stdout
+    assert "planning for mine" in own.stderr and "for NVIDIA H200 with" in own.stdout
     save_profile(MachineProfile("bare", "measured", 0, 10**9), "mine")
     without_gpu = plan("llama-3.1-8b", "--context", "4096")
     assert without_gpu.exit_code == 0 and "planning for rtx4090" in without_gpu.stderr
@@ -164,11 +145,11 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     assert json.loads(result.stdout)["tokens"]
     for text in ("weights: 2 of 5 layers on the device (1, 3), 3 streamed (0, 2, 4)", "ring of layers", "workspace"):
         assert text in result.stderr
-    assert "\nmemory\n" in result.stderr and "device memory" not in result.stderr  # a CPU has only one
+    assert "\nmemory, in MB" in result.stderr and "device memory" not in result.stderr  # a CPU has only one
     assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
     assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
-    assert "no profile of this machine is known: nothing is predicted, and " in result.stderr
-    assert "was chosen by the figures of rtx4090" in result.stderr
+    assert "nothing is predicted: no figures of this machine are known" in result.stderr
+    assert "rtx4090" not in result.stderr
     toy = tmp_path / "toy.toml"
     toy.write_text(
         'name = "toy"\nsource = "made up"\ngpus = 1\nram_bytes = 1000000000\ngpu_name = "toy"\n'
@@ -176,10 +157,10 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     )
     known = CliRunner().invoke(app, [*arguments, *options, "--explain", "--profile", str(toy)])
     assert "by the figures of toy:" in known.stderr and "predicted at 256 tokens of context" in known.stderr
-    said = re.search(r"pass, 1 token +([0-9.]+) .* link *\n", known.stderr)
+    said = re.search(r"pass, 1 token +([0-9]+) .* link *\n", known.stderr)
     streamed = re.search(r"a pass behind 255 tokens streams ([0-9.]+ kB)", known.stderr)
     assert said is not None and streamed is not None
-    assert float(said[1]) == pytest.approx(parse_bytes(streamed[1]) / 100_000, rel=0.01)
+    assert float(said[1]) == pytest.approx(parse_bytes(streamed[1]) / 100, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +168,9 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     [
         (("--devices", "cuda:0,cuda:1,cuda:2"), "--devices names 3 cards and rtx4090-x2 has 2"),
         (("--vram", "20GB,20GB,20GB"), "--vram has 3 sizes and there are 2 cards"),
-        (("--device", "cpu"), "a plan is one of GPUs"),
+        (("--device", "cpu"), "nothing predicts how fast a CPU is"),
         (("--devices", "cuda:0,tpu"), "'tpu' is not a device"),
-        (("--vram", "24GB,3GB", "--context", "2048", "--devices", "cuda:0,cuda:1"), "on card 1 of 3.0 GB is too small"),
+        (("--vram", "24GB,2GB", "--context", "2048", "--devices", "cuda:0,cuda:1"), "on card 1 of 2.0 GB is too small"),
     ],
 )
 def test_cards_that_cannot_be_planned_for(options: tuple[str, ...], said: str) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import widen_model
-from gguf_mix import stored_kinds
 from widening.gguf_file import packed_kinds, write_gguf
 from widening.shapes import WideShape
 from widening.stored import stored_llama
@@ -21,6 +20,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.encodings.gguf_rows import row_bytes
+from offload_runtime.weights.mixes import stored_kinds
 from tests.helpers.widening import WidenedCheckpoint, tensors_of
 from tests.test_tokenizers import metadata_of, written
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_mix import stored_kinds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from offload_runtime.plan.cost import (
     expected_tokens,
 )
 from offload_runtime.weights import DescribedModel, describe_model
+from offload_runtime.weights.mixes import stored_kinds
 from tests.helpers.planning import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]

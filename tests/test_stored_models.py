@@ -6,7 +6,6 @@ import ours_runtime
 import pytest
 import torch
 from common import options_from, peer_parser
-from gguf_mix import stored_kinds
 from offload_runtime_kernels.coded_bf16 import CodedRow, encode_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from ours_runtime import OurOptions, Singles
@@ -18,6 +17,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource
 from offload_runtime.weights.encodings.gguf_rows import decode_rows, has_finite_scales, row_bytes, store_rows
+from offload_runtime.weights.mixes import stored_kinds
 
 SMALL = WideShape(256, 512, 2, 4, 2, 64)
 PLAIN = SpeculationOptions("none")

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
-from gguf_mix import stored_kinds
 from harness import DTYPES
 from widening.checkpoint import WidenedCheckpoint
 from widening.convert import convert_to_safetensors
@@ -41,6 +40,7 @@ from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
+from offload_runtime.weights.mixes import stored_kinds
 
 _WAY_OUT = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 

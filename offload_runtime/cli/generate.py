@@ -19,7 +19,7 @@ import typer
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
-from offload_runtime.cli.plan import print_explanation
+from offload_runtime.cli.plan_details import print_explanation
 from offload_runtime.config import RuntimeConfig, format_bytes, require
 from offload_runtime.errors import BudgetError
 

@@ -227,6 +227,7 @@ class PlanOptions(RunOptions):
     device: str = _DEVICES(help="Cards to plan for, such as cuda:0,cuda:1; auto: all that the machine has.")
     profile: str | None = _machine_profile(help="The machine to plan for, such as rtx4090; left out, your own.")
     plot: Path | None = _file(help="Draw the plan as bars, such as plan.png or plan.svg.")
+    explain: bool = _print("--explain", help="Say also what lives where, what a pass costs, and speed by acceptance.")
     as_json: bool = _JSON
 
 

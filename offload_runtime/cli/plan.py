@@ -1,16 +1,13 @@
-"""`offload-runtime plan`: what a run would take and how fast it would be, from configuration files alone.
+"""`offload-runtime plan`: whether a model fits, how fast it will be and what would bring more, before it is loaded.
 
-Tables of what is held where, what a pass costs and how fast tokens come; plain values for JSON; and a picture.
+The first screen is the answer; `--explain` adds how it comes about, and `--json` has all of it as plain values.
 """
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from io import BytesIO
-from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -18,18 +15,19 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions
-from offload_runtime.config import GB, format_bytes, regular_file, require, write_atomically
-from offload_runtime.errors import OptionError
+from offload_runtime.cli.plan_details import draw_plan, plan_tables, require_plotting
+from offload_runtime.config import GB, format_bytes, require
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import LayerShare, PassTime, Refusal, RunForecast, RunPlan, Upgrade
+    from offload_runtime.plan import MemoryPart, PassTime, Refusal, RunForecast, RunPlan, Upgrade
 
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
     config, picture = options.config, options.plot
-    require(config.devices[0] != "cpu", "a plan is one of GPUs: drop --device cpu, or name some such as cuda:0,cuda:1")
+    no_cpu = "nothing predicts how fast a CPU is: drop --device cpu to plan for a GPU, such as --profile rtx4090"
+    require(config.devices[0] != "cpu", no_cpu)
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)
@@ -40,14 +38,18 @@ def plan(options: PlanOptions) -> None:
         figures = planning.machine_figures(machine)
         outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
-        terminal.print_result(refusal_record(outcome, machine), refusal_lines(outcome), as_json=options.as_json)
+        lines = refusal_lines(outcome, explain=options.explain)
+        terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
     record = plan_record(outcome, predicted, gains) | {"target": config.target, "profile": machine.name}
-    terminal.print_result(record, plan_tables(outcome, predicted, gains, machine=machine), as_json=options.as_json)
+    screen = [*answer_lines(outcome, predicted), *gain_lines(gains), *memory_lines(outcome, machine)]
+    if options.explain:
+        screen += ["", *plan_tables(outcome, predicted, machine=machine)]
+    terminal.print_result(record, screen, as_json=options.as_json)
 
 
 def choose_profile(name: str | None) -> MachineProfile:
@@ -66,198 +68,103 @@ def choose_profile(name: str | None) -> MachineProfile:
     return found
 
 
-# --- tables and lines
+# --- the first screen
 
 
-def plan_tables(
-    plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade], *, machine: MachineProfile
-) -> list[Table | str]:
-    """Everything that is known of a plan."""
-    from offload_runtime.plan import describe_speculation
+def answer_lines(plan: RunPlan, predicted: RunForecast) -> list[str]:
+    """The answer: that it fits, how fast it will be, and why not faster."""
+    from offload_runtime.plan import rounded
 
-    tables: list[Table | str] = [f"machine: {machine.name} ({machine.source})", describe_speculation(plan)]
-    if machine.gpus > 1:
-        used = "all" if plan.num_cards == machine.gpus else f"{plan.num_cards}"
-        tables.append(f"this plan uses {used} of its {machine.gpus} cards")
-    tables += [*memory_tables(plan), _time_table(plan, predicted)]
-    if predicted.steps:
-        tables.append(_steps_table(predicted))
-    if plan.is_staged:
-        time = predicted.plain
-        locked = _duration(max(time.link_s, time.busy_s))
-        cost = f"{_duration(time.seconds)} instead of {locked} if all could be page-locked"
-        staging = f"staging takes {_duration(time.staging_s)} of a pass beside the link's {_duration(time.link_s)}"
-        tables.append(f"{staging}: {cost}")
-    for gain in gains:
-        speeds = f"{gain.before_tok_per_s:.2f} -> {gain.after_tok_per_s:.2f} tokens/s at the usual acceptance"
-        tables.append(f"{gain.what}: {speeds}" + (f" ({gain.note})" if gain.note else ""))
-    return tables
-
-
-def memory_tables(plan: RunPlan) -> list[Table | str]:
-    """What is held where, part by part, and where each layer is."""
-    from offload_runtime.plan import describe_draft_cache, describe_staging, device_type_of, memory_name
-
-    memory = memory_name(device_type_of(plan.request))
-    target, placement = plan.target, plan.placement
-    device = [(part.name, format_bytes(part.nbytes)) for part in plan.device]
-    host = [(part.name, format_bytes(part.nbytes), "page-locked" if part.pinned else "") for part in plan.host]
-    host.append(("while weights are read", format_bytes(plan.loading_bytes), "before"))
-    locked = f"page-locked {format_bytes(plan.pinned_bytes)}"
-    words = [
-        describe_draft_cache(plan),
-        f"weights: {_layers(placement.resident_layers, placement.num_layers)}; {target.layout.stored_as}",
-        describe_staging(placement),
-        f"KV cache of {target.batch} x {target.context_tokens} tokens: "
-        f"{_layers(plan.resident_kv_layers, placement.num_layers)}",
-        f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
-    ]
-    if plan.num_cards > 1:
-        shares = zip(plan.cards, target.shares, strict=True)
-        words += [f"card {card.card}: {_share(card, share)}" for card, share in shares]
-        devices = [_cards_table(f"{memory} of each card", plan)]
-    else:
-        devices = [_memory_table(memory, device, ("peak", _peak(plan.device_bytes, plan.limits.device_bytes)))]
-    return [
-        *filter(None, words),
-        *devices,
-        _memory_table("host memory", host, ("peak", _peak(plan.host_bytes, plan.limits.ram_bytes), locked)),
-    ]
-
-
-def _share(card: RunPlan, share: LayerShare) -> str:
-    """One phrase: what a card has, and what it streams."""
-    where = f"{len(share.layers)} layers, {len(card.placement.resident_layers)} of them on the device"
-    if card.target.on_host:
-        where += f" and the KV cache of {len(card.resident_kv_layers)}"
-    return f"{where}; a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(share.layers)})"
-
-
-def _cards_table(title: str, plan: RunPlan) -> Table:
-    """Device memory part by part, a column for each card."""
-    held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
-    peaks = [_peak(card.device_bytes, card.limits.device_bytes) for card in plan.cards]
-    columns = [Column("", footer="peak")]
-    columns += [Column(f"card {card}", footer=peak, justify="right") for card, peak in enumerate(peaks)]
-    table = Table(*columns, title=title, title_justify="left", show_footer=True)
-    for part in plan.device:
-        sizes = (parts.get(part.name, 0) for parts in held)
-        table.add_row(part.name, *(format_bytes(nbytes) if nbytes else "" for nbytes in sizes))
-    return table
-
-
-def _peak(held_bytes: int, limit_bytes: int | None) -> str:
-    return format_bytes(held_bytes) + ("" if limit_bytes is None else f" of {format_bytes(limit_bytes)}")
-
-
-def _memory_table(title: str, rows: Iterable[Sequence[str]], footer: Sequence[str]) -> Table:
-    columns = (Column(footer=text, justify="right" if text == footer[1] else "left") for text in footer)
-    table = Table(*columns, title=title, title_justify="left", show_header=False, show_footer=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def print_explanation(plan: RunPlan) -> None:
-    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass and a prompt
-    that fills the context take."""
-    from offload_runtime.engine.load import planned_figures
-    from offload_runtime.plan import COMMON_PROFILE, forecast
-
-    machine = planned_figures(plan)
-    terminal.print_tables(memory_tables(plan), sys.stderr)
-    if machine is None:
-        unknown = "no profile of this machine is known: nothing is predicted, and what was left to be chosen was chosen"
-        terminal.status_line(f"{unknown} by the figures of {COMMON_PROFILE}")
-    else:
-        predicted = _time_table(plan, forecast(plan, machine))
-        terminal.print_tables([f"by the figures of {machine.name}:", predicted], sys.stderr)
-
-
-def _layers(resident: Sequence[int], num_layers: int) -> str:
-    if len(resident) == num_layers:
-        return f"all {num_layers} layers on the device"
-    if not resident:
-        return f"all {num_layers} layers streamed"
-    streamed = [layer for layer in range(num_layers) if layer not in resident]
-    kept = f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)})"
-    return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, consecutive ones as `first-last`."""
-    runs = []
-    for _, members in groupby(enumerate(numbers), key=lambda place: place[1] - place[0]):
-        run = [number for _, number in members]
-        runs.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
-    return ", ".join(runs)
-
-
-def _time_table(plan: RunPlan, predicted: RunForecast) -> Table:
-    table = _figures_table(
-        f"predicted at {predicted.context_tokens} tokens of context, in seconds",
-        ("", "whole", "streamed", "link", "HBM", "arithmetic", "launch", "bound by"),
-    )
-    passes = [("pass, 1 token", predicted.plain)]
-    passes += [(f"pass, {predicted.proposals + 1} tokens", predicted.verify)] if predicted.gamma else []
-    for name, time in passes:
-        seconds = (_seconds(part) for part in (time.link_s, time.hbm_s, time.arithmetic_s, time.launch_s))
-        table.add_row(name, _seconds(time.seconds), format_bytes(time.bytes_streamed), *seconds, time.bound_by)
-    if plan.draft is not None:
-        table.add_row("draft step", _seconds(predicted.draft_step_s))
-    if predicted.verifier_step_s is not None:
-        table.add_row("verifier step", _seconds(predicted.verifier_step_s))
-    prefill = predicted.prefill
-    whole, link, compute = (_seconds(part) for part in (prefill.seconds, prefill.link_s, prefill.compute_s))
-    table.add_row("to first token", whole, format_bytes(prefill.link_bytes), link, "", compute, "", prefill.bound_by)
-    return table
-
-
-def _steps_table(predicted: RunForecast) -> Table:
-    accepted = predicted.draft_acceptance
-    draft = "" if accepted is None else f", {accepted} of the draft's accepted"
-    grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
-    table = _figures_table(
-        f"tokens/s by the target's acceptance of {predicted.proposals} proposals{grown}{draft}",
-        ("accepted", "tokens a pass", "drafting", "hidden", "round", "tokens/s", "bound by"),
-    )
-    plain = predicted.plain
-    table.add_row("plain", "1", "", "", _seconds(plain.seconds), f"{predicted.plain_tok_per_s:.2f}", plain.bound_by)
-    rows = {row.acceptance: row for row in (*predicted.steps, predicted.usual)}  # the usual one may be among them
-    for row in sorted(rows.values(), key=lambda row: row.acceptance):
-        name = f"{row.acceptance:.2f}" + (" (usual)" if row is predicted.usual else "")
-        seconds = (_seconds(part) for part in (row.drafting_s, row.hidden_s, row.seconds))
-        table.add_row(name, f"{row.tokens:.2f}", *seconds, f"{row.tok_per_s:.2f}", row.bound_by)
-    return table
-
-
-def _figures_table(title: str, columns: Sequence[str]) -> Table:
-    # As narrow as can be: a terminal of 80 columns must not cut figures off.
-    headers = (Column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True) for name in columns)
-    return Table(*headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-
-
-def refusal_lines(refusal: Refusal) -> list[str]:
-    """What is short and the nearest settings that fit."""
-    lines = [f"short of {name}: {format_bytes(nbytes)}" for name, nbytes in refusal.short_bytes.items()]
-    lines.append("what fits instead:" if refusal.suggestions else "no change of these settings fits")
-    for one in refusal.suggestions:
-        device, host, pinned = map(format_bytes, (one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes))
-        lines.append(f"  {one.change}  (then {device} of device memory, {host} of host memory, {pinned} page-locked)")
+    plain, usual = predicted.plain_tok_per_s, predicted.usual.tok_per_s
+    wait_s = predicted.prefill.seconds
+    after = f"{wait_s:.0f}" if wait_s >= 10 else f"{wait_s:.1f}" if wait_s >= 1 else f"{wait_s:.2f}"
+    first = f"first token after {after} s at {_context(predicted.context_tokens)}"
+    lines = [f"Fits. About {rounded(max(plain, usual))} tokens/s; {first}."]
+    if plan.draft is not None or plan.has_verifier:
+        share = f"if the model accepts {predicted.usual.acceptance:.0%} of what the draft proposes, as is usual"
+        lines.append(f"That is {share}; {rounded(plain)} tokens/s without a draft.")
+    if plan.streamed_bytes:
+        what = (
+            "weights"
+            if not predicted.plain.kv_bytes
+            else "weights and KV cache"
+            if predicted.plain.weight_bytes
+            else "KV cache"
+        )
+        lines.append(
+            f"Each pass brings {format_bytes(plan.streamed_bytes)} of {what} from RAM, for which the card has no room."
+        )
     return lines
 
 
-def _seconds(seconds: float) -> str:
-    """Three digits; below a millisecond in milliseconds."""
-    if seconds == 0:
-        return "0"
-    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}" if seconds >= 0.01 else f"{1000 * seconds:.2f} ms"
+def _context(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens} tokens"
 
 
-def _duration(seconds: float) -> str:
-    """The same with its unit, for a sentence."""
-    figure = _seconds(seconds)
-    return figure if figure.endswith("ms") else f"{figure} s"
+def gain_lines(gains: Sequence[Upgrade]) -> list[Table | str]:
+    """What would bring more, each with the speed that it brings; nothing where nothing would."""
+    from offload_runtime.plan import rounded
+
+    if not gains:
+        return []
+    table = _table("for more", "tokens/s")
+    for gain in gains:
+        table.add_row(gain.what + (f", {gain.note}" if gain.note else ""), rounded(gain.after_tok_per_s))
+    return ["", table]
+
+
+# What a part of a plan is to its user, by a word in its name; the first that is found counts.
+_USES = {
+    "draft": "draft", "KV": "KV cache", "retriev": "KV cache", "CUDA context": "CUDA", "layers": "weights",
+    "embedding": "weights", "staging": "weights", "Python": "Python, PyTorch",
+}  # fmt: skip
+
+
+def memory_lines(plan: RunPlan, machine: MachineProfile) -> list[Table | str]:
+    """What is held where, in GB, and of which machine."""
+    card, ram = _by_use(plan.device), _by_use(plan.host)
+    cards = plan.num_cards
+    table = _table("GB", "card" if cards == 1 else f"{cards} cards", "RAM")
+    for use in dict.fromkeys([*card, *ram]):
+        table.add_row(use, _gigabytes(card[use]), _gigabytes(ram[use]))
+    table.add_section()
+    table.add_row("together", _gigabytes(plan.device_bytes), _gigabytes(plan.host_bytes))
+    table.add_row("there is", _gigabytes(plan.limits.all_device_bytes or 0), _gigabytes(plan.limits.ram_bytes))
+    kept, memory = "", format_bytes(machine.vram_bytes or 0)
+    if machine.vram_others_bytes and plan.request.vram_bytes is None:
+        kept = f", of which {format_bytes(machine.vram_others_bytes)} are left to the desktop"
+    where = f"for {machine.gpu_name} with {memory}{kept}; details with --explain"
+    return ["", table, "", where]
+
+
+def _by_use(parts: Iterable[MemoryPart]) -> Counter[str]:
+    found = Counter[str]()
+    for part in parts:
+        found[next((use for word, use in _USES.items() if word in part.name), "work space")] += part.nbytes
+    return found
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / GB:.1f}" if nbytes else ""
+
+
+def _table(*columns: str) -> Table:
+    headers = (Column(name, justify="right" if number else "left") for number, name in enumerate(columns))
+    return Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+
+
+def refusal_lines(refusal: Refusal, *, explain: bool) -> list[str]:
+    """That it does not fit, and what would; with `explain` also what that takes."""
+    short = " and ".join(f"{format_bytes(nbytes)} of {_memory(name)}" for name, nbytes in refusal.short_bytes.items())
+    lines = [f"Does not fit: {short} short." if short else "Does not fit.", *(f"  {way}" for way in refusal.ways_out)]
+    for one in refusal.suggestions if explain else ():
+        device, host, pinned = map(format_bytes, (one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes))
+        lines.append(f"{one.change}: {device} of device memory, {host} of host memory, {pinned} of it page-locked")
+    return lines
+
+
+def _memory(name: str) -> str:
+    return {"device memory": "VRAM", "host memory": "RAM"}.get(name, name)
 
 
 # --- plain values for JSON: bytes, seconds and tokens, as the names say
@@ -317,80 +224,6 @@ def _card_record(plan: RunPlan, number: int) -> dict[str, Any]:
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
     """What `--json` prints for a run that does not fit."""
     nearest = [{"change": nearest.change, **memory_record(nearest.plan)} for nearest in refusal.suggestions]
-    about = {"fits": False, "profile": machine.name, "problem": str(refusal.problem)}
-    return {**about, "short_bytes": refusal.short_bytes, "nearest": nearest}
-
-
-# --- the picture: stacked bars of what is held where, and of what a pass spends its time on
-
-
-_PLOT_ELSEWHERE = "choose another place for --plot"
-
-
-def require_plotting(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is planned.
-
-    Raises:
-        OptionError: matplotlib is not installed, or the file's ending is none of its formats.
-        StorageError: What is there is not a regular file.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError as error:
-        raise OptionError("--plot needs matplotlib: pip install 'offload-runtime[plots]'") from error
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    fine = path.suffix.removeprefix(".").lower() in formats
-    require(fine, f"--plot {path} must end in one of {', '.join(sorted(formats))}")
-    regular_file(path, way_out=_PLOT_ELSEWHERE)
-
-
-def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) -> None:
-    """Draw the plan into a file; the ending chooses the format.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    memory, time = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_memory(memory, plan)
-    _draw_time(time, predicted)
-    figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
-    picture = BytesIO()
-    figure.savefig(picture, format=path.suffix.removeprefix(".").lower())
-    write_atomically(path, [picture.getvalue()], way_out=_PLOT_ELSEWHERE)
-
-
-def _draw_memory(axes: Any, plan: RunPlan) -> None:
-    """The parts on top of each other; the legend names them."""
-    for place, parts in enumerate((plan.device, plan.host)):
-        top_gb = 0.0
-        for part in parts:
-            size_gb, hatch = part.nbytes / GB, "//" if part.pinned else None
-            label = f"{part.name}: {size_gb:.3g} GB"
-            axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
-            top_gb += size_gb
-    cards, limit_bytes = plan.limits.num_cards, plan.limits.all_device_bytes
-    if limit_bytes is not None:
-        limit_gb = limit_bytes / GB
-        axes.hlines(limit_gb, -0.4, 0.4, colors="black", linestyles="dashed", label="limit of device memory")
-    axes.hlines(plan.host_bytes / GB, 0.6, 1.4, colors="black", linestyles="dotted", label="peak of host memory")
-    device = "device memory" if cards == 1 else f"device memory of {cards} cards"
-    axes.set_xticks([0, 1], [device, "host memory (hatched: page-locked)"])
-    axes.set_ylabel("GB")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars: it would hide what is high
-
-
-def _draw_time(axes: Any, predicted: RunForecast) -> None:
-    """Copies beside compute: the highest of these bars is the pass, drafting that nothing hides comes on top."""
-    shown = predicted.verify if predicted.gamma else predicted.plain
-    seconds = {"link": shown.link_s, "HBM and\narithmetic": shown.compute_s, "launches": shown.launch_s}
-    if shown.staging_s:
-        seconds["staging from\npageable memory"] = shown.staging_s
-    if predicted.steps:
-        row = predicted.steps[-1]
-        seconds |= {"drafting,\nhidden": row.hidden_s, "drafting,\nexposed": row.drafting_s - row.hidden_s}
-    axes.bar_label(axes.bar(list(seconds), list(seconds.values())), fmt="%.3g s")
-    axes.tick_params(axis="x", labelsize=7)
-    axes.set_ylabel(f"seconds of a round, bound by {shown.bound_by}")
+    about = {"fits": False, "profile": machine.name, "problem": str(refusal.error())}
+    formats = [{"format": offer.mix, "nbytes": offer.nbytes, **memory_record(offer.plan)} for offer in refusal.formats]
+    return {**about, "short_bytes": refusal.short_bytes, "nearest": nearest, "formats": formats}

@@ -262,7 +262,8 @@ def _load(
             model = plan.target
             special, generation = config.allow_special_tokens, target_source.generation_fields
             check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
-        planning.check_host_memory(plan)
+        with planning.ways_out(plan.request, _figures_here(figures, plan.limits, budgets)):
+            planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.on_card(number)
             one_budget.reserve("workspace", own.workspace_bytes)
@@ -351,7 +352,7 @@ def _plan_cards(
         if isinstance(sizes, tuple):
             sizes = sizes[:count] if count > 1 else sizes[0]
         own = replace(
-            limits, device_name=first.memory_name, device_way=first.way_out, device_bytes=first.limit_bytes,
+            limits, device_name=first.memory_name, device_bytes=first.limit_bytes,
             reserved_bytes=first.reserved_bytes,
             further_cards=tuple(
                 CardLimit(one.limit_bytes, one.reserved_bytes, ratio)
@@ -360,7 +361,11 @@ def _plan_cards(
             link_ratio=ratios[0],
             hops_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
         )  # fmt: skip
-        return find(replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes), figures, own)
+        asked = replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes)
+        if is_open and count < len(cards):  # a further card may have room
+            return find(asked, figures, own)
+        with planning.ways_out(asked, _figures_here(figures, own, budgets[:count])):
+            return find(asked, figures, own)
 
     is_open = request.device == "auto" and request.emulate is None
     plan = planning.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))
@@ -370,6 +375,15 @@ def _plan_cards(
         else:
             budget.release()
     return plan, budgets[: plan.num_cards]
+
+
+def _figures_here(figures: MachineFigures, limits: MemoryLimits, budgets: Sequence[DeviceBudget]) -> MachineFigures:
+    """The figures of this machine with all of its memory that is free, whatever the user's limits are."""
+    free = planning.limits_here(None, None, read_host_info(), page_locks=limits.page_locks)
+    vram_bytes = max((one.available_bytes or 0 for one in budgets), default=0) or None
+    return planning.figures_here(
+        figures, replace(limits, device_bytes=vram_bytes, ram_bytes=free.ram_bytes, pinned_bytes=free.pinned_bytes)
+    )
 
 
 def _make_queues(

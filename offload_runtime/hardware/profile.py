@@ -140,9 +140,10 @@ class MachineProfile:
 
     `source` says in words where the figures come from (measured when and how, or published where).
 
-    GPU: `vram_bytes` is all of a card's memory, `vram_reserved_bytes` what of it nobody can have (the driver, the CUDA
-    context, the desktop). `link_gbps` is host to device with large pinned copies, `link_back_gbps` device to host,
-    `link_both_gbps` each direction while both run, `link_by_copy_mib` host to device by MiB of one copy.
+    GPU: `vram_bytes` is all of a card's memory, `vram_others_bytes` what of it the driver and other programs keep, a
+    desktop above all, and `vram_reserved_bytes` what a run's CUDA context takes. `link_gbps` is host to device with
+    large pinned copies, `link_back_gbps` device to host, `link_both_gbps` each direction while both run,
+    `link_by_copy_mib` host to device by MiB of one copy.
     Of several cards, in CUDA's order, `links_alone_gbps` are host to device, each while the others are idle, and
     `links_at_once_gbps` each while all of them copy. Rows take `hop_us_by_kib` from card to card, by KiB of one hop: a
     few of them `hop_us`, and many arrive at `hop_gbps`.
@@ -163,6 +164,7 @@ class MachineProfile:
     gpu_name: str | None = field(default=None, metadata=_key(_TEXT, gpu=True))
     vram_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
     vram_reserved_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
+    vram_others_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
     link_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_back_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     link_both_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
@@ -201,7 +203,12 @@ class MachineProfile:
             if rates and not 2 <= self.gpus == len(rates):
                 one_each = "give one for each of several cards, or none"
                 raise ProfileError(f"{key} has {len(rates)} figures and gpus = {self.gpus}: {one_each}")
-        for part, whole in (("vram_reserved_bytes", "vram_bytes"), ("pinnable_bytes", "ram_bytes")):
+        parts = (
+            ("vram_others_bytes", "vram_bytes"),
+            ("vram_reserved_bytes", "vram_bytes"),
+            ("pinnable_bytes", "ram_bytes"),
+        )
+        for part, whole in parts:
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
             if part_bytes is not None and part_bytes > whole_bytes:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
@@ -218,8 +225,8 @@ class MachineProfile:
                 "another with --emulate"
             )
         back_gbps = self.link_gbps if self.link_back_gbps is None else self.link_back_gbps
-        # A reserve holds a context, and a run on a GPU counts its own again: it has some 0.8 GB less than the card.
-        usable_bytes = self.vram_bytes - (self.vram_reserved_bytes or 0)
+        # A run on a GPU counts its own context; a reserve that was measured holds one, and what others have.
+        usable_bytes = self.vram_bytes - (self.vram_others_bytes or self.vram_reserved_bytes or 0)
         return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
 
 

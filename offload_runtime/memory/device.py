@@ -59,6 +59,7 @@ class DeviceBudget:
         self.memory_name, self.way_out = memory_name(device.type), "raise --vram"
         self._other_bytes = 0
         self.context_bytes = 0
+        self.available_bytes: int | None = None  # the most that a limit could be; None: not known
         # What torch's allocator may hold for this budget, and what it held before the first of the open ones.
         self._allowed_bytes = self._held_before_bytes = 0
         if device.type == "cuda":
@@ -83,7 +84,7 @@ class DeviceBudget:
         self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
         others = self._open()
         claimed_bytes = sum(max(one.planned_bytes, one.reserved_bytes) - one.context_bytes for one in others)
-        available_bytes = max(0, total_bytes - self._other_bytes - claimed_bytes)
+        self.available_bytes = available_bytes = max(0, total_bytes - self._other_bytes - claimed_bytes)
         claims = f" (open runtimes claim {format_bytes(claimed_bytes)})" if claimed_bytes else ""
         if limit_bytes is None and claimed_bytes:
             self.memory_name, self.way_out = self.memory_name + claims, "close one of these"

@@ -15,7 +15,8 @@ from offload_runtime.plan.forecast import (
     describe_staging,
     forecast,
 )
-from offload_runtime.plan.memory import LayerShare, ModelPlan, Placement, RunPlan, merged
+from offload_runtime.plan.memory import LayerShare, MemoryPart, ModelPlan, Placement, RunPlan, merged
+from offload_runtime.plan.offers import Upgrade, rounded, upgrades
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
     CardLimit,
@@ -24,6 +25,7 @@ from offload_runtime.plan.request import (
     common_figures,
     describe_models,
     device_type_of,
+    figures_here,
     known_figures,
     limits_here,
     machine_figures,
@@ -32,4 +34,4 @@ from offload_runtime.plan.request import (
 )
 from offload_runtime.plan.search import as_many_cards_as_help, check_host_memory, find_plan, plan_run
 from offload_runtime.plan.staging import place_staged, with_staging_rings
-from offload_runtime.plan.suggest import Refusal, Upgrade, plan_or_refuse, upgrades
+from offload_runtime.plan.suggest import Refusal, plan_or_refuse, ways_out

@@ -144,17 +144,10 @@ def _least_placed(plan: RunPlan, resident: int) -> RunPlan:
 
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
     least = _least_placed(plan, resident)
-    ways = [plan.limits.device_way, "lower --context"]
-    if plan.has_verifier:
-        ways.append(f"lower --budget-tokens or use --speculation {'none' if plan.draft is None else 'chain'}")
-    elif plan.draft is not None:
-        ways.append("use a smaller draft or --draft ngram")
-    if resident:
-        ways.append("keep fewer layers resident")
     return BudgetError(
         f"the allowed {plan.limits.device_name} of {format_bytes(available_bytes)} is too small by "
         f"{format_bytes(least.device_bytes - available_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
-        f"({listed(least.device)}): {', '.join(ways)}"
+        f"({listed(least.device)})"
     )
 
 

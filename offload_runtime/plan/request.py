@@ -37,6 +37,7 @@ COMMON_PROFILE = "rtx4090"
 PROCESS_BYTES = 1_620_000_000
 LOADING_PROCESS_BYTES = 840_000_000
 _GIGA, _TERA = 1e9, 1e12
+NO_LIMIT_BYTES = 1 << 43
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
 # Of the rate at which products decode back to back, what they reach in a pass, between other kernels. With it an 8B in
@@ -49,6 +50,8 @@ _DEFAULT_HOP_US = 30.0
 # A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
 # 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
 _DEFAULT_STAGING_GBPS = 10.0
+# With these words torch begins the names of graphics cards.
+_MAKERS = ("NVIDIA", "AMD", "Intel")
 # Stays with the system and with other programs when nobody says how much may be taken.
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 
@@ -125,14 +128,15 @@ def check_window(window: int, config: ModelConfig) -> None:
 class MachineFigures:
     """What is known of a machine; figures of a GPU are of one of `num_cards` equal cards.
 
-    `vram_reserved_bytes` is what of `vram_bytes` no plan may use. `link_gbps` is host to device. `tflops` are dense
+    Of `vram_bytes` other programs have `vram_others_bytes`, unless the user says with `--vram` what a run may take, and
+    `vram_reserved_bytes` of a run are its CUDA context's. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
     while the link is busy. Rows that hop from card to card take `hop_us` and their bytes at `hop_gbps` (None: as fast
     as the link); all links together carry no more than `host_gbps`, if that is known, and each of them
     `links_at_once_gbps` while all are busy, by CUDA's number of the card, where that was measured.
     `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a second, by how they are
-    stored.
+    stored. Figures that are not `is_known` to be of the machine only compare plans: nothing is predicted by them.
     """
 
     name: str
@@ -151,6 +155,8 @@ class MachineFigures:
     hop_gbps: float | None = None
     host_gbps: float | None = None
     links_at_once_gbps: tuple[float, ...] = ()
+    vram_others_bytes: int = 0
+    is_known: bool = True
 
     @property
     def lockable_bytes(self) -> int:
@@ -212,6 +218,7 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
         _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus, profile.hop_us or _DEFAULT_HOP_US,
         profile.hop_gbps, sum(profile.links_at_once_gbps) or profile.host_gbps, profile.links_at_once_gbps,
+        vram_others_bytes=profile.vram_others_bytes or 0,
     )  # fmt: skip
 
 
@@ -229,7 +236,8 @@ def _staging_gbps(profile: MachineProfile) -> float:
 def known_figures(profile: MachineProfile | None, device: torch.device, dtype: torch.dtype) -> MachineFigures | None:
     """Figures of the machine to predict with: of the profile given, or of one that knows this GPU.
 
-    The user's own profiles come before those that are shipped. Nothing is known of a CPU unless it is given.
+    The user's own profiles come before those that are shipped. Nothing is known of a CPU, of which
+    figures of a graphics card say nothing.
 
     Args:
         profile: What to go by; None looks for one.
@@ -237,9 +245,12 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
         dtype: Of the target, in which the machine's arithmetic has to be known.
 
     Raises:
-        OptionError: The profile leaves out what is needed.
+        OptionError: The profile leaves out what is needed, or the target runs on a CPU and it is of a graphics card.
     """
     if profile is not None:
+        of_card = device.type == "cpu" and (profile.gpu_name or "").startswith(_MAKERS)
+        way_out = "drop --profile, and nothing is predicted"
+        require(not of_card, f"the figures of {profile.name} are of an {profile.gpu_name}, not of a CPU: {way_out}")
         figures = machine_figures(profile)
         figures.flops(dtype)
         return figures
@@ -254,9 +265,9 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
 
 
 def common_figures() -> MachineFigures:
-    """Figures to choose by where nothing is known of the machine; their name says so."""
+    """Figures to choose by where nothing is known of the machine."""
     figures = machine_figures(load_profile(shipped_directory() / f"{COMMON_PROFILE}.toml"))
-    return replace(figures, name=f"{COMMON_PROFILE}, as nothing is known of this machine")
+    return replace(figures, name="this machine", is_known=False)
 
 
 @dataclass(frozen=True)
@@ -276,19 +287,17 @@ class MemoryLimits:
     `device_bytes`, `reserved_bytes` and `link_ratio` are those of the first card, as a `CardLimit` has them, and
     `further_cards` those of the others; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
     `page_locks` says that the device's copies need that at all, and `hops_through_host` that rows hop through it from
-    card to card. The names say whose limits these are, and the ways how to have more, for messages.
+    card to card. The names say whose limits these are, for messages.
     """
 
     device_bytes: int | None
     reserved_bytes: int
     ram_bytes: int
     ram_name: str
-    ram_way: str
     pinned_bytes: int | None
     pinned_name: str
     page_locks: bool = True
     device_name: str = "device memory"
-    device_way: str = "raise --vram"
     further_cards: tuple[CardLimit, ...] = ()
     link_ratio: float = 1.0
     hops_through_host: bool = False
@@ -331,7 +340,10 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     require(fine, f"--devices names {named} cards and {name} has {machine.num_cards}: name fewer, or {other}")
     asked = request.vram_of_cards(named)
     whose = f"of a card of {name}"
-    device_bytes, *further_bytes = (within("--vram", one, machine.vram_bytes, whose, other) for one in asked)
+    free_bytes = machine.vram_bytes - machine.vram_others_bytes
+    device_bytes, *further_bytes = (
+        free_bytes if one is None else within("--vram", one, machine.vram_bytes, whose, other) for one in asked
+    )
     names = [f"cuda:{card}" for card in range(named)] if request.device == "auto" else request.devices
     ratios = machine.link_ratios(names)
     ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
@@ -339,16 +351,23 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     if request.pinned_bytes is not None:
         pinned_name, whose = "--pinned", f"that {name} page-locks"
         pinned_bytes = within(pinned_name, request.pinned_bytes, machine.lockable_bytes, whose, other)
-    ram_name, ram_way = "the host memory", f"add memory: {machine.name} has no more"
-    if ram_bytes < machine.ram_bytes:
-        ram_name, ram_way = "--ram", "allow more with --ram"
+    ram_name = "--ram" if ram_bytes < machine.ram_bytes else "the host memory"
     return MemoryLimits(
-        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, ram_way, pinned_bytes, pinned_name,
+        device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, pinned_bytes, pinned_name,
         further_cards=tuple(
             CardLimit(nbytes, machine.vram_reserved_bytes, ratio)
             for nbytes, ratio in zip(further_bytes, ratios[1:], strict=True)
         ),
         link_ratio=ratios[0], hops_through_host=device_type_of(request) != "cpu",
+    )  # fmt: skip
+
+
+def figures_here(figures: MachineFigures, there: MemoryLimits) -> MachineFigures:
+    """The figures of a machine that has the memory that is there, and no more."""
+    vram_bytes = max(NO_LIMIT_BYTES if nbytes is None else nbytes for nbytes in there.bytes_of_cards)
+    return replace(
+        figures, name="this machine", vram_bytes=vram_bytes, vram_reserved_bytes=there.reserved_bytes,
+        vram_others_bytes=0, ram_bytes=there.ram_bytes, pinnable_bytes=there.pinned_bytes, num_cards=there.num_cards,
     )  # fmt: skip
 
 
@@ -379,4 +398,4 @@ def limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo,
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
     if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
-    return MemoryLimits(None, 0, ram_bytes, ram_name, "allow more with --ram", pinned_bytes, pinned_name, page_locks)
+    return MemoryLimits(None, 0, ram_bytes, ram_name, pinned_bytes, pinned_name, page_locks)

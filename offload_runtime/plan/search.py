@@ -46,7 +46,7 @@ def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
     """Place everything on a machine that need not be here.
 
     Raises:
-        BudgetError: Device, host or page-locked memory is short; says of what, by how much, and what would help.
+        BudgetError: Device, host or page-locked memory is short; says of what and by how much.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
     limits = limits_of(machine, request)
@@ -151,25 +151,16 @@ def check_host_memory(plan: RunPlan) -> None:
     """Refuse a plan that takes more host memory than there may be, this process included.
 
     Raises:
-        BudgetError: Says of what, by how much, and what would help.
+        BudgetError: Says of what and by how much; `refusal` knows what would help.
     """
-    limits, target = plan.limits, plan.target
+    limits = plan.limits
     if not plan.short_of_host_bytes:
         return
     loaded = plan.host_bytes > plan.loading_bytes
     parts = plan.host if loaded else plan.loading
-    # On a CPU all layers are in host memory.
-    moves = plan.placement.streamed_layers and device_type_of(plan.request) != "cpu"
-    ways = ["raise --vram, which keeps more layers there"] if moves else []
-    if target.on_host and loaded:
-        ways.append(f"lower --context (now {target.context_tokens})")
-    if plan.draft is not None:
-        ways.append("take a smaller draft")
-    ways += ["choose a 16-bit --dtype or a smaller model", f"or {limits.ram_way}"]
     raise BudgetError(
         f"{limits.ram_name} of {format_bytes(limits.ram_bytes)} is too small by "
-        f"{format_bytes_up(plan.short_of_host_bytes)} ({listed(parts)}"
-        f"{'' if loaded else ', while weights are read'}): {', '.join(ways)}"
+        f"{format_bytes_up(plan.short_of_host_bytes)} ({listed(parts)}{'' if loaded else ', while weights are read'})"
     )
 
 
@@ -226,7 +217,7 @@ def _with_tree_room(request: RuntimeConfig, machine: MachineFigures, limits: Mem
     # The first of equals: the least room.
     best = max(found, key=lambda plan: tok_per_s(plan, machine))
     if best.tree_room:
-        reason = f"predicted to be slower: {_comparison(lean, best, machine)}" if lean.has_verifier else lean.reason
+        reason = f"predicted to be slower{_comparison(lean, best, machine)}" if lean.has_verifier else lean.reason
         return replace(best, reason=reason)
     if best.has_verifier:
         return best
@@ -263,7 +254,7 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         return replace(chain, reason=f"it takes {missing} more than the {limit} of host memory")
     chosen = max(chain, triforce, key=lambda way: tok_per_s(way, machine))
     speed = "faster" if chosen.has_verifier else "slower"
-    return replace(chosen, reason=f"predicted to be {speed}: {_comparison(triforce, chain, machine)}")
+    return replace(chosen, reason=f"predicted to be {speed}{_comparison(triforce, chain, machine)}")
 
 
 def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
@@ -292,11 +283,13 @@ def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
 
 
 def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
-    """Two predictions in tokens/s, and by whose figures."""
+    """Two predictions in tokens/s, and by whose figures; where none are known of the machine, only that."""
+    if not machine.is_known:
+        return " on a usual card: no figures of this machine are known"
     # Three digits, or all before the point.
     speeds = tok_per_s(one, machine), tok_per_s(other, machine)
     digits = [f"{speed:.3g}" if speed < 100 else f"{speed:.0f}" for speed in speeds]
-    return f"{' against '.join(digits)} tokens/s by the figures of {machine.name}"
+    return f": {' against '.join(digits)} tokens/s by the figures of {machine.name}"
 
 
 # --- all ways

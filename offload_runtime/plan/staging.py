@@ -44,7 +44,7 @@ def stage(plan: RunPlan) -> RunPlan:
         left_bytes = limit_bytes - plan.hop_bytes - sum(rings)
         if left_bytes < 0:
             streaming = [with_staging_rings(card, 0) for card, nbytes in zip(cards, needed, strict=True) if nbytes]
-            raise _cannot_stage(streaming, plan.placement, limit_bytes, name, hop_bytes=plan.hop_bytes)
+            raise _cannot_stage(streaming, limit_bytes, name, hop_bytes=plan.hop_bytes)
         each = zip(rings, needed, strict=True)
         limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
     staged = [place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True)]
@@ -85,7 +85,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
         return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=NO_RING, d2h_ring=NO_RING)
     least = with_staging_rings(target, 0)
     if least.ring_bytes > limit_bytes:
-        raise _cannot_stage([least], placement, limit_bytes, name)
+        raise _cannot_stage([least], limit_bytes, name)
     ringed = with_staging_rings(target, limit_bytes - kv_bytes)
     staged_kv: tuple[int, ...] = ()
     left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
@@ -100,24 +100,19 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
-def _cannot_stage(
-    least: Sequence[Placement], placement: Placement, limit_bytes: int, name: str, *, hop_bytes: int = 0
-) -> BudgetError:
+def _cannot_stage(least: Sequence[Placement], limit_bytes: int, name: str, *, hop_bytes: int = 0) -> BudgetError:
     """That not even the least rings of some cards can be page-locked, beside what rows hop through."""
     parts = [
         MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least)),
         MemoryPart("rows between cards", hop_bytes),
     ]
     parts = [part for part in parts if part.nbytes]
-    ways = ["raise --vram or keep all layers resident"] if placement.streamed_layers else []
     if any(one.d2h_ring.num_pieces for one in least):
         parts.append(MemoryPart("pieces to write the KV cache through", sum(one.d2h_ring.nbytes for one in least)))
-        ways.insert(0, "take --kv gpu")
     missing_bytes = hop_bytes + sum(one.ring_bytes for one in least) - limit_bytes
     return BudgetError(
         f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
-        f"{format_bytes_up(missing_bytes)} ({listed(parts)}): "
-        f"{', '.join([*ways, 'allow more with --pinned, or choose a smaller model'])}"
+        f"{format_bytes_up(missing_bytes)} ({listed(parts)})"
     )
 
 

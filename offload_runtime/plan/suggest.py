@@ -1,9 +1,11 @@
-"""What a run could have instead: settings that fit where it does not, and what a larger machine would bring."""
+"""What a run that does not fit could have instead: other settings, a smaller format, a larger machine; all planned."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -20,15 +22,14 @@ from offload_runtime.config import (
 )
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
 from offload_runtime.plan.cost import tok_per_s
-from offload_runtime.plan.forecast import RunForecast
 from offload_runtime.plan.memory import RunPlan, make_plan
-from offload_runtime.plan.request import MachineFigures, limits_of, longest_context, resolve_context
+from offload_runtime.plan.offers import FormatOffer, best_tok_per_s, formats_that_fit, plan_or_none, rounded
+from offload_runtime.plan.request import NO_LIMIT_BYTES, MachineFigures, limits_of, longest_context, resolve_context
 from offload_runtime.plan.search import find_candidates, most_sequences, plan_run
 from offload_runtime.plan.staging import least_pinned_bytes
 
 _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256
-_MOST_BYTES = 1 << 43
 _BYTES_STEP = 10_000_000
 # Of `--vram`: sizes that are typed as they are printed.
 _VRAM_STEP = 100_000_000
@@ -49,16 +50,43 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A run that does not fit: why, what is short (a name of memory to missing bytes), and what would fit."""
+    """A run that does not fit: why, what is short (a name of memory to missing bytes), and what would fit: `formats` of
+    the same model, and settings or machines for it as it is."""
 
     problem: OffloadError
     short_bytes: dict[str, int]
     suggestions: tuple[Suggestion, ...]
+    formats: tuple[FormatOffer, ...]
+    machine: MachineFigures
+
+    @property
+    def ways_out(self) -> list[str]:
+        """What fits, a phrase each, with the speed to expect where the machine's figures are known."""
+        found = [self._format(offer) for offer in self.formats]
+        for one in self.suggestions:
+            change = one.change.replace("a machine with ", "").replace("host memory", "RAM")
+            change = re.sub(r"device memory", "VRAM", change)
+            found.append(f"with {change} it fits{self._speed(one.plan, one.machine)}")
+        return found or ["no shorter context, smaller format or other option makes it fit: take a smaller model"]
+
+    def _format(self, offer: FormatOffer) -> str:
+        said = f"as {offer.mix} (about {offer.nbytes / GB:.0f} GB) it fits{self._speed(offer.plan, self.machine)}"
+        if offer.drafted is None or not self.machine.is_known:
+            return said
+        return f"{said} plain, about {rounded(tok_per_s(offer.drafted, self.machine))} with a {offer.draft} draft"
+
+    def _speed(self, plan: RunPlan, machine: MachineFigures) -> str:
+        return f": {rounded(best_tok_per_s(plan, machine))} tokens/s" if machine.is_known else ""
+
+    def error(self) -> OffloadError:
+        """The problem and what would fit, in one sentence each."""
+        if not isinstance(self.problem, BudgetError):
+            return self.problem
+        return type(self.problem)(f"{self.problem}. What would do: {'; '.join(self.ways_out)}")
 
 
 def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | Refusal:
-    """Plan a run, or say what is short and what would fit: settings of the run, one at a time or else all as small as
-    they go, then a larger machine.
+    """Plan a run, or say what is short and what would fit, see `refusal`.
 
     Raises:
         OptionError: The request makes no sense on any machine.
@@ -66,31 +94,44 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan |
     try:
         return plan_run(request, machine)
     except (BudgetError, ContextLengthError, OptionError) as error:
-        beyond, lowered = _within(request, machine)
-        before = _typed(beyond)
-        suggestions = [*_fitting([(before, lowered)], machine)] if beyond else []
-        if not suggestions:
-            suggestions += _fitting(_single_changes(lowered, machine), machine, before)
-        if not suggestions:
-            suggestions += islice(_fitting(_smallest(lowered, machine), machine, before), 1)
-        short_bytes, larger = _larger_machine(beyond, lowered, machine)
-        suggestions += larger
-        if not suggestions and isinstance(error, OptionError):
-            raise
-        return Refusal(error, short_bytes, tuple(suggestions))
+        return refusal(error, request, machine)
 
 
-def _plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | None:
+@contextmanager
+def ways_out(request: RuntimeConfig, machine: MachineFigures) -> Iterator[None]:
+    """Add to a `BudgetError` from within what would fit the machine in place of the request."""
     try:
-        return plan_run(request, machine)
-    except (BudgetError, ContextLengthError, OptionError):
-        return None
+        yield
+    except BudgetError as error:
+        raise refusal(error, request, machine).error() from error
+
+
+def refusal(error: OffloadError, request: RuntimeConfig, machine: MachineFigures) -> Refusal:
+    """What would fit in place of a request that does not: settings of the run, one at a time or else all as small as
+    they go; smaller formats where no setting suffices; and a larger machine.
+
+    Raises:
+        OptionError: The error itself, where the request makes no sense on any machine.
+    """
+    beyond, lowered = _within(request, machine)
+    before = _typed(beyond)
+    suggestions = [*_fitting([(before, lowered)], machine)] if beyond else []
+    if not suggestions:
+        suggestions += _fitting(_single_changes(lowered, machine), machine, before)
+    if not suggestions:
+        suggestions += islice(_fitting(_smallest(lowered, machine), machine, before), 1)
+    formats = tuple(formats_that_fit(lowered, machine)) if not suggestions else ()
+    short_bytes, larger = _larger_machine(beyond, lowered, machine)
+    suggestions += larger
+    if not suggestions and isinstance(error, OptionError):
+        raise error
+    return Refusal(error, short_bytes, tuple(suggestions), formats, machine)
 
 
 def _fitting(changes: Iterable[Change], machine: MachineFigures, before: str = "") -> Iterator[Suggestion]:
     """Of some changes, which come behind another one, those that fit, each tried when it is asked for."""
     for change, request in changes:
-        if (plan := _plan_or_none(request, machine)) is not None:
+        if (plan := plan_or_none(request, machine)) is not None:
             yield Suggestion(f"{before} {change}".lstrip(), machine, plan)
 
 
@@ -133,7 +174,7 @@ def _largest(
     option: str, values: Sequence[int], changed: Callable[[int], RuntimeConfig], machine: MachineFigures
 ) -> Iterator[Change]:
     """The change to the last of an option's ascending values that fits, as all before it are taken to."""
-    index = bisect_left(values, True, key=lambda value: _plan_or_none(changed(value), machine) is None)
+    index = bisect_left(values, True, key=lambda value: plan_or_none(changed(value), machine) is None)
     if index:
         yield f"{option} {values[index - 1]}", changed(values[index - 1])
 
@@ -162,7 +203,7 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
     """The least of ascending limits of a card's memory whose plan fits, as it is taken to for all larger ones."""
 
     def fits(size: int) -> bool:
-        return _plan_or_none(_with_vram_of(request, size), machine) is not None
+        return plan_or_none(_with_vram_of(request, size), machine) is not None
 
     # The first is likely where what is short is another memory.
     index = 0 if sizes and fits(sizes[0]) else bisect_left(sizes, True, key=fits)
@@ -259,16 +300,16 @@ def _larger_machine(
     there, longest, options = limits_of(machine, request), longest_context(request.target.config()), dict(beyond)
     if request.context is not None and request.context > longest:
         options["--context"], request = str(longest), replace(request, context=longest)
-    ample = replace(machine, ram_bytes=_MOST_BYTES, pinnable_bytes=None, vram_bytes=_MOST_BYTES)
+    ample = replace(machine, ram_bytes=NO_LIMIT_BYTES, pinnable_bytes=None, vram_bytes=NO_LIMIT_BYTES)
     searched, vram_limit = replace(request, ram_bytes=None, pinned_bytes=None), there.device_bytes or 0
     vram_limit = min([vram_limit, *(card.device_bytes or 0 for card in there.further_cards)])
     # From what there is on, in steps.
-    vram_bytes = _least_vram(searched, ample, range(vram_limit, _MOST_BYTES, _BYTES_STEP))
+    vram_bytes = _least_vram(searched, ample, range(vram_limit, NO_LIMIT_BYTES + 1, _BYTES_STEP))
     if vram_bytes is None:
         return {}, ()
     searched = _with_vram_of(searched, vram_bytes)
     needed_pinned = _least(searched, ample, least_pinned_bytes)
-    allowed_pinned = _MOST_BYTES if there.pinned_bytes is None else there.pinned_bytes
+    allowed_pinned = NO_LIMIT_BYTES if there.pinned_bytes is None else there.pinned_bytes
     lockable = replace(ample, pinnable_bytes=max(allowed_pinned, needed_pinned))
     needed_host = _least(searched, lockable, lambda plan: plan.host_bytes)
     short_bytes, lacking, larger = {}, [], machine
@@ -279,15 +320,18 @@ def _larger_machine(
     ):
         if needed <= allowed:
             continue
-        short_bytes[memory], size = needed - allowed, format_bytes_up(needed)
+        kept_bytes = machine.vram_others_bytes if option == "vram" and request.vram_bytes is None else 0
+        short_bytes[memory], size = needed - allowed, format_bytes_up(needed + kept_bytes)
         if (asked := getattr(request, f"{option}_bytes")) is not None:
             enough = parse_bytes(size)
             raised = _each(asked, partial(max, enough))
             options[f"--{option}"] = _sizes_option(raised)
             request = _with(request, f"{option}_bytes", raised)
-        if parse_bytes(size) > (getattr(machine, field) or _MOST_BYTES):
+        if parse_bytes(size) > (getattr(machine, field) or NO_LIMIT_BYTES):
             lacking.append(f"{size} of {memory}")
             larger = _with(larger, field, parse_bytes(size))
+            if field == "ram_bytes" and machine.pinnable_bytes is not None:  # of what is added as much as there is
+                larger = replace(larger, pinnable_bytes=machine.pinnable_bytes + larger.ram_bytes - machine.ram_bytes)
     if not lacking and (not short_bytes or [*short_bytes, *options] == ["device memory", "--vram"]):
         return short_bytes, ()  # a single change is enough and named already
     change = f"{_typed(options)} on a machine with {' and '.join(lacking)}" if lacking else _typed(options)
@@ -303,49 +347,3 @@ def _least(request: RuntimeConfig, machine: MachineFigures, needed_bytes: Callab
     """
     limits, nodes = limits_of(machine, request), request.tree_nodes or 0
     return min(map(needed_bytes, find_candidates(make_plan(request, limits, tree_nodes=nodes))[0]))
-
-
-# --- what would make it faster
-
-
-@dataclass(frozen=True)
-class Upgrade:
-    """What a change of the machine would bring: tokens per second before and after, at the usual acceptance."""
-
-    what: str
-    before_tok_per_s: float
-    after_tok_per_s: float
-    note: str = ""
-
-
-def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
-    """One more GB of device memory of each card, and for a run on one card a second one."""
-    limits = tuple((nbytes or 0) + GB for nbytes in plan.limits.bytes_of_cards)
-    more = f"1 GB more device memory{' of each card' if len(limits) > 1 else ''}"
-    if max(limits) <= machine.vram_bytes:  # the card has it, and a limit of the user's keeps it back
-        more = f"--vram {_sizes_option(limits[0] if len(set(limits)) == 1 else limits)}"
-    offers = [(more, *_with_vram(plan.request, machine, GB), "")]
-    if len(limits) == 1:
-        second = "a second card" if machine.num_cards == 1 else "both cards"
-        offers.append((second, *second_card(plan.request, machine), "layers dealt out to both"))
-    found: list[Upgrade] = []
-    for what, request, better, note in offers:
-        if (faster := _plan_or_none(request, better)) is not None:
-            found.append(Upgrade(what, current.usual.tok_per_s, tok_per_s(faster, better), note))
-    return tuple(found)
-
-
-def _with_vram(
-    request: RuntimeConfig, machine: MachineFigures, more_bytes: int
-) -> tuple[RuntimeConfig, MachineFigures]:
-    limit = request.vram_bytes
-    larger = replace(machine, vram_bytes=machine.vram_bytes + more_bytes)
-    raised = None if limit is None else _each(limit, lambda nbytes: nbytes + more_bytes)
-    return replace(request, vram_bytes=raised), larger
-
-
-def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[RuntimeConfig, MachineFigures]:
-    """The same run of one card, and its layers dealt out to two."""
-    limit = request.vram_bytes
-    limit = limit[0] if isinstance(limit, tuple) else limit
-    return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)

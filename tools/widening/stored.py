@@ -12,7 +12,6 @@ from functools import partial
 from threading import Lock
 
 import torch
-from gguf_mix import MIXES, stored_kinds
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from widening.made import UntrainedLlama, named_generator
 from widening.shapes import WideShape
@@ -20,6 +19,7 @@ from widening.shapes import WideShape
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encodings.gguf_rows import decode_file_rows, file_bytes, store_rows
+from offload_runtime.weights.mixes import MIXES, stored_kinds
 from offload_runtime.weights.staging import Staging
 
 BF16 = "bf16"

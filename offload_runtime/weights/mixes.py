@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from offload_runtime.config import ModelConfig
-from offload_runtime.weights import checkpoint_tensors
+from offload_runtime.weights.layout import checkpoint_tensors
 
-MIXES = ("Q8_0", "Q4_0", "Q4_K_M")
+# What most models are published in, the largest first.
+MIXES = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
 # Query heads for each of keys from which on values are so few that they are kept in five bits: 70B's.
 _SHARED_VALUES = 8
 # Of blocks of 256 weights, which do not divide all rows, what stands for them there.

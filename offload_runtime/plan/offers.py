@@ -1,0 +1,166 @@
+"""What would bring more, or make a run fit: a draft, a smaller format, more memory. Each offer has been planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload_runtime.config import ModelConfig, RuntimeConfig, format_bytes
+from offload_runtime.errors import OffloadError
+from offload_runtime.plan.cost import pass_time, tok_per_s
+from offload_runtime.plan.forecast import RunForecast
+from offload_runtime.plan.memory import RunPlan
+from offload_runtime.plan.request import MachineFigures
+from offload_runtime.plan.search import plan_run
+from offload_runtime.weights import DescribedModel
+from offload_runtime.weights.mixes import MIXES, stored_kinds
+
+# Of a tenth and more: predictions are not exact enough to tell less.
+_LEAST_GAIN = 1.1
+# What is offered as a draft for a target of at least so many parameters: layers, hidden and inner size, heads of
+# queries and of keys. These are Llama-3.2-1B's and Qwen2.5-0.5B's.
+_DRAFTS = ((6e9, "1B", (16, 2048, 8192, 32, 8)), (2.5e9, "0.5B", (24, 896, 4864, 14, 2)))
+_DRAFT_MIX = "Q8_0"
+_LEAST_CONTEXT = 2048  # less is no way out for anybody
+# A format that takes more than this of what is there now is not worth another file.
+_SMALLER = 0.9
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """What a change would bring: tokens per second before and after, at the usual acceptance."""
+
+    what: str
+    before_tok_per_s: float
+    after_tok_per_s: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class FormatOffer:
+    """A format in which a model that does not fit does: its plan, and the same with a likely draft where that helps."""
+
+    mix: str
+    nbytes: int
+    plan: RunPlan
+    draft: str = ""
+    drafted: RunPlan | None = None
+
+
+def best_tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Tokens per second of the faster of plain decoding and the usual proposals: the controller takes that."""
+    plain = pass_time(plan, machine, length_tokens=plan.target.context_tokens - 1, rows=1)
+    return max(tok_per_s(plan, machine), plan.target.batch / plain.seconds)
+
+
+def rounded(figure: float) -> str:
+    """A speed with no more digits than a prediction has."""
+    return f"{figure:.0f}" if figure >= 3 else f"{figure:.1f}" if figure >= 0.1 else f"{figure:.2g}"
+
+
+def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | None:
+    """The plan of a request, or None where it does not fit."""
+    try:
+        return plan_run(request, machine)
+    except OffloadError:
+        return None
+
+
+def with_likely_draft(request: RuntimeConfig) -> tuple[str, RuntimeConfig] | None:
+    """The size of a draft of the target's family that people would take, and the request with it; None where one
+    drafts already, was declined, or where the target itself is that small."""
+    config = request.target.config()
+    open_to_all = request.speculation.mode in ("auto", "chain") and request.draft == "ngram"
+    if not open_to_all or request.gamma is not None:
+        return None
+    elements = _elements(request.target)
+    for least, size, (layers, hidden, inner, heads, kv_heads) in _DRAFTS:
+        if elements >= least:
+            shape = ModelConfig(
+                config.architecture, hidden, inner, layers, heads, kv_heads, 64, config.vocab_size,
+                config.max_position_embeddings, config.rms_norm_eps, config.rope_parameters, tie_word_embeddings=True,
+            )  # fmt: skip
+            draft = DescribedModel(shape, torch.bfloat16, kinds=stored_kinds(shape, _DRAFT_MIX))
+            return size, replace(request, draft=draft)
+    return None
+
+
+def smaller_formats(model: DescribedModel) -> Iterator[tuple[str, int, DescribedModel]]:
+    """The usual formats that are clearly smaller than a model's own, the largest first: name, bytes, the model so."""
+    dtype = model.native_dtype
+    own_bytes = model.layout(dtype).total_bytes
+    for mix in MIXES[:-1]:
+        stored = DescribedModel(model.config(), dtype, kinds=stored_kinds(model.config(), mix))
+        if (nbytes := stored.layout(dtype).total_bytes) < _SMALLER * own_bytes:
+            yield mix, nbytes, stored
+
+
+def formats_that_fit(request: RuntimeConfig, machine: MachineFigures) -> Iterator[FormatOffer]:
+    """Of the smaller formats in which a request fits, the largest and the smallest."""
+    ways = (
+        (mix, nbytes, replace(request, target=so, encode="none")) for mix, nbytes, so in smaller_formats(request.target)
+    )
+    found = [(*way, plan) for way in ways if (plan := plan_or_none(way[2], machine)) is not None]
+    for mix, nbytes, so, plan in found[:1] + found[1:][-1:]:
+        size, drafted = "", None
+        if (likely := with_likely_draft(so)) is not None:
+            size, drafted = likely[0], plan_or_none(likely[1], machine)
+            if drafted and tok_per_s(drafted, machine) < _LEAST_GAIN * best_tok_per_s(plan, machine):
+                drafted = None
+        yield FormatOffer(mix, nbytes, plan, size, drafted)
+
+
+def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
+    """The changes that would bring at least a tenth more tokens per second, what costs nothing first."""
+    before = max(current.usual.tok_per_s, current.plain_tok_per_s)
+    found = list[Upgrade]()
+    for what, request, better, note in _offers(plan, machine):
+        if (faster := plan_or_none(request, better)) is not None:
+            after = best_tok_per_s(faster, better)
+            if after >= _LEAST_GAIN * before:
+                found.append(Upgrade(what, before, after, note))
+    return tuple(found)
+
+
+def _offers(plan: RunPlan, machine: MachineFigures) -> Iterable[tuple[str, RuntimeConfig, MachineFigures, str]]:
+    request, limits = plan.request, plan.limits
+    if (likely := with_likely_draft(request)) is not None:
+        size, drafted = likely
+        nbytes = drafted.draft.layout(drafted.draft.native_dtype).total_bytes
+        yield f"--draft MODEL, {size} of the same family in {_DRAFT_MIX} ({format_bytes(nbytes)})", drafted, machine, ""
+    if plan.streamed_bytes and request.encode == "none" and not request.target.kinds:
+        yield "--encode auto", replace(request, encode="auto"), machine, "the same bits"
+    if request.vram_bytes is not None:
+        yield "without --vram", replace(request, vram_bytes=None), machine, ""
+    if request.resident_layers is not None:
+        yield "--resident-layers auto", replace(request, resident_layers=None), machine, ""
+    if plan.streamed_bytes:
+        formats = [*smaller_formats(request.target)]
+        for mix, nbytes, stored in formats[:1] + formats[1:][-1:]:
+            so = replace(request, target=stored, encode="none")
+            yield f"the model in {mix} ({format_bytes(nbytes)})", so, machine, "other weights"
+    if plan.streamed_bytes and plan.target.context_tokens >= 2 * _LEAST_CONTEXT:
+        shorter = plan.target.context_tokens // 2 // _LEAST_CONTEXT * _LEAST_CONTEXT
+        yield f"--context {shorter}", replace(request, context=shorter), machine, ""
+    if plan.is_staged:
+        ram_bytes = 2 * machine.ram_bytes
+        more = replace(machine, ram_bytes=ram_bytes, pinnable_bytes=machine.lockable_bytes + machine.ram_bytes)
+        yield f"{format_bytes(ram_bytes)} of RAM", replace(request, ram_bytes=None, pinned_bytes=None), more, ""
+    if limits.num_cards == 1:
+        what = "a second card" if machine.num_cards == 1 else "both cards"
+        yield what, *second_card(request, machine), "layers dealt out to both"
+
+
+def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[RuntimeConfig, MachineFigures]:
+    """The same run of one card, and its layers dealt out to two."""
+    limit = request.vram_bytes
+    limit = limit[0] if isinstance(limit, tuple) else limit
+    return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)
+
+
+def _elements(model: DescribedModel) -> int:
+    """Weights of a model's matrices."""
+    layout = model.layout(model.native_dtype)
+    return sum(block.matrix_elements for block in (*layout.layers, layout.shared))
