@@ -60,15 +60,11 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
     else:
         reference_ms = percentiles(event_times_ms(reference, repeats=10))
     return {
-        **case.configuration,
-        "triton_ms": kernel_ms,
-        "reference_ms": reference_ms,
-        "reference_in_graph": case.reference_in_graph,
-        "moved_bytes": case.moved_bytes,
-        **(decoding_rates(case, kernel_ms["median"] / 1e3) if case.stored_bytes else {}),
-        "bound_ms": bound_ms,
+        **case.configuration, "triton_ms": kernel_ms, "reference_ms": reference_ms,
+        "reference_in_graph": case.reference_in_graph, "moved_bytes": case.moved_bytes,
+        **(decoding_rates(case, kernel_ms["median"] / 1e3) if case.stored_bytes else {}), "bound_ms": bound_ms,
         "share_of_bound": bound_ms / kernel_ms["median"],
-    }
+    }  # fmt: skip
 
 
 def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float) -> Iterator[dict[str, Any]]:

@@ -40,8 +40,9 @@ import torch
 from common import SHAPES, add_model_options, resident_layers, source_from
 from harness import Check, check_out, emit, percentile, provenance
 from ours_runtime import OurOptions, add_our_options, our_options
+from timing import timed_answer
 
-from offload_runtime.engine import EndEvent, ErrorEvent, Runtime, Scheduler, TokenEvent
+from offload_runtime.engine import ErrorEvent, Runtime, Scheduler, TokenEvent
 from offload_runtime.engine.scheduler import Event
 from offload_runtime.errors import OptionError, UnavailableError
 from offload_runtime.memory import resolve_device
@@ -236,17 +237,10 @@ def second_question(runtime: Runtime, requests: Requests, count: int) -> dict[st
     """Ask about a prompt of `count` tokens twice: seconds to either first token, and what a pass of decoding takes."""
     params, prompt = requests.params(0), list(requests.tokens[:count])
     question = list(requests.tokens[count : count + _QUESTION_TOKENS])
-    results = []
     with Scheduler(runtime) as scheduler:
-        for _ in range(2):
-            events = queue.SimpleQueue[Event]()
-            scheduler.submit(prompt, params, on_event=events.put)
-            while not isinstance(event := events.get(), EndEvent):
-                if isinstance(event, ErrorEvent):
-                    raise event.error
-            results.append(event.result.stats)
-            prompt += [*event.result.tokens, *question]
-    first, second = results
+        said = timed_answer(scheduler, prompt, params).result
+        prompt += [*said.tokens, *question]
+        first, second = said.stats, timed_answer(scheduler, prompt, params).result.stats
     assert second.measured_s_per_pass is not None
     return {
         "prompt_tokens": count, "question_tokens": second.prompt_tokens - second.kept_tokens,

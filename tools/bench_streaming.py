@@ -20,7 +20,7 @@ Of a `--target` in files it also says how long they take to be in place, and how
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +41,10 @@ _OF_OURS = (
     "context",
 )  # fmt: skip
 SYSTEMS = {
-    "ours": System("ours_runtime.py", ("--draft", "none"), takes=_OF_OURS),
-    "deepspeed": COMPARED["deepspeed"],
+    "ours": System("ours_runtime.py", ("--draft", "none"), takes=_OF_OURS), "deepspeed": COMPARED["deepspeed"],
     "deepspeed-deep": replace(COMPARED["deepspeed"], options=("--prefetch-layers", "4", "--live-layers", "8")),
-    "accelerate": replace(COMPARED["accelerate"], options=("--no-pin",)),
-    "accelerate-pinned": COMPARED["accelerate"],
-}
+    "accelerate": replace(COMPARED["accelerate"], options=("--no-pin",)), "accelerate-pinned": COMPARED["accelerate"],
+}  # fmt: skip
 
 # How many times the tokens per second of these systems is claimed.
 BARS = {"deepspeed": 1.15, "accelerate": 5.0}
@@ -169,8 +167,8 @@ def make_parser() -> harness.Parser:
 
 
 @harness.one_line_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chosen systems one after the other."""
+def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]] = run_system) -> int:
+    """Run the chosen systems one after the other, each by `run`."""
     arguments = make_parser().parse_args(argv)
     check_out(arguments.out)
     names = [name for name in arguments.systems.split(",") if name]
@@ -180,16 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     resolve_device(arguments.device)
     common = as_words(arguments, ["target", "shape", "prompt_tokens", *PASSED_ON])
     own: dict[str, Sequence[str]] = {name: as_words(arguments, [name]) for name in _OF_OURS}
-    results = {name: run_system(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout) for name in names}
+    results = {name: run(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout) for name in names}
     verdicts = checks(results)
     report = {
-        "benchmark": "streaming",
-        "results": results,
-        "times_ours_over": times_ours_over(results),
-        "bound": link_bound(results),
-        "agreement": None,
-        "checks": [check.as_dict() for check in verdicts],
-    }
+        "benchmark": "streaming", "results": results, "times_ours_over": times_ours_over(results),
+        "bound": link_bound(results), "agreement": None, "checks": [check.as_dict() for check in verdicts],
+    }  # fmt: skip
     print(table(report), *window_lines(results), *verdicts, sep="\n")
     emit(report, arguments.out)
     failed = len(measured(results)) < len(results)

@@ -77,11 +77,9 @@ def transformers_rows(options: argparse.Namespace, model: CheckpointSource) -> I
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.tokens, do_sample=False
             )
             yield {
-                "draft": "transformers",
-                "prompt": text,
-                "temperature": 0.0,
+                "draft": "transformers", "prompt": text, "temperature": 0.0,
                 "tokens": out[0, ids.shape[1] :].tolist(),
-            }
+            }  # fmt: skip
 
 
 def differences(rows: Sequence[dict[str, Any]], against: Sequence[dict[str, Any]]) -> list[str]:
@@ -105,8 +103,9 @@ def read_rows(path: Path | None, settings: dict[str, str]) -> list[dict[str, Any
     """The rows of another commit. Raises `OptionError` where they are none, or of other settings."""
     if path is None:
         return []
+    text = harness.read_text(path, "--against")
     try:
-        found = json.loads(harness.read_text(path, "--against"))
+        found = json.loads(text)
         rows, asked = [*found["rows"]], found["settings"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise OptionError(

@@ -173,13 +173,10 @@ def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
         "prompt_file": [path.name for path in arguments.prompt_file], "out": arguments.out.name,
     }  # fmt: skip
     return {
-        "benchmark": "comparison",
-        "results": results,
-        "times_ours_over": times_ours_over(results),
-        "bound": link_bound(results),
-        "agreement": agreements(results, greedy=arguments.temperature == 0),
+        "benchmark": "comparison", "results": results, "times_ours_over": times_ours_over(results),
+        "bound": link_bound(results), "agreement": agreements(results, greedy=arguments.temperature == 0),
         "configuration": settings,
-    }
+    }  # fmt: skip
 
 
 def compare(arguments: argparse.Namespace, names: Sequence[str], run: Callable[..., dict[str, Any]]) -> dict[str, Any]:

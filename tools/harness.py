@@ -231,11 +231,9 @@ def machine_info(*devices: torch.device) -> dict[str, Any]:
     """Host and, for CUDA devices, the GPUs: names, cores, bytes of memory, driver, link. Those of the first are beside
     the host's; several cards are all in `cards`."""
     info: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cpu_cores": os.cpu_count(),
-        "ram_bytes": psutil.virtual_memory().total,
+        "cpu": cpu_name(), "cpu_cores": os.cpu_count(), "ram_bytes": psutil.virtual_memory().total,
         "os": platform.platform(),
-    }
+    }  # fmt: skip
     cards = [_card_info(device) for device in devices]
     return {**info, **cards[0], **({"cards": cards} if len(cards) > 1 else {})}
 

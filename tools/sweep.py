@@ -253,8 +253,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def read_report(path: Path) -> dict[str, Any]:
     """What a sweep has written. Raises `OptionError`."""
+    text = harness.read_text(path, "file")
     try:
-        found: dict[str, Any] = json.loads(harness.read_text(path, "file"))
+        found: dict[str, Any] = json.loads(text)
         if found["sweep"] in (*SWEEPS, *_DRAWN) and found["rows"][0]["value"]:
             return found
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:

@@ -25,8 +25,6 @@ _HEAD = (
     f"{'system':28} {'tok/s':>8} {'ours is':>8} {'p50 ms':>8} {'p90 ms':>8} {'p99 ms':>8} {'TTFT s':>7} "
     f"{'tok/pass':>8} {'GB/s':>6} {'VRAM GB':>8}  same tokens"
 )
-# Of what two systems expect behind a prompt; rounding in 16 bits leaves 0.9 and more.
-_LEAST_IN_COMMON = 0.5
 # Without these a row would be misread.
 _SHOWN_NOTES = ("SUSPECT", "GB/s and bound")
 
@@ -160,15 +158,14 @@ def agreements(results: Mapping[str, dict[str, Any]], *, greedy: bool) -> dict[s
         greedy: Whether all say the likeliest token. Else only those are compared that draw the reference's noise.
 
     Returns:
-        `reference`; of the `systems` that are compared `leading` tokens by prompt `of` the reference's; and, of all,
-        what they expect behind the prompts `in_common` with it. None without a reference.
+        `reference`; and of the `systems` that are compared `leading` tokens by prompt `of` the reference's. None
+        without a reference.
     """
     found = measured(dict(results))
     reference = next((name for name in REFERENCES if name in found), None)
     if reference is None:
         return None
     expected, software = found[reference]["tokens"], found[reference]["system"]
-    in_common = {name: _in_common(found[reference], result) for name, result in found.items()}
     found = {name: result for name, result in found.items() if greedy or result["system"] == software}
     systems = {
         name: {
@@ -177,18 +174,7 @@ def agreements(results: Mapping[str, dict[str, Any]], *, greedy: bool) -> dict[s
         }
         for name, result in found.items()
     }
-    return {"reference": reference, "systems": systems, "in_common": in_common}
-
-
-def _in_common(reference: Mapping[str, Any], result: Mapping[str, Any]) -> list[float]:
-    """By prompt, the probability of the next token that two systems agree on, as a share of the tokens that the
-    reference names: sum of min(p, q) over sum of p."""
-    shares = []
-    for one, other in zip(reference["next_token"], result["next_token"], strict=True):
-        said = dict(zip(other["tokens"], other["probabilities"], strict=True))
-        pairs = [(p, said.get(token, 0.0)) for token, p in zip(one["tokens"], one["probabilities"], strict=True)]
-        shares.append(sum(min(p, q) for p, q in pairs) / sum(p for p, _ in pairs))
-    return shares
+    return {"reference": reference, "systems": systems}
 
 
 def link_bound(results: Mapping[str, dict[str, Any]]) -> dict[str, float] | None:
@@ -229,17 +215,6 @@ def _agreement_text(agreement: Mapping[str, Any] | None, name: str) -> str:
     return "other noise" if row is None else f"{sum(row['leading'])} of {sum(row['of'])}"
 
 
-def _suspicion(agreement: Mapping[str, Any] | None, name: str) -> list[str]:
-    """A line for a system that must compute something else than the reference does."""
-    least = 1.0 if agreement is None else min(agreement["in_common"][name], default=1.0)
-    if agreement is None or least >= _LEAST_IN_COMMON:
-        return []
-    return [
-        f"  SUSPECT: of the token behind a prompt it expects {100 * least:.0f} % as {agreement['reference']} does; it "
-        "computes something else, and neither its answers nor how often proposals are accepted mean anything"
-    ]
-
-
 def table(report: Mapping[str, Any]) -> str:
     """The figures for people."""
     lines = [_HEAD]
@@ -257,7 +232,6 @@ def table(report: Mapping[str, Any]) -> str:
             f"{_agreement_text(report['agreement'], name)}"
         )
         lines += [f"  {note}" for note in result["notes"] if note.startswith(_SHOWN_NOTES)]
-        lines += _suspicion(report["agreement"], name)
     bound = report["bound"]
     if bound is not None:
         lines.append(

@@ -33,14 +33,13 @@ from offload_runtime.trace import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALL
 
 Interval = tuple[float, float]
 Row = tuple[str, int]  # of a card; passes and drafting are of the first
-_TARGET, _HERE, _AHEAD, _IDLE, _BACK = "target", " for this pass", " for the next pass", "link idle", "kv to the host"
+_TARGET, _IDLE, _BACK = "target", "link idle", "kv to the host"
 _COMPUTING, _WAITING = "target computes", "target waits for the link"
 _STEPS, _PROPOSING = "steps of the draft", "proposing, host included"
 # In the order of the legend; neighbours differ in lightness as well as in hue.
 _COLOURS = {
-    f"weights{_HERE}": "#1f5fa8", f"weights{_AHEAD}": "#86b6e6", f"kv{_HERE}": "#0b7f7a", f"kv{_AHEAD}": "#7fcfc9",
-    _BACK: "#b8860b", "measurement": "#9a9a9a", _IDLE: "#d62728", _COMPUTING: "#1b7a2b", _WAITING: "#f7dcc4",
-    _STEPS: "#6a3d9a", _PROPOSING: "#d5c1ee",
+    "weights": "#1f5fa8", "kv": "#0b7f7a", _BACK: "#b8860b", "measurement": "#9a9a9a", _IDLE: "#d62728",
+    _COMPUTING: "#1b7a2b", _WAITING: "#f7dcc4", _STEPS: "#6a3d9a", _PROPOSING: "#d5c1ee",
 }  # fmt: skip
 _LETTER = 1 / 180  # of a panel's width, in the size of the passes' words
 _FRAMED = 0.5  # height of a bar that another one, of 0.7, may lie behind
@@ -193,37 +192,16 @@ def bars_of(row: str, events: Sequence[Event], window: Interval) -> dict[str, li
     kinds: dict[str, list[Event]] = {}
     if row == DRAFT:
         kinds = {_PROPOSING: [], _STEPS: []}
-    starts = dict(_passes_that_use(events, inside)) if row == LINK else {}
     for one in inside:
         if row == DRAFT:
             kind = _PROPOSING if one.name in ("propose", "prepare") else _STEPS
         else:
             kind = one.args["kind"] if row == LINK else _BACK
-            if id(one) in starts:
-                kind += _AHEAD if one.start_s < starts[id(one)] else _HERE
         kinds.setdefault(kind, []).append(one)
     bars = {kind: clipped(spans, row, window) for kind, spans in kinds.items()}
     if row == LINK and inside:
         bars[_IDLE] = [gap for gap in _gaps(clipped(events, LINK, window), window) if gap[1] - gap[0] > 1e-3]
     return bars
-
-
-def _passes_that_use(events: Sequence[Event], copies: Iterable[Event]) -> Iterable[tuple[int, float]]:
-    """Of each copy, by its `id`, when the pass began that it was made for: seconds; infinity for none that is here."""
-    uses: dict[int, list[float]] = {}
-    for one in events:
-        if one.row == COMPUTE:
-            # What is copied in pieces arrives while its layer computes.
-            uses.setdefault(one.args["layer"], []).append(one.end_s)
-    begins = sorted(one.start_s for one in events if one.row == PASSES)
-    for copy in copies:
-        if "layer" not in copy.args:
-            continue
-        used_s = min((use for use in uses.get(copy.args["layer"], ()) if use >= copy.end_s), default=None)
-        if used_s is None:
-            yield id(copy), float("inf")
-        else:
-            yield id(copy), max((begin for begin in begins if begin <= used_s), default=used_s)
 
 
 def _gaps(busy: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -265,7 +243,7 @@ def _draw_bars(
 
 
 @harness.one_line_errors
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Draw and print the totals; 2 after an error of the user's."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("trace", metavar="TRACE", type=Path, help="what --trace has written, or that by gzip")
@@ -274,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="the picture, .png or .svg; left out, a .png beside the trace")
     parser.add_argument("--title", help="above the picture; left out, the passes and the trace's name")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     path = picture_path(options.trace, options.out)
     trace = read_trace(options.trace)
     ranges = choose_passes(trace.events, options.passes)

@@ -231,8 +231,6 @@ def _totals_of_card(events: Sequence[Event], window: tuple[float, float]) -> Car
         if event.row == LINK and inside_s > 0:
             link_bytes += event.args["bytes"] * inside_s / (event.end_s - event.start_s)
     return CardTotals(
-        link_bytes=link_bytes,
-        link_s=union_seconds(copies),
-        compute_s=union_seconds(compute) - covered_seconds(compute, stalls),
-        stall_s=union_seconds(stalls),
-    )
+        link_bytes=link_bytes, link_s=union_seconds(copies),
+        compute_s=union_seconds(compute) - covered_seconds(compute, stalls), stall_s=union_seconds(stalls),
+    )  # fmt: skip

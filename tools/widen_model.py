@@ -22,7 +22,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -166,7 +166,7 @@ def write(arguments: argparse.Namespace) -> Path:
 
 
 @harness.one_line_errors
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for what the user can mend."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--source", required=True, help="safetensors directory, .gguf file, hub id, or demo")
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="of the written safetensors (bf16)")
     parser.add_argument("--device", default="auto", help="where surplus random numbers are drawn: auto, cuda or cpu")
     parser.add_argument("--out", type=Path, required=True, help="a new directory, or file of --stored")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     remove_partial_output_on_sigterm()
     print(write(arguments))
     return 0

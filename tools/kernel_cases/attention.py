@@ -32,12 +32,9 @@ def _rows(queries: int, context: int, *, tree: bool) -> QueryRows:
     ancestors = [[context + n for n in path] + [0] * (depth - len(path)) for path in paths]
     integers = partial(torch.tensor, dtype=torch.int32, device=DEVICE)
     return QueryRows(
-        positions=integers([[context + len(path) - 1 for path in paths]]),
-        sequences=integers([0]),
-        max_length=context + depth,
-        committed=integers([context]),
-        ancestors=integers([ancestors]),
-    )
+        positions=integers([[context + len(path) - 1 for path in paths]]), sequences=integers([0]),
+        max_length=context + depth, committed=integers([context]), ancestors=integers([ancestors]),
+    )  # fmt: skip
 
 
 def _kv_bytes(tokens: int, num_kv_heads: int) -> int:
@@ -62,10 +59,8 @@ def make_case(mode: str, queries: int, context: int, num_heads: int, num_kv_head
             "mode": mode, "queries": queries, "context": context, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
         },
         kernel=lambda i: attention_triton(q, KVBlocks(data[i]), rows, scale=SCALE, prefill=mode == "prefill"),
-        reference=lambda i: attention_reference(q, KVBlocks(data[i]), chain, scale=SCALE),
-        num_inputs=count,
-        moved_bytes=kv_bytes + 2 * q.nbytes,
-        operations=4 * queries * seen * num_heads * HEAD_DIM,
+        reference=lambda i: attention_reference(q, KVBlocks(data[i]), chain, scale=SCALE), num_inputs=count,
+        moved_bytes=kv_bytes + 2 * q.nbytes, operations=4 * queries * seen * num_heads * HEAD_DIM,
     )  # fmt: skip
 
 
@@ -90,11 +85,8 @@ def make_pieces_case(queries: int, context: int, piece_tokens: int, num_heads: i
             "mode": "pieces", "queries": queries, "context": context, "piece_tokens": piece_tokens,
             "num_heads": num_heads, "num_kv_heads": num_kv_heads,
         },
-        kernel=in_pieces,
-        reference=lambda i: attention_reference(q, KVBlocks(data[i]), rows, scale=SCALE),
-        num_inputs=2,
-        moved_bytes=kv_bytes + 2 * q.nbytes,
-        operations=4 * queries * context * num_heads * HEAD_DIM,
+        kernel=in_pieces, reference=lambda i: attention_reference(q, KVBlocks(data[i]), rows, scale=SCALE),
+        num_inputs=2, moved_bytes=kv_bytes + 2 * q.nbytes, operations=4 * queries * context * num_heads * HEAD_DIM,
     )  # fmt: skip
 
 
@@ -118,10 +110,8 @@ def make_sources_case(queries: int, retrieved: int, recent: int, num_heads: int,
             "mode": "sources", "queries": queries, "retrieved": retrieved, "recent": recent, "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
         },
-        kernel=from_two,
-        reference=lambda i: attention_reference(q, KVBlocks(together[i]), chain, scale=SCALE),
-        num_inputs=count,
-        moved_bytes=kv_bytes + 2 * q.nbytes,
+        kernel=from_two, reference=lambda i: attention_reference(q, KVBlocks(together[i]), chain, scale=SCALE),
+        num_inputs=count, moved_bytes=kv_bytes + 2 * q.nbytes,
         operations=4 * queries * (retrieved + recent) * num_heads * HEAD_DIM,
     )  # fmt: skip
 

@@ -47,14 +47,10 @@ def make_decode_blocks(kind: str, m: int, k: int) -> Case:
     form, stored = FORMATS[kind], random_rows(kind, m, k)
     out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
     return Case(
-        configuration={"encoding": kind, "m": m, "k": k},
-        kernel=lambda i: decode_blocks_triton(stored[i], form, out),
-        reference=lambda i: decode_blocks_reference(stored[i], form, out),
-        num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes + out.nbytes,
-        stored_bytes=stored[0].nbytes,
-        reference_in_graph=False,
-    )
+        configuration={"encoding": kind, "m": m, "k": k}, kernel=lambda i: decode_blocks_triton(stored[i], form, out),
+        reference=lambda i: decode_blocks_reference(stored[i], form, out), num_inputs=len(stored),
+        moved_bytes=stored[0].nbytes + out.nbytes, stored_bytes=stored[0].nbytes, reference_in_graph=False,
+    )  # fmt: skip
 
 
 def make_gguf_linear(kind: str, rows: int, m: int, k: int) -> Case:
@@ -68,12 +64,9 @@ def make_gguf_linear(kind: str, rows: int, m: int, k: int) -> Case:
 
     return Case(
         configuration={"encoding": kind, "rows": rows, "m": m, "k": k},
-        kernel=lambda i: gguf_linear_triton(x, stored[i], form, out),
-        reference=decode_and_multiply,
-        num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes,
-        operations=2 * rows * m * k,
-    )
+        kernel=lambda i: gguf_linear_triton(x, stored[i], form, out), reference=decode_and_multiply,
+        num_inputs=len(stored), moved_bytes=stored[0].nbytes, operations=2 * rows * m * k,
+    )  # fmt: skip
 
 
 def coded_rows(m: int, k: int) -> tuple[CodedRow, torch.Tensor]:
@@ -94,12 +87,9 @@ def make_decode_coded(m: int, k: int) -> Case:
     return Case(
         configuration={"encoding": "12-bit BF16", "m": m, "k": k},
         kernel=lambda i: decode_rows_triton(stored[i], row, out),
-        reference=lambda i: decode_rows_reference(stored[i], row, out),
-        num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes + out.nbytes,
-        stored_bytes=stored[0].nbytes,
-        reference_in_graph=False,
-    )
+        reference=lambda i: decode_rows_reference(stored[i], row, out), num_inputs=len(stored),
+        moved_bytes=stored[0].nbytes + out.nbytes, stored_bytes=stored[0].nbytes, reference_in_graph=False,
+    )  # fmt: skip
 
 
 def make_coded_linear(rows: int, m: int, k: int) -> Case:
@@ -113,12 +103,9 @@ def make_coded_linear(rows: int, m: int, k: int) -> Case:
 
     return Case(
         configuration={"encoding": "12-bit BF16", "rows": rows, "m": m, "k": k},
-        kernel=lambda i: coded_linear_triton(x, stored[i], row, out),
-        reference=decode_and_multiply,
-        num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes,
-        operations=2 * rows * m * k,
-    )
+        kernel=lambda i: coded_linear_triton(x, stored[i], row, out), reference=decode_and_multiply,
+        num_inputs=len(stored), moved_bytes=stored[0].nbytes, operations=2 * rows * m * k,
+    )  # fmt: skip
 
 
 def random_numbers(form: ScaledFormat, m: int, k: int) -> list[ScaledRows]:
@@ -145,11 +132,8 @@ def make_scaled_linear(form: ScaledFormat, rows: int, m: int, k: int) -> Case:
         configuration={
             "encoding": form.number, "scale": scale, "zeros": form.zeros, "rows": rows, "m": m, "k": k,
         },
-        kernel=lambda i: scaled_linear_triton(x, stored[i], form, out),
-        reference=decode_and_multiply,
-        num_inputs=len(stored),
-        moved_bytes=scaled_bytes(form, m, k),
-        operations=2 * rows * m * k,
+        kernel=lambda i: scaled_linear_triton(x, stored[i], form, out), reference=decode_and_multiply,
+        num_inputs=len(stored), moved_bytes=scaled_bytes(form, m, k), operations=2 * rows * m * k,
     )  # fmt: skip
 
 

@@ -42,10 +42,8 @@ def make_compact_rows(rows: int, num_layers: int, num_kv_heads: int) -> Case:
     return Case(
         configuration={"rows": rows, "num_layers": num_layers, "num_kv_heads": num_kv_heads},
         kernel=lambda i: compact_rows_triton(kv[i], sources, 1),
-        reference=lambda i: compact_rows_reference(kv[i], sources, 1),
-        num_inputs=count,
-        moved_bytes=moved_bytes,
-    )
+        reference=lambda i: compact_rows_reference(kv[i], sources, 1), num_inputs=count, moved_bytes=moved_bytes,
+    )  # fmt: skip
 
 
 def make_chunk_summaries(blocks: int, num_kv_heads: int, chunk_size: int) -> Case:
@@ -165,12 +163,8 @@ def make_gather_chunks(num_kv_heads: int, num_new: int, *, pinned: bool) -> Case
         configuration={
             "memory": "pinned" if pinned else "device", "num_kv_heads": num_kv_heads, "new_chunks": num_new,
         },
-        kernel=update,
-        reference=lambda _: plain(),
-        num_inputs=_NUM_SELECTIONS,
-        moved_bytes=moved_bytes if pinned else 2 * moved_bytes,
-        reference_in_graph=False,
-        over_link=pinned,
+        kernel=update, reference=lambda _: plain(), num_inputs=_NUM_SELECTIONS,
+        moved_bytes=moved_bytes if pinned else 2 * moved_bytes, reference_in_graph=False, over_link=pinned,
         close=None if arena is None else arena.close,
     )  # fmt: skip
 

@@ -31,12 +31,10 @@ class Product:
 def layer_products(model: str, hidden: int, qkv: int, inner: int, vocab: int) -> list[Product]:
     """The four products of a layer and the head."""
     return [
-        Product(model, "qkv", qkv, hidden),
-        Product(model, "o", hidden, hidden, residual=True),
+        Product(model, "qkv", qkv, hidden), Product(model, "o", hidden, hidden, residual=True),
         Product(model, "gate_up", 2 * inner, hidden, gated=True),
-        Product(model, "down", hidden, inner, residual=True),
-        Product(model, "head", vocab, hidden),
-    ]
+        Product(model, "down", hidden, inner, residual=True), Product(model, "head", vocab, hidden),
+    ]  # fmt: skip
 
 
 PRODUCTS = {
@@ -72,12 +70,9 @@ def make_case(product: Product, rows: int) -> Case:
     inputs = Inputs(product, rows)
     return Case(
         configuration={"model": product.model, "product": product.name, "rows": rows, "m": product.m, "k": product.k},
-        kernel=inputs.linear,
-        reference=inputs.library,
-        num_inputs=inputs.count,
-        moved_bytes=inputs.moved_bytes,
+        kernel=inputs.linear, reference=inputs.library, num_inputs=inputs.count, moved_bytes=inputs.moved_bytes,
         operations=2 * rows * product.m * product.k,
-    )
+    )  # fmt: skip
 
 
 def linear() -> Iterator[Callable[[], Case]]:

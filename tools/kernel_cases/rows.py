@@ -26,12 +26,9 @@ def make_rms_norm(rows: int, width: int) -> Case:
     count = num_inputs(moved_bytes)
     x, weight = random_bf16(count, rows, width), random_bf16(width)
     return Case(
-        configuration={"rows": rows, "width": width},
-        kernel=lambda i: rms_norm_triton(x[i], weight, 1e-5),
-        reference=lambda i: rms_norm_reference(x[i], weight, 1e-5),
-        num_inputs=count,
-        moved_bytes=moved_bytes,
-    )
+        configuration={"rows": rows, "width": width}, kernel=lambda i: rms_norm_triton(x[i], weight, 1e-5),
+        reference=lambda i: rms_norm_reference(x[i], weight, 1e-5), num_inputs=count, moved_bytes=moved_bytes,
+    )  # fmt: skip
 
 
 def make_swiglu(rows: int, width: int) -> Case:
@@ -40,12 +37,9 @@ def make_swiglu(rows: int, width: int) -> Case:
     count = num_inputs(moved_bytes)
     gate_up = random_bf16(count, rows, 2 * width)
     return Case(
-        configuration={"rows": rows, "width": width},
-        kernel=lambda i: swiglu_triton(gate_up[i]),
-        reference=lambda i: swiglu_reference(gate_up[i]),
-        num_inputs=count,
-        moved_bytes=moved_bytes,
-    )
+        configuration={"rows": rows, "width": width}, kernel=lambda i: swiglu_triton(gate_up[i]),
+        reference=lambda i: swiglu_reference(gate_up[i]), num_inputs=count, moved_bytes=moved_bytes,
+    )  # fmt: skip
 
 
 def make_rope_store(rows: int, num_heads: int, num_kv_heads: int) -> Case:
@@ -61,11 +55,9 @@ def make_rope_store(rows: int, num_heads: int, num_kv_heads: int) -> Case:
     return Case(
         configuration={"rows": rows, "num_heads": num_heads, "num_kv_heads": num_kv_heads},
         kernel=lambda i: rope_store_triton(qkv[i], where, kv, None),
-        reference=lambda i: rope_store_reference(qkv[i], where, kv, None),
-        num_inputs=count,
-        moved_bytes=moved_bytes,
+        reference=lambda i: rope_store_reference(qkv[i], where, kv, None), num_inputs=count, moved_bytes=moved_bytes,
         reference_in_graph=False,
-    )
+    )  # fmt: skip
 
 
 def make_gumbel_argmax(rows: int, vocab: int, temperature: float) -> Case:
@@ -80,11 +72,9 @@ def make_gumbel_argmax(rows: int, vocab: int, temperature: float) -> Case:
     return Case(
         configuration={"rows": rows, "vocab": vocab, "temperature": temperature},
         kernel=lambda i: gumbel_argmax_triton(logits[i], positions, slots, keys),
-        reference=lambda i: gumbel_argmax_reference(logits[i], positions, slots, keys),
-        num_inputs=count,
-        moved_bytes=logits[0].nbytes,
-        reference_in_graph=False,
-    )
+        reference=lambda i: gumbel_argmax_reference(logits[i], positions, slots, keys), num_inputs=count,
+        moved_bytes=logits[0].nbytes, reference_in_graph=False,
+    )  # fmt: skip
 
 
 def rms_norm() -> Iterator[Callable[[], Case]]:

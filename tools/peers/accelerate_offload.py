@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import transformers
 from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
 from models import NamedWeights, fill_resident, make_meta_model, require_whole_model, resident_layers
@@ -75,32 +77,19 @@ def prepare(options: PeerOptions, *, pin: bool, whole: bool = False, compiled: b
         notes.append("embeddings, norm and head on the device; accelerate copies each weight when its module runs")
         if options.device.type != "cuda":
             notes.append("no GPU: weights are not pinned and nothing crosses a link, the times mean nothing")
+    here = "transformers, compiled" if compiled else "transformers"
     return Prepared(
-        system=("transformers, compiled" if compiled else "transformers")
-        if cpu_offload is None
-        else "accelerate cpu_offload",
-        version=version or _transformers_version(),
-        model=model,
-        bytes_per_pass=bytes_per_pass,
-        pinned_bytes=pinned_bytes,
+        system=here if cpu_offload is None else "accelerate cpu_offload", version=version or transformers.__version__,
+        model=model, bytes_per_pass=bytes_per_pass, pinned_bytes=pinned_bytes,
         system_settings={"resident_layers": num_resident, "pinned": pin_possible and cpu_offload is not None},
         notes=tuple(notes),
         static_cache=StaticCache(model.config, max_cache_len=options.context_tokens) if compiled else None,
-    )
-
-
-def _transformers_version() -> str:
-    import transformers
-
-    return str(transformers.__version__)
+    )  # fmt: skip
 
 
 def prepare_from(arguments: argparse.Namespace) -> Callable[[PeerOptions], Prepared]:
     """Bind the script's own options."""
-    pin: bool = arguments.pin
-    whole: bool = arguments.whole
-    compiled: bool = arguments.compiled
-    return lambda options: prepare(options, pin=pin, whole=whole, compiled=compiled)
+    return partial(prepare, pin=arguments.pin, whole=arguments.whole, compiled=arguments.compiled)
 
 
 def main() -> int:

@@ -58,24 +58,27 @@ SHAPES = {
 
 
 def random_source(
-    name: str, *, layers: int | None, seed: int, device: torch.device, context_tokens: int = 0,
+    name: str,
+    *,
+    layers: int | None,
+    seed: int,
+    device: torch.device,
+    context_tokens: int = 0,
     stored: str | None = None,
-) -> CheckpointSource:  # fmt: skip
+) -> CheckpointSource:
     """Random weights of one of `SHAPES`, cut to `layers` and drawn on `device`, or `stored` as files have them, one of
     `widening.stored.STORED`. Raises `OptionError`.
 
     They are for `context_tokens` where the shape itself is for fewer.
     """
-    shape = SHAPES[name]
-    decoder, context = _decoder(name, layers), max(context_tokens, shape.max_position_embeddings)
+    shape, decoder = SHAPES[name], _decoder(name, layers)
+    how: dict[str, Any] = {
+        "vocab_size": shape.vocab_size, "context_tokens": max(context_tokens, shape.max_position_embeddings),
+        "reference": f"random {name} in {stored}" if stored else f"random {name}",
+    }  # fmt: skip
     if stored is not None:
-        reference = f"random {name} in {stored}"
-        return stored_llama(
-            decoder, stored, seed, vocab_size=shape.vocab_size, context_tokens=context, reference=reference
-        )
-    return random_llama(
-        decoder, seed, vocab_size=shape.vocab_size, context_tokens=context, reference=f"random {name}", device=device
-    ).as_source()
+        return stored_llama(decoder, stored, seed, **how)
+    return random_llama(decoder, seed, **how, device=device).as_source()
 
 
 def _decoder(name: str, layers: int | None) -> WideShape:
@@ -134,37 +137,28 @@ class PeerOptions:
             raise OptionError(f"warmup must be at least {WARMUPS}, not {self.warmup}: the first ones are cold")
         if self.resident_layers is not None and not 0 <= self.resident_layers <= self.layers:
             raise OptionError(
-                f"resident_layers is {self.resident_layers}, the model has {self.layers} layers: take 0 to "
-                f"{self.layers}, or auto"
+                f"resident_layers is from 0 to the model's {self.layers}, or auto, not {self.resident_layers}"
             )
         if not self.prompts or not all(self.prompts):
             raise OptionError("a prompt has no tokens: name files with text, or more --prompt-tokens")
         self._check_warmups(shortest_tokens=min(len(prompt) for prompt in self.prompts))
         if self.prefill_chunk_asked is not None and self.prefill_chunk_asked < 0:
-            raise OptionError(
-                f"prefill_chunk must be at least 1, or 0 for whole prompts at once, not {self.prefill_chunk_asked}"
-            )
+            raise OptionError(f"prefill_chunk is at least 1, or 0 for whole prompts, not {self.prefill_chunk_asked}")
         needed, limit = self.context_tokens, self.source.config().max_position_embeddings
         if needed > limit:
-            raise ContextLengthError(
-                f"prompt and new tokens need {needed} positions, {self.source.reference} has {limit}: lower "
-                "--prompt-tokens or --new-tokens"
-            )
+            asked = f"prompt and new tokens need {needed} positions, {self.source.reference} has {limit}"
+            raise ContextLengthError(f"{asked}: lower --prompt-tokens or --new-tokens")
         SamplingParams(temperature=self.temperature, seed=self.seed)
 
     def _check_warmups(self, *, shortest_tokens: int) -> None:
         """Refuse warm-ups that would be longer than what is measured, or of nothing."""
         tokens, count = self.warmup_prompt_tokens, self.warmup_new_tokens
-        if tokens is not None:
-            require_positive("warmup_prompt_tokens", tokens)
-            if tokens > shortest_tokens:
-                raise OptionError(
-                    f"warmup_prompt_tokens is {tokens}, the shortest prompt has {shortest_tokens}: lower it"
-                )
-        if count is not None and not 2 <= count <= self.new_tokens:
+        if tokens is not None and not 1 <= tokens <= shortest_tokens:
             raise OptionError(
-                f"warmup_new_tokens must be at least 2 and at most the {self.new_tokens} of new_tokens, not {count}"
+                f"warmup_prompt_tokens is from 1 to the shortest prompt's {shortest_tokens}, not {tokens}"
             )
+        if count is not None and not 2 <= count <= self.new_tokens:
+            raise OptionError(f"warmup_new_tokens is from 2 to the {self.new_tokens} of new_tokens, not {count}")
 
     @property
     def layers(self) -> int:
@@ -322,10 +316,9 @@ def source_from(
     if arguments.source is not None:
         if stored is not None:
             raise OptionError("--stored is of random weights: write a model with a language by widen_model.py --stored")
-        return WidenedCheckpoint(
-            open_checkpoint(arguments.source), _decoder(shape, layers), arguments.noise or 0.0, arguments.seed,
-            device=device,
-        ).as_source()  # fmt: skip
+        small = open_checkpoint(arguments.source)
+        noise, decoder = arguments.noise or 0.0, _decoder(shape, layers)
+        return WidenedCheckpoint(small, decoder, noise, arguments.seed, device=device).as_source()
     if arguments.noise is not None:
         raise OptionError("--noise falls on the matrices of a small model: name one with --source, or leave it out")
     return random_source(
@@ -345,25 +338,20 @@ def _prompts(arguments: argparse.Namespace, source: CheckpointSource) -> tuple[t
     return (tuple(torch.randint(source.config().vocab_size, (1, count), generator=generator)[0].tolist()),)
 
 
-def _number(option: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise OptionError(f"{option}: {text!r} is not a number") from error
-
-
 def resident_layers(text: str, source: CheckpointSource) -> int | None:
     """How many of the target's layers `--resident-layers` keeps on the device; None for as many as fit."""
     if text == "auto":
         return None
-    return source.config().num_layers if text == "all" else _number("--resident-layers", text)
+    if text != "all" and not text.isdecimal():
+        raise OptionError(f"--resident-layers: {text!r} is not a number, all or auto")
+    return source.config().num_layers if text == "all" else int(text)
 
 
 def _assistant_tokens(text: str) -> tuple[int | None, ...]:
-    found = [None if part == "auto" else _number("--assistant-tokens", part) for part in text.split(",")]
-    for count in found:
-        require_positive("assistant_tokens", 1 if count is None else count)
-    return tuple(found)
+    parts = text.split(",")
+    if not all(part == "auto" or (part.isdecimal() and int(part)) for part in parts):
+        raise OptionError(f"--assistant-tokens: {text!r} is no list of numbers and auto, such as auto,4,8")
+    return tuple(None if part == "auto" else int(part) for part in parts)
 
 
 def refused(error: OffloadError) -> int:

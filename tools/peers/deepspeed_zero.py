@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -125,30 +126,21 @@ def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, lea
     if options.device.type != "cuda":
         notes.append("no GPU: weights are not pinned and nothing crosses a link, the times mean nothing")
     return Prepared(
-        system="DeepSpeed ZeRO-Inference",
-        version=deepspeed.__version__,
-        model=engine.module,
+        system="DeepSpeed ZeRO-Inference", version=deepspeed.__version__, model=engine.module,
         bytes_per_pass=sum(p.ds_numel * p.ds_tensor.element_size() for p in streamed),
         pinned_bytes=sum(t.nbytes for t in host if options.device.type == "cuda" and t.is_pinned()),
         system_settings={
-            "resident_layers": num_resident,
-            "prefetch_layers": prefetch_layers,
-            "live_layers": live_layers,
-            "leaf_modules": [layer_class.__name__] if leaf_modules else [],
-            "deepspeed_config": config,
+            "resident_layers": num_resident, "prefetch_layers": prefetch_layers, "live_layers": live_layers,
+            "leaf_modules": [layer_class.__name__] if leaf_modules else [], "deepspeed_config": config,
         },
         notes=tuple(notes),
-    )
+    )  # fmt: skip
 
 
 def prepare_from(arguments: argparse.Namespace) -> Callable[[PeerOptions], Prepared]:
     """Bind DeepSpeed's own options."""
-    prefetch_layers: int = arguments.prefetch_layers
-    live_layers: int = arguments.live_layers
-    leaf_modules: bool = arguments.leaf_modules
-    return lambda options: prepare(
-        options, prefetch_layers=prefetch_layers, live_layers=live_layers, leaf_modules=leaf_modules
-    )
+    layers = {"prefetch_layers": arguments.prefetch_layers, "live_layers": arguments.live_layers}
+    return partial(prepare, **layers, leaf_modules=arguments.leaf_modules)
 
 
 def close() -> None:

@@ -12,33 +12,10 @@ import torch
 from common import PeerOptions, options_from, refused
 from harness import emit, provenance
 from models import load_draft, open_device
-from offloaded_cache import (
-    NOTE,
-    MendedCache,
-    offloaded_bytes,
-    require_host_memory,
-    return_outgrown_blocks,
-)
-from runs import (
-    Asked,
-    NextToken,
-    Run,
-    answers,
-    asked_generations,
-    expectations,
-    figures,
-    num_differing_of,
-)
+from offloaded_cache import NOTE, MendedCache, offloaded_bytes, require_host_memory, return_outgrown_blocks
+from runs import Asked, Run, answers, asked_generations, figures, num_differing_of
 from timing import measure_link_gbps
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
@@ -78,23 +55,6 @@ class RoundClock:
 
     def end(self) -> None:
         """Nothing is kept back."""
-
-
-class BehindPrompt(LogitsProcessor):
-    """A logits processor of transformers' `generate` that changes nothing: it notes the row behind the prompt.
-
-    An assistant is handed it as well, and is asked first: the target's row is the last of that length.
-    """
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self.logits: torch.Tensor | None = None  # [V]
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Tokens [1, T] and logits [1, V]; returns the latter."""
-        if input_ids.shape[1] == self._prompt_tokens:
-            self.logits = scores[0].clone()
-        return scores
 
 
 def read_in_chunks(model: PreTrainedModel, chunk: int) -> None:
@@ -214,20 +174,14 @@ def generate_once(
         prepared.static_cache.reset()
     else:
         cache = MendedCache(config) if options.offloads_cache else DynamicCache(config=config)
-    behind_prompt = BehindPrompt(len(asked.tokens))
     torch.manual_seed(options.seed)
     if options.device.type == "cuda":
         torch.cuda.synchronize(options.device)
     started_s = time.perf_counter()
     output = prepared.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=generation_config(options, asked.new_tokens),
-        past_key_values=cache,
-        logits_processor=LogitsProcessorList([behind_prompt]),
-        assistant_model=draft,
-        streamer=clock,
-    )  # [1, T + new_tokens] int64
+        ids, attention_mask=torch.ones_like(ids), generation_config=generation_config(options, asked.new_tokens),
+        past_key_values=cache, assistant_model=draft, streamer=clock,
+    )  # [1, T + new_tokens] int64  # fmt: skip
     tokens = tuple(output[0, ids.shape[1] :].tolist())
     if len(tokens) != asked.new_tokens or sum(clock.counts) != asked.new_tokens:
         raise NumericalError(
@@ -236,14 +190,12 @@ def generate_once(
         )
     if asked.measured and len(clock.counts) < 2:
         raise OptionError(f"all {asked.new_tokens} tokens came in the first round: raise --new-tokens")
-    assert behind_prompt.logits is not None
-    expected = NextToken.of(behind_prompt.logits)
     kv_bytes: int | None = 0
     if options.offloads_cache:
         kv_bytes = offloaded_bytes(
             options.source.config(), options.dtype.itemsize, prompt_tokens=len(asked.tokens), counts=clock.counts
         )
-    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv_bytes, expected)
+    return Run(asked.prompt, started_s, tuple(clock.stamps_s), tuple(clock.counts), tokens, kv_bytes)
 
 
 def measure(
@@ -297,19 +249,14 @@ def result_json(
         speeds = {str(measured.assistant_tokens or "auto"): measured.tok_per_s for measured in tried}
         assistant = {"tokens": best.assistant_tokens or "auto", "tok_per_s_by_tokens": speeds}
     return {
-        "system": prepared.system,
-        "version": prepared.version,
+        "system": prepared.system, "version": prepared.version,
         **figures(best.runs, weight_bytes=prepared.bytes_per_pass, peak_gbps=peak_gbps),
-        "assistant": assistant,
-        "pinned_bytes": prepared.pinned_bytes,
+        "assistant": assistant, "pinned_bytes": prepared.pinned_bytes,
         "settings": {
             **options.as_settings(), "attention": "sdpa", "kv_cache": options.kv_cache,
             "prefill_chunk": options.prefill_chunk, **prepared.system_settings,
         },
-        "notes": notes,
-        "differing_generations": best.differing,
-        "tokens": answers(best.runs),
-        "next_token": expectations(best.runs),
+        "notes": notes, "differing_generations": best.differing, "tokens": answers(best.runs),
         **provenance(options.device, commit=options.commit),
     }  # fmt: skip
 

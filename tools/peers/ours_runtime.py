@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from common import PeerOptions, check_context, model_name, options_from, peer_parser, refused
 from passes import predicted_pass, scripted, time_window, weight_bytes_of
-from runs import Asked, NextToken, Run, answers, asked_generations, expectations, figures, num_differing_of
+from runs import Asked, Run, answers, asked_generations, figures, num_differing_of
 
 from harness import check_machine, emit, integers, provenance  # isort: skip (`common` sets the path)
 from timing import Answer, measure_copy_gbps, measure_link_gbps, timed_answer  # isort: skip
@@ -104,12 +104,8 @@ class OurOptions:
 
     def as_speculation(self) -> SpeculationOptions:
         """How tokens are proposed. Raises `OptionError` for values that cannot be."""
-        defaults = SpeculationOptions()
-        return SpeculationOptions(
-            self.speculation,
-            defaults.draft_cache if self.draft_cache is None else self.draft_cache,
-            budget_tokens=defaults.budget_tokens if self.budget_tokens is None else self.budget_tokens,
-        )
+        given: dict[str, Any] = {"draft_cache": self.draft_cache, "budget_tokens": self.budget_tokens}
+        return SpeculationOptions(self.speculation, **{name: one for name, one in given.items() if one is not None})
 
 
 def add_our_options(parser: argparse.ArgumentParser) -> None:
@@ -173,22 +169,14 @@ NO_SINGLES = Singles()
 def load(options: PeerOptions, own: OurOptions, *, widest: int = 1, on_progress: LoadProgress | None = None) -> Runtime:
     """The runtime, within the peers' memory and with as many resident layers; its windows may be `widest` tokens."""
     return Runtime.load(
-        options.source,
-        draft=own.draft,
-        device=own.devices or str(options.device),
-        dtype=options.dtype_name,
+        options.source, draft=own.draft, device=own.devices or str(options.device), dtype=options.dtype_name,
         vram=options.vram_bytes,
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
-        context=reserved_tokens(options, own) + (widest if widest > _ROOM_TOKENS else 0),
-        kv=own.kv,
-        speculation=own.as_speculation(),
-        max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
-        tree_nodes=own.tree_nodes,
-        weights=own.weights,
-        encode=own.encode,
-        emulate=own.emulate,
+        context=reserved_tokens(options, own) + (widest if widest > _ROOM_TOKENS else 0), kv=own.kv,
+        speculation=own.as_speculation(), max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
+        tree_nodes=own.tree_nodes, weights=own.weights, encode=own.encode, emulate=own.emulate,
         on_progress=on_progress,
-    )
+    )  # fmt: skip
 
 
 def reserved_tokens(options: PeerOptions, own: OurOptions) -> int:
@@ -209,12 +197,12 @@ def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Ask
         return timed_answer(scheduler, asked.tokens, params)
 
 
-def run_of(answer: Answer, asked: Asked, weight_bytes: int, expected: NextToken) -> Run:
+def run_of(answer: Answer, asked: Asked, weight_bytes: int) -> Run:
     """An answer as those of the peers are told."""
     stats = answer.result.stats
     kv_bytes = stats.passes * (stats.bytes_per_pass - weight_bytes)
     tokens = tuple(answer.result.tokens)
-    return Run(asked.prompt, answer.asked_s, answer.stamps_s, answer.counts, tokens, kv_bytes, expected)
+    return Run(asked.prompt, answer.asked_s, answer.stamps_s, answer.counts, tokens, kv_bytes)
 
 
 def speculation_figures(counted: Sequence[Answer]) -> dict[str, Any]:
@@ -282,14 +270,11 @@ def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES
             "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             "planned_host_bytes": runtime.plan.host_bytes,
         }  # fmt: skip
-        expected = [
-            NextToken.of(next(iter(runtime.logits(list(prompt), [prompt[:1] * 2])))[0]) for prompt in options.prompts
-        ]
         rows = window_rows(runtime, options, singles, None if own.emulate else memcpy_gbps)
         asked = asked_generations(options)
         played = [generate(runtime, options, own, one) for one in asked]
         counted, weight_bytes = played[options.warmup :], weights["streamed_bytes_per_pass"]
-        runs = [run_of(a, one, weight_bytes, expected[one.prompt]) for a, one in zip(played, asked, strict=True)]
+        runs = [run_of(a, one, weight_bytes) for a, one in zip(played, asked, strict=True)]
         measured, last = runs[options.warmup :], counted[-1].result.stats
         scripts = [
             scripted(
@@ -312,7 +297,7 @@ def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES
             "settings": {**options.as_settings(), **asdict(own), "draft": model_name(own.draft)},
             "notes": [_GATHERS] if has_verifier and runtime.plan.target.kv_layers_on_host else [],
             "differing_generations": num_differing_of(options, runs),
-            "tokens": answers(measured), "next_token": expectations(measured), "setup_s": setup_s,
+            "tokens": answers(measured), "setup_s": setup_s,
             **provenance(*runtime.devices, commit=options.commit),
         }  # fmt: skip
 

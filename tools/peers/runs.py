@@ -5,32 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from common import PeerOptions
 from harness import percentile, percentiles
 
 from offload_runtime.config import GB
-
-# Of a vocabulary, for `NextToken`.
-_LIKELIEST = 64
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """What a system expects behind a prompt, whatever the temperature: its likeliest tokens, the first one first, and
-    their probabilities at temperature 1."""
-
-    tokens: tuple[int, ...]
-    probabilities: tuple[float, ...]
-
-    @staticmethod
-    def of(logits: torch.Tensor) -> NextToken:
-        """From the row of logits behind the prompt: [V] of any floating dtype."""
-        found = logits.float().softmax(-1).topk(min(_LIKELIEST, len(logits)))
-        return NextToken(tuple(found.indices.tolist()), tuple(found.values.tolist()))
 
 
 @dataclass(frozen=True)
@@ -45,7 +26,6 @@ class Run:
         tokens: All of them.
         kv_bytes: Of keys and values that came to the device in all passes behind the prefill; None where that is not
             known.
-        next_token: What was expected behind the prompt; None where nobody asks.
     """
 
     prompt: int
@@ -54,7 +34,6 @@ class Run:
     counts: tuple[int, ...]
     tokens: tuple[int, ...]
     kv_bytes: int | None = 0
-    next_token: NextToken | None = None
 
     def __post_init__(self) -> None:
         assert len(self.stamps_s) == len(self.counts) and sum(self.counts) == len(self.tokens)
@@ -130,20 +109,16 @@ def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) 
             "link_gbps": peak_gbps, "s_per_pass": bytes_per_pass / (peak_gbps * GB), "share": link_gbps / peak_gbps,
         }  # fmt: skip
     return {
-        "tok_per_s": decoded / seconds,
-        "s_per_token": percentiles(times_s),
+        "tok_per_s": decoded / seconds, "s_per_token": percentiles(times_s),
         "token_s": {name: percentile(times_s, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "time_to_first_token_s": percentile([run.first_token_s for run in runs], 0.5),
-        "tokens_per_pass": decoded / sum(run.passes for run in counted),
-        "bytes_per_pass": bytes_per_pass,
-        "streamed": streamed,
-        "link_gbps": link_gbps,
-        "bound": bound,
+        "tokens_per_pass": decoded / sum(run.passes for run in counted), "bytes_per_pass": bytes_per_pass,
+        "streamed": streamed, "link_gbps": link_gbps, "bound": bound,
         "runs": [
             {name: getattr(run, name) for name in ("prompt", "tok_per_s", "first_token_s", "passes", "decoded")}
             for run in runs
         ],
-    }
+    }  # fmt: skip
 
 
 def first_runs(runs: Sequence[Run]) -> list[Run]:
@@ -157,11 +132,6 @@ def first_runs(runs: Sequence[Run]) -> list[Run]:
 def answers(runs: Sequence[Run]) -> list[list[int]]:
     """The tokens of every prompt, in the order of the prompts: those of its first run."""
     return [list(run.tokens) for run in first_runs(runs)]
-
-
-def expectations(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What was expected behind every prompt, in the order of the prompts."""
-    return [asdict(run.next_token) for run in first_runs(runs) if run.next_token is not None]
 
 
 def num_differing(runs: Sequence[Run]) -> int:

@@ -91,21 +91,15 @@ class WidenedCheckpoint(MadeCheckpoint):
     def _widened_config(self) -> transformers.LlamaConfig:
         small, shape, described = self._small, self._shape, self._source.hf_config
         return transformers.LlamaConfig(
-            vocab_size=small.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            vocab_size=small.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
             max_position_embeddings=small.max_position_embeddings,
             rms_norm_eps=small.rms_norm_eps * small.hidden_size / shape.hidden_size,
-            rope_parameters=widened_rope(small, shape.head_dim),
-            tie_word_embeddings=False,
-            bos_token_id=described.bos_token_id,
-            eos_token_id=described.eos_token_id,
+            rope_parameters=widened_rope(small, shape.head_dim), tie_word_embeddings=False,
+            bos_token_id=described.bos_token_id, eos_token_id=described.eos_token_id,
             pad_token_id=getattr(described, "pad_token_id", None),
-        )
+        )  # fmt: skip
 
     def _make_parts(self) -> dict[str, _Part]:
         """By the last words of a tensor's name, without `.weight`."""
@@ -113,10 +107,7 @@ class WidenedCheckpoint(MadeCheckpoint):
         places = place_heads(small, shape)
         norm = _Part(fill=1.0, scale=math.sqrt(small.hidden_size / shape.hidden_size))
         return {
-            "model.embed_tokens": _Part(fill=None),
-            "lm_head": _Part(),
-            "model.norm": norm,
-            "input_layernorm": norm,
+            "model.embed_tokens": _Part(fill=None), "lm_head": _Part(), "model.norm": norm, "input_layernorm": norm,
             "post_attention_layernorm": norm,
             "self_attn.q_proj": _Part(
                 scale=math.sqrt(shape.head_dim / small.head_dim),
@@ -125,11 +116,9 @@ class WidenedCheckpoint(MadeCheckpoint):
             ),
             "self_attn.k_proj": _Part(rows=places.key_rows, sources=places.key_sources),
             "self_attn.v_proj": _Part(rows=places.value_rows, sources=places.value_sources),
-            "self_attn.o_proj": _Part(fill=None, columns=places.output_columns),
-            "mlp.gate_proj": _Part(),
-            "mlp.up_proj": _Part(),
-            "mlp.down_proj": _Part(fill=None),
-        }
+            "self_attn.o_proj": _Part(fill=None, columns=places.output_columns), "mlp.gate_proj": _Part(),
+            "mlp.up_proj": _Part(), "mlp.down_proj": _Part(fill=None),
+        }  # fmt: skip
 
     def _read_small(self, name: str) -> torch.Tensor | None:
         """The small model's tensor in fp32 with its noise; None for a layer that it does not have."""

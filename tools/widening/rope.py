@@ -18,13 +18,10 @@ _KEPT_TYPES = ("default", "linear", "llama3")
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """A model's scaled frequencies as transformers makes them, [D/2] fp32, and the factor on cosines and sines."""
     hf_config = transformers.LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
+        hidden_size=config.hidden_size, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope_parameters),
-    )
+    )  # fmt: skip
     scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
     inv_freq, scaling = scaled(hf_config, torch.device("cpu"))
     return inv_freq.float(), float(scaling)
@@ -57,16 +54,9 @@ def _widened_yarn(config: ModelConfig) -> dict[str, Any]:
     high = min(high, small_dim - 1)  # as in the small head; the lower end is clipped to 0 in a head of any size
     # A factor left out is the ratio of the two lengths, which both stay.
     return rope | {
-        "original_max_position_embeddings": original,
-        "beta_fast": beta(low),
-        "beta_slow": beta(high),
+        "original_max_position_embeddings": original, "beta_fast": beta(low), "beta_slow": beta(high),
         "truncate": False,
-    }
-
-
-def _spread(factors: list[float], step: int) -> list[float]:
-    """A small head's factors at every `step`-th pair of a large head."""
-    return [float(factors[index // step]) if index % step == 0 else 1.0 for index in range(len(factors) * step)]
+    }  # fmt: skip
 
 
 def widened_rope(config: ModelConfig, large_dim: int) -> dict[str, Any]:
@@ -87,8 +77,6 @@ def widened_rope(config: ModelConfig, large_dim: int) -> dict[str, Any]:
     kind, step = rope["rope_type"], large_dim // config.head_dim
     if kind in _KEPT_TYPES or step == 1:
         return rope
-    if kind == "longrope":
-        return rope | {name: _spread(rope[name], step) for name in ("short_factor", "long_factor")}
     if kind == "yarn":
         return _widened_yarn(config)
     raise UnsupportedArchitectureError(

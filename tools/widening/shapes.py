@@ -29,14 +29,11 @@ class WideShape:
 
 
 SHAPES = {
-    "llama2-7b": WideShape(4096, 11008, 32, 32, 32, 128),
-    "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
-    "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128),
-    "qwen2.5-32b": WideShape(5120, 27648, 64, 40, 8, 128),
-    "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128),
-    "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
+    "llama2-7b": WideShape(4096, 11008, 32, 32, 32, 128), "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
+    "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128), "qwen2.5-32b": WideShape(5120, 27648, 64, 40, 8, 128),
+    "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128), "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
     "tiny": WideShape(64, 160, 8, 4, 2, 16),  # for trying a benchmark out; too small to hold a real language
-}
+}  # fmt: skip
 
 
 def shape_named(name: str, layers: int | None = None) -> WideShape:
@@ -126,12 +123,10 @@ def place_heads(config: ModelConfig, shape: WideShape) -> HeadPlaces:
     return HeadPlaces(
         query_rows=_rows(query_heads, large_dim, rotary),
         silent_query_rows=_rows(query_heads, large_dim, silent.nonzero().flatten()),
-        key_rows=_rows(kv_heads, large_dim, rotary),
-        key_sources=sources,
-        value_rows=_rows(kv_heads, large_dim, plain),
-        value_sources=sources,
+        key_rows=_rows(kv_heads, large_dim, rotary), key_sources=sources,
+        value_rows=_rows(kv_heads, large_dim, plain), value_sources=sources,
         output_columns=_rows(query_heads, large_dim, plain),
-    )
+    )  # fmt: skip
 
 
 def check_fits(config: ModelConfig, shape: WideShape) -> None:

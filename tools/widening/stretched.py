@@ -24,13 +24,11 @@ from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_hea
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.
 _REQUIRED: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
+    "default": frozenset(), "linear": frozenset({"factor"}), "dynamic": frozenset({"factor"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
     "longrope": frozenset({"original_max_position_embeddings", "short_factor", "long_factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
+}  # fmt: skip
 _OPTIONAL: dict[str, frozenset[str]] = {
     "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "longrope": frozenset({"factor", "attention_factor"}),

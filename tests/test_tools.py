@@ -1,0 +1,236 @@
+"""Every tool: its help, a tiny run on a CPU that ends with a JSON line, and what the user has got wrong in one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import bench_streaming
+import compare
+import pytest
+from offload_runtime_kernels.gguf_blocks import FORMATS
+
+from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = "long_target"
+TOOLS = (
+    "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming", "bench_trees", "check_identity",
+    "compare", "sweep", "timeline", "widen_model",
+)  # fmt: skip
+ON_CPU = ("--device", "cpu", "--dtype", "fp32")
+TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
+SHORT = ("--tokens", "6", "--plain-tokens", "4")
+
+
+def call(name: str, *words: object, **others: Any) -> int:
+    """A tool's `main`."""
+    code: int = importlib.import_module(name).main([str(word) for word in words], **others)
+    return code
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(chr(97 + 7 * number % 23) for number in range(900)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(target: Path, text: Path) -> list[object]:
+    """The options of tools over a long context: a target that is the draft itself, and what it reads."""
+    return ["--source", target, "--shape", "none", "--text", text, "--context", 300, "--budget", 64, *ON_CPU, *SHORT]
+
+
+def here(system: Any, common: Sequence[str], own: dict[str, Sequence[str]], **_: object) -> dict[str, Any]:
+    """Measure a system in this process."""
+    given = [option for name in system.takes for option in own.get(name, ())]
+    out = Path(common[common.index("--commit") + 1])
+    module = importlib.import_module(system.script.removesuffix(".py"))
+    before, sys.argv = sys.argv, [system.script, *common, *given, *system.options, "--out", str(out)]
+    try:
+        assert module.main() == 0
+    finally:
+        sys.argv = before
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON line that a tool ends with."""
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call(name, "--help")
+    assert ended.value.code == 0 and f"python tools/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
+        ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
+        ("bench_long_context", ["--source", "a", "--text", "b", "--device", "cpu", "--variants", "1:2"], "--variants"),
+        ("bench_serving", ["--shape", "tiny", "--device", "cpu", "--disconnects", "2"], "a share from 0 to 1"),
+        ("bench_streaming", ["--systems", "theirs"], "unknown system 'theirs'"),
+        ("bench_trees", ["--source", "a", "--text", "b", "--code", "c", "--noises", "-1", "--device", "cpu"], "-1.0"),
+        ("check_identity", ["--against", "no-file.json"], "no-file.json cannot be read"),
+        ("compare", ["--synthetic", "tiny", "--device", "cpu", "--draft", "demo"], "no language"),
+        ("compare", ["--synthetic", "tiny", "--device", "cpu", "--timeout", "0"], "--timeout must be at least 1"),
+        ("sweep", ["colour", "--source", "a", "--text", "b"], "invalid choice: 'colour'"),
+        ("sweep", ["chunk", "--source", "a", "--text", "b", "--device", "cpu", "--values", "x"], "'x' is no value"),
+        ("sweep", ["draw", "no-file.json", "--out", "charts"], "no-file.json cannot be read"),
+        ("timeline", ["no-trace.json"], "no-trace.json cannot be read"),
+        ("widen_model", ["--source", "no-model", "--shape", "tiny", "--out", "x"], "no-model"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(
+    name: str, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if name == "timeline":
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert call(name, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernels_need_a_gpu_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert FORMATS and call("bench_kernels", "attention") == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_streaming_measures_windows_scripts_and_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*TINY, "--systems", "ours", "--windows", "1,4", "--passes", "1", "--scripted", "2"]
+    given += ["--scripted-window", "4", "--commit", str(tmp_path / "ours.json"), "--out", str(tmp_path / "all.json")]
+    bench_streaming.main(given, run=here)
+    found = printed(capsys)
+    assert found == json.loads((tmp_path / "all.json").read_text())
+    ours = found["results"]["ours"]
+    assert [row["window_tokens"] for row in ours["windows"]] == [1, 4]
+    assert all(row["pass_bytes"] == ours["bytes_per_pass"] for row in ours["windows"])
+    (scripted,) = ours["scripted"]
+    assert scripted["identical_to_plain"] and scripted["tokens_per_pass"] == 2
+    assert ours["start"]["peak_rss_bytes"] > 0 and ours["start"]["stages_s"]["target weights"] > 0
+    assert ours["tokens_per_pass"] == 1 and len(ours["tokens"][0]) == 6 and not ours["differing_generations"]
+
+
+def test_systems_are_compared(target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--target", target, "--draft", target, "--gamma", 3, "--prompt-file", text, "--prompt-tokens", 20]
+    given += [*ON_CPU, "--new-tokens", 8, "--repeats", 1, "--vram", "all", "--resident-layers", 1]
+    given += ["--systems", "ours-plain,ours,resident"]
+    words = [str(word) for word in (*given, "--commit", tmp_path / "one.json", "--out", tmp_path / "all.json")]
+    assert compare.main(words, run=here) == 0
+    found = printed(capsys)
+    plain, ours, resident = (found["results"][name] for name in ("ours-plain", "ours", "resident"))
+    assert plain["tokens"] == ours["tokens"] == resident["tokens"], "greedy tokens in fp32 are everyone's"
+    assert found["agreement"]["systems"]["ours"]["leading"] == [8]
+    assert plain["tokens_per_pass"] == resident["tokens_per_pass"] == 1 < ours["tokens_per_pass"]
+    assert plain["streamed"]["weights"] > 0 == resident["bytes_per_pass"]
+    assert ours["speculation"]["levels"][-1]["verified_by"] == "target"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bench_streaming", "compare"])
+def test_systems_run_in_processes_of_their_own(name: str, tmp_path: Path) -> None:
+    shape = ["--synthetic", *TINY[1:]] if name == "compare" else [*TINY, "--windows", "1"]
+    system = "ours-plain" if name == "compare" else "ours"
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *shape, "--systems", system, "--out", "out.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "out.json").read_text()), done.stderr
+    assert found["results"][system]["tok_per_s"] > 0
+
+
+def test_trees(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--source", target, "--text", text, "--code", text, "--shape", "none", "--noises", "0.05", *ON_CPU, *SHORT]
+    given += ["--context", 512, "--resident-layers", 1, "--prompt-tokens", 30, "--gammas", 3, "--nodes", 6]
+    assert call("bench_trees", *given, "--temperatures", "0.6") == 0
+    found = printed(capsys)
+    hows = [row["how"] for row in found["streamed"] if row["prompt"] == "prose"]
+    assert hows == ["plain", "auto", "chain 3", "tree 6"]
+    assert {ratio["best"] for ratio in found["auto"]} <= {"chain 3", "tree 6"}
+
+
+def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--target", target, "--text", text, "--draft", "none", *ON_CPU, "--vram", "all", "--requests", "1,2"]
+    code = call("bench_serving", *given, "--minutes", 0.02, "--prompt-tokens", "8,16", "--new-tokens", 6)
+    found = printed(capsys)
+    assert code == 0 and [row["at_once"] for row in found["rows"]] == [1, 2]
+    assert all(row["differing"] == 0 < row["finished"] and row["errors"] == [] for row in found["rows"])
+    assert call("bench_serving", *given, "--second-question", 100, "--new-tokens", 4) in (0, 1)
+    assert 0 < printed(capsys)["second_question"]["question_tokens"] < 50
+
+
+def test_a_long_context(models: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--kv", "host", "--windows", "1,3", "--passes", 1, "--variants", "4:1:6"]
+    assert call("bench_long_context", *models, *given) == 0
+    found = printed(capsys)
+    (row,) = found["decoding"]
+    assert row["identical_to_plain"] and row["kept_tokens"] > 250 and row["tokens_per_pass"] > 1
+    assert found["prefill"]["tokens"] == 300 and [one["window_tokens"] for one in found["windows"]] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "values"),
+    [("gamma", "4,d2"), ("batch", "2x256"), ("window", "1,4"), ("resident", "0,1")],
+)  # fmt: skip
+def test_sweeps(
+    sweep: str, values: str, models: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, given = tmp_path / "sweep.json", [sweep, *models, "--gamma", 4, "--gamma-draft", 2, "--passes", 1]
+    given += ["--starts", 1]
+    assert call("sweep", *given, "--values", values.split(",")[0], "--out", out) == 0
+    first = printed(capsys)["rows"]
+    assert call("sweep", *given, "--values", values, "--out", out) == 0
+    rows = printed(capsys)["rows"]
+    assert [row["value"] for row in rows] == values.split(",")
+    assert rows[: len(first)] == first, "what is there is not measured again"
+    assert all(row.get("identical_to_plain", True) for row in rows)
+
+
+def test_results_of_sweeps_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [ROOT / "tools" / "results" / f"sweep-{name}-h200.json" for name in ("needle", "gamma", "resident")]
+    assert call("sweep", "draw", *files, "--out", tmp_path) == 0
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {path.stem for path in files}
+
+
+def test_a_commit_is_held_against_another(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, given = tmp_path / "before.json", ["--model", target, "--tokens", 8]
+    assert call("check_identity", *given, "--out", before) == 0
+    found = printed(capsys)
+    assert {row["draft"] for row in found["rows"]} == {"none", "ngram", "noisy copy", "transformers"}
+    found["rows"][3]["tokens"][-1] += 1
+    found["rows"][2]["logits_sha256"] = "0" * 64
+    before.write_text(json.dumps(found))
+    assert call("check_identity", *given, "--against", before) == 1
+    assert len(printed(capsys)["differences"]) == 2
+    assert call("check_identity", "--model", target, "--tokens", 9, "--against", before) == 2
+
+
+def test_passes_of_a_trace_are_drawn(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "trace.json"
+    with load(target, draft=target, resident_layers=1, kv="host", trace=trace) as runtime:
+        runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True, gamma=3)
+    assert call("timeline", trace, "--passes", "1-2", "--out", tmp_path / "picture.svg") == 0
+    drawn = (tmp_path / "picture.svg").read_text()
+    assert "target computes" in drawn and "steps of the draft" in drawn
+    assert call("timeline", trace, "--passes", "90") == 2
+    assert "the trace has the passes" in capsys.readouterr().err
