@@ -146,20 +146,6 @@ def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
     assert_as_from_scratch(runtime, list(spy.prompts[2]), said)
 
 
-@pytest.mark.few(1)
-def test_reset_and_another_system_message(runtime: Runtime, spy: Spy) -> None:
-    conversation = spy.conversation("slot")
-    first = say(conversation, "the fox")
-    conversation.reset()
-    assert conversation.messages == [{"role": "system", "content": "slot"}] and conversation.num_tokens == 0
-    assert say(conversation, "the fox") == first
-    conversation.set_system(None)
-    assert conversation.messages == []
-    said = say(conversation, "the fox")
-    assert "slot" not in runtime.tokenizer.decode(spy.prompts[-1])
-    assert_as_from_scratch(runtime, list(spy.prompts[-1]), said)
-
-
 @pytest.mark.few(2)
 def test_going_back_reads_nothing_again(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation("slot")

@@ -103,9 +103,3 @@ def test_every_draft_gives_the_tokens_of_plain_decoding(
     # The draft has to be of use, or its acceptance was not tested.
     if draft == "noisy" or prompt == "code":
         assert max(per_pass) > (2.5 if draft == "noisy" else 1.1)
-
-
-@pytest.mark.slow
-def test_the_ways_of_sampling_differ(plain_tokens: dict[str, list[list[int]]]) -> None:
-    for said in plain_tokens.values():
-        assert len({tuple(tokens) for tokens in said}) == len(SAMPLINGS)

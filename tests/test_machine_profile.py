@@ -180,19 +180,6 @@ def test_saved_profiles_are_listed_and_hide_shipped_ones(own: Path) -> None:
     assert sorted(path.name for path in own.iterdir()) == ["box.toml", "rtx4090.toml"]
 
 
-def test_profiles_live_in_the_platforms_configuration_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.delenv("OFFLOAD_RUNTIME_CONFIG")
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    mine = profile_from_mapping(card())
-    assert save_profile(mine, "a") == tmp_path / "me/.config/offload-runtime/profiles/a.toml"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
-    assert save_profile(mine, "a") == tmp_path / "xdg/offload-runtime/profiles/a.toml"
-
-
 def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
     with pytest.raises(ProfileError, match=r"'rtx4900': did you mean rtx4090\? there are h200, rtx3090, rtx4090, rtx4"):
         load_profile("rtx4900")

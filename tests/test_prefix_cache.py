@@ -162,17 +162,6 @@ def plain(target: Path) -> Callable[[int], tuple[list[Task], list[Seen]]]:
     return of
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-@pytest.mark.parametrize("way", WAYS)
-def test_many_prompts_that_share_beginnings(
-    target: Path, draft: Path, plain: Callable[[int], tuple[list[Task], list[Seen]]], way: str, kv: str, seed: int
-) -> None:
-    with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=1 + seed) as runtime:
-        check(runtime, *plain(seed), seed=seed, stored_blocks=(3, 100, 1)[seed] if kv == "gpu" else 0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("way", WAYS)

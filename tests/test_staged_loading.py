@@ -92,11 +92,6 @@ def test_a_refusal_after_any_layer_gives_the_same_tokens(
     assert not registrar.locked
 
 
-# One refusal at any moment, and another one at any moment of what it sets off.
-REFUSALS = [(call,) for call in range(2 * NUM_LAYERS)]
-REFUSALS += [(first, later) for first in (1, 5, 9) for later in range(first + 1, first + 16, 2)]
-
-
 @pytest.mark.usefixtures("nothing_left")
 def test_a_system_that_locks_nothing_is_told_so(target: Path) -> None:
     registrar = LimitedRegistrar(4096)

@@ -84,13 +84,6 @@ def test_a_half_consumed_stream_is_refused_once_another_call_began(
     assert stream.result.finish_reason == "interrupted" and 0 < stream.result.stats.new_tokens < 12
 
 
-def test_one_stream_that_two_threads_consume(runtime: Runtime, expected: dict[str, list[int]]) -> None:
-    stream = runtime.stream(PROMPT, **ASKED)
-    with ThreadPoolExecutor(2) as pool:
-        pieces = [piece for half in pool.map(lambda _: list(stream), range(2)) for piece in half]
-    assert stream.result.tokens == expected[PROMPT] and sorted("".join(pieces)) == sorted(stream.result.text)
-
-
 def test_a_callback_asks_for_nothing(runtime: Runtime, expected: dict[str, list[int]]) -> None:
     asked: list[str] = []
 

@@ -264,24 +264,6 @@ def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_b
     runtime.close()
 
 
-def test_the_command_line_writes_it(target: Path, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for file in files:
-        file.write_text("the quick brown fox")
-    common = ["--target", str(target), "--device", "cpu", "--resident-layers", "1", "--max-new-tokens", "4"]
-    for number, (command, stdin) in enumerate([
-        (["generate", "--prompt", "the quick"], None),
-        (["generate", *(f"--prompt-file={file}" for file in files)], None),
-        (["chat"], "the quick\nand on\n"),
-    ]):  # fmt: skip
-        path = tmp_path / f"{number}.json"
-        result = CliRunner().invoke(app, [*command, *common, "--ignore-eos", "--trace", str(path)], input=stdin)
-        assert result.exit_code == 0, result.stderr
-        assert f"trace written to {path}" in result.stderr and "drafting hidden" not in result.stderr.split("\n")[0]
-        kinds = [bar.args["kind"] for bar in rows_of(path)["passes"]]
-        assert kinds.count("prefill") == (2 if command == ["chat"] else 1) and "verify" in kinds
-
-
 @pytest.fixture(scope="module")
 def said_on_a_gpu(target: Path) -> dict[int, list[list[int]]]:
     """By plain decoding, of which nobody keeps a trace, for the first prompts alone and for all at once."""

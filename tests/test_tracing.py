@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
-import time
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,53 +18,6 @@ from offload_runtime.trace import (
     union_seconds,
     write_trace,
 )
-
-DRIFT = 2e-5  # seconds that the host's clock gains in each of the device's
-
-
-class _Card:
-    """A GPU's events without one: `now_s` is what the time is there; marks come to pass `lag_s` after their making."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now_s = self.lag_s = 0.0
-        self.fails = False
-        self.waits = 0  # of the host for the device
-        card = self
-
-        class Event:
-            def __init__(self, *, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self, stream: object) -> None:
-                self.at_s = card.now_s + card.lag_s
-
-            def query(self) -> bool:
-                return self.at_s <= card.now_s
-
-            def synchronize(self) -> None:
-                if card.fails:
-                    raise torch.AcceleratorError("gone")
-                card.waits += 1
-                card.now_s = max(card.now_s, self.at_s)
-
-            def elapsed_time(self, end: Event) -> float:
-                assert self.query() and end.query(), "not past"
-                return float(struct.unpack("f", struct.pack("f", 1e3 * (end.at_s - self.at_s)))[0])
-
-        class Stream:
-            def synchronize(self) -> None:
-                card.waits += 1
-                card.now_s += card.lag_s
-
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-        patch.setattr(time, "perf_counter", lambda: 70.0 + (1 + DRIFT) * card.now_s)
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> _Card:
-    return _Card(monkeypatch)
-
 
 _intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))))
 

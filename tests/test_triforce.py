@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,21 +15,8 @@ from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixt
 
 TARGET = "long_target"
 CONTEXT, COUNT, BRIEFLY = 700, 28, 14
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.6, "seed": 3},
-    {"temperature": 1.0, "top_p": 0.9, "seed": 4},
-]
 PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(500)]
 SMALL = {"budget_tokens": 128, "chunk_size": 8, "recent_tokens": 64, "sink_tokens": 4, "gamma_draft": 3}
-
-
-def generate(runtime: Runtime, **options: Any) -> list[list[int]]:
-    """Without a gamma of their own, in windows that do not depend on how long anything takes."""
-    gamma = None if runtime.parts.proposer.name is None else 12
-    asked = {"max_new_tokens": COUNT, "ignore_eos": True, "gamma": gamma, **options}
-    results = [runtime.generate(PROMPT, **asked, **sampling) for sampling in SAMPLINGS]
-    return [result.tokens for result in results]
 
 
 @pytest.fixture(scope="module", params=["gpu", "host"])

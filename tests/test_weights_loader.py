@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.memory import PAGE_BYTES, HostArena
-from offload_runtime.weights import ModelLayout, checkpoint_tensors, layer_layout, open_checkpoint
+from offload_runtime.memory import HostArena
+from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.loader import passing_bytes
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
@@ -88,22 +88,6 @@ def test_loading_is_interrupted_between_tensors(directory):
         load_plain(source, torch.bfloat16, pin=range(3), registrar=registrar, on_progress=interrupt)
     assert len(calls) == 20 and not registrar.locked and num_staging() == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load")]
-
-
-@pytest.mark.parametrize("allowed", range(4))
-def test_layers_that_may_not_be_locked_stay_pageable_and_are_not_asked_for_again(directory, allowed):
-    config = open_checkpoint(directory).config()
-    arena_bytes = -(-layer_layout(config, torch.bfloat16).total_bytes // PAGE_BYTES) * PAGE_BYTES
-    registrar = LimitedRegistrar(allowed * arena_bytes)
-    weights = load_plain(open_checkpoint(directory), torch.bfloat16, pin=range(3), registrar=registrar)
-    assert sum(arena.pinned for arena in weights.layers.values()) == allowed
-    assert registrar.locked_bytes == allowed * arena_bytes
-    assert registrar.num_calls == min(allowed + 1, 3)
-    plain = load_plain(open_checkpoint(directory), torch.bfloat16)
-    for index in range(3):
-        assert torch.equal(weights.layers[index].buffer, plain.layers[index].buffer)
-    weights.close()
-    assert not registrar.locked
 
 
 def test_file_cut_after_it_was_opened(directory):

@@ -1,17 +1,16 @@
-"""Compiles every Triton kernel for a GPU that need not be there, and says what each program takes of it.
+"""Compiles Triton kernels for a GPU that need not be there, and says what each program takes of it.
 
     python -m tests.helpers.compiling 89 ["words of calls" ...]
 
 The kernels' own wrappers are called with CPU tensors of the shapes of real models. A driver stands in for the GPU's,
 and instead of launching, Triton's compiler and ptxas make what would be launched. It prints a JSON object a line: of
-each binary, of each call that failed, and last which kernels no call compiled. It is a process of its own, because
+each binary, and of each call that failed. It is a process of its own, because
 Triton decides when a kernel is decorated whether it is interpreted. A binary takes a second or more: what is in the
 tables below differs in its code, and not only in its numbers.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import pkgutil
 import re
@@ -33,32 +32,15 @@ from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.chunk_scores import chunk_scores_triton
-from offload_runtime_kernels.chunk_summaries import ChunkSummaries, chunk_summaries_triton
-from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_triton
+from offload_runtime_kernels.chunk_summaries import ChunkSummaries
+from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
-from offload_runtime_kernels.compact_rows import compact_rows_triton
-from offload_runtime_kernels.copy_words import copy_words_triton
-from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks_triton
-from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat, decode_blocks_triton
+from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
-from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_triton, gumbel_noise_triton, gumbel_perturb_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
-from offload_runtime_kernels.pace_link import pace_link
-from offload_runtime_kernels.rms_norm import rms_norm_triton
-from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
-from offload_runtime_kernels.select_chunks import select_chunks_triton
-from offload_runtime_kernels.swiglu import swiglu_triton
-from offload_runtime_kernels.window_steps import (
-    StepLayout,
-    StepRotation,
-    TreeLinks,
-    accept_triton,
-    put_tokens_triton,
-    step_rows_triton,
-)
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime.jit import JITFunction
@@ -117,14 +99,6 @@ def modules() -> list[Any]:
     return [import_module(f"{offload_runtime_kernels.__name__}.{name}") for name in names]
 
 
-def kernel_names() -> set[str]:
-    """Of every Triton function that is launched: those that no other one calls."""
-    members = [member for module in modules() for _, member in inspect.getmembers(module)]
-    functions = {member.__name__: member.fn for member in members if isinstance(member, JITFunction)}
-    ours = {name: fn for name, fn in functions.items() if fn.__module__.startswith(offload_runtime_kernels.__name__)}
-    return set(ours) - {called for fn in ours.values() for called in fn.__code__.co_names}
-
-
 def usage(compiled: Any) -> dict[str, Any]:
     """Bytes of shared memory, of each thread registers and bytes of stack (where it spills), and how many elements
     along K that are neighbours a thread hands to the matrix units."""
@@ -176,21 +150,11 @@ def blocks(form: BlockFormat, rows: int, columns: int) -> torch.Tensor:
     return torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
 
 
-def decode(form: BlockFormat, columns: int, dtype: torch.dtype) -> None:
-    decode_blocks_triton(blocks(form, 4096, columns), form, torch.empty(4096, columns, dtype=dtype))
-
-
 def multiply_blocks(
     form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
 ) -> None:
     x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
     gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add)
-
-
-def decode_coded(columns: int) -> None:
-    row = CodedRow.of(columns)
-    assert row is not None
-    decode_rows_triton(torch.empty(4096, row.nbytes, dtype=torch.uint8), row, torch.empty(4096, columns, dtype=BF16))
 
 
 def multiply_coded(rows: int, columns: int, *, bias: bool = False, add: bool = False) -> None:
@@ -218,21 +182,13 @@ def multiply_numbers(
     scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=added if bias else None, add=add)
 
 
-# FP8 with a scale of all, of rows and of blocks; integers of 8 bits; of 4 bits with zeros, and in an order.
+# With a scale of all, of rows and of blocks.
 SCALED = (
     ScaledFormat("FP8", 4096, 4096, BF16), ScaledFormat("FP8", 1, 4096, FP16), ScaledFormat("FP8", 128, 128, FP32),
-    ScaledFormat("int8", 1, 4096, BF16), ScaledFormat("int8", 1, 4096, BF16, zeros=True),
-    ScaledFormat("uint8", 1, 128, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 128, BF16, 8),
-    ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 32, FP16, 1, zeros=True, ordered=True),
 )  # fmt: skip
 
 
 def encoding_calls() -> Iterator[tuple[str, Call]]:
-    for name, form in FORMATS.items():
-        yield f"decode {name}", partial(decode, form, 4096, FP32 if name == "Q4_1" else BF16)
-    yield "decode Q5_0 ragged", partial(decode, FORMATS["Q5_0"], 544, BF16)
-    for columns in (4096, 11008, 576):
-        yield f"decode 12-bit {columns}", partial(decode_coded, columns)
     yield "12-bit 8", partial(multiply_coded, 8, 4096)
     yield "12-bit 16 ragged", partial(multiply_coded, 16, 576, bias=True, add=True)
     for form in SCALED:
@@ -348,88 +304,20 @@ def score(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, coded:
     )  # fmt: skip
 
 
-def gather(heads: tuple[int, int, int], dtype: torch.dtype, chunk_size: int, *, used: bool) -> None:
-    _, num_kv_heads, head_dim = heads
-    lists = ints(1, num_kv_heads, 256), ints(1, num_kv_heads, 256)
-    source, data = BlockTable.empty(1, 64, torch.device("cpu")), caches(num_kv_heads, head_dim, dtype)
-    gather_chunks_triton(*lists, source, data, chunk_size=chunk_size, used=ints(1) if used else None)
-
-
 def retrieval_calls() -> Iterator[tuple[str, Call]]:
-    for model, dtype, chunk_size in (("llama-3-8b", BF16, 4), ("smollm2-135m", FP32, 64)):
-        _, num_kv_heads, head_dim = heads = HEADS[model]
-        name, half = f"{model} {called(dtype)}", dtype == BF16
-        yield f"scores {name}", partial(score, heads, dtype, 16 if half else 1, coded=half)
-        out, kv = summarised(num_kv_heads, head_dim, 1024), caches(num_kv_heads, head_dim, dtype)
-        yield f"summaries {name}", partial(chunk_summaries_triton, kv, range(3), out, chunk_size=chunk_size)
-        yield f"gather {name}", partial(gather, heads, dtype, chunk_size, used=half)
-    scores, held = torch.empty(1, 8, 4096), ints(1, 8, 1024)
-    yield "select", partial(select_chunks_triton, scores, ints(1), budget_chunks=1024, held=held)
-
-
-def rotate(heads: tuple[int, int, int], dtype: torch.dtype, *, norm: bool) -> None:
-    num_heads, num_kv_heads, head_dim = heads
-    angles = torch.empty(5, head_dim // 2)
-    weight = torch.empty(head_dim, dtype=dtype)
-    qkv = torch.empty(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    rows = RopeRows(angles, angles, ints(5), ints(5), ints(5))
-    rope_store_triton(
-        qkv, rows, caches(num_kv_heads, head_dim, dtype), HeadNorm(weight, weight, 1e-6) if norm else None
-    )
-
-
-def layer_calls() -> Iterator[tuple[str, Call]]:
-    for dtype, width in ((BF16, 4096), (FP32, 576)):
-        x, weight = torch.empty(5, width, dtype=dtype), torch.empty(width, dtype=dtype)
-        yield f"rms_norm {width} {called(dtype)}", partial(rms_norm_triton, x, weight, 1e-5)
-        yield f"swiglu {width} {called(dtype)}", partial(swiglu_triton, x)
-    for model, dtype, norm in (("llama-3-8b", BF16, True), ("smollm2-135m", FP32, False), ("phi-2", BF16, False)):
-        yield f"rope_store {model} {called(dtype)}", partial(rotate, HEADS[model], dtype, norm=norm)
-    for _, num_kv_heads, head_dim in (HEADS["llama-3-8b"], HEADS["phi-2"]):
-        kv = caches(num_kv_heads, head_dim, BF16, batch=32)
-        yield f"compact_rows {head_dim}", partial(compact_rows_triton, kv, ints(7), 3)
-
-
-def sampling_calls() -> Iterator[tuple[str, Call]]:
-    rows, keys = (ints(5), ints(5)), ints(2, 4)
-    yield "gumbel_noise", partial(gumbel_noise_triton, *rows, keys, vocab_size=32000)
-    yield "gumbel_perturb", partial(gumbel_perturb_triton, torch.empty(5, 32000), *rows, keys)
-    yield "gumbel_argmax", partial(gumbel_argmax_triton, torch.empty(5, 128256, dtype=BF16), *rows, keys)
-
-
-def step_calls() -> Iterator[tuple[str, Call]]:
-    window, words = ints(2, 40), ints(2)
-    for place, head_dim in ((None, 128), (ints(2, 2), 80)):
-        rotation = StepRotation(torch.empty(2, head_dim // 2), 1.0)
-        layout = StepLayout(ints(3), ints(3), 2, -2, None if place is None else ints(3, 5))
-        steps = partial(step_rows_triton, window, words, layout, rotation, last_token=999, place=place)
-        yield f"step_rows {head_dim}", steps
-    yield "put_tokens", partial(put_tokens_triton, window, words, ints(2, 1, dtype=I64), cursor=ints(2))
-    links = TreeLinks(ints(16), ints(16, dtype=I64), ints(16))
-    samples = ints(2, 20, dtype=I64), ints(2, 20, dtype=I64)
-    yield "accept", partial(accept_triton, window, *samples, ints(2, 2, dtype=I64), links, ints(2, 35))
-    yield "copy_words", partial(copy_words_triton, words, ints(2))
-    yield "pace_link", partial(pace_link, ints(1, dtype=I64), 1000)
-
-
-# A tile that a consumer card has no room for, and one of a size that no compiler takes.
-TOO_LARGE, REFUSED = LinearTile(128, 128, 64, 8, 5, False), LinearTile(24, 64, 64, 4, 2, True)
-
-
-def wrong_calls() -> Iterator[tuple[str, Call]]:
-    """What shows that something can be found out; not compiled unless it is named."""
-    yield "wrong too_large", partial(product_of, 128, 22016, 4096, BF16, TOO_LARGE)
-    yield "wrong refused", partial(product_of, 128, 22016, 4096, BF16, REFUSED)
-    yield "wrong idle", lambda: None
+    for model, dtype in (("llama-3-8b", BF16), ("smollm2-135m", FP32)):
+        half = dtype == BF16
+        call = partial(score, HEADS[model], dtype, 16 if half else 1, coded=half)
+        yield f"scores {model} {called(dtype)}", call
 
 
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
         linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, attention_calls, sources_calls,
-        retrieval_calls, layer_calls, sampling_calls, step_calls,
+        retrieval_calls,
     )  # fmt: skip
-    for name, call in (named for group in (*every, *((wrong_calls,) if wanted else ())) for named in group()):
+    for name, call in (named for group in every for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):
             yield name, call
 
@@ -439,7 +327,6 @@ def main(arch: int, wanted: list[str]) -> None:
     launched: list[tuple[str, Any]] = []
     use(arch, lambda name, compiled: launched.append((name, compiled)))
     kept: dict[int, Any] = {}  # by their ids, which are theirs as long as they are kept
-    left = kernel_names()
     for call_name, call in calls(wanted):
         launched.clear()
         try:
@@ -448,11 +335,9 @@ def main(arch: int, wanted: list[str]) -> None:
         except Exception as error:
             print(json.dumps({"call": call_name, "failed": f"{type(error).__name__}: {error}"}), flush=True)
         for name, compiled in launched:
-            left.discard(name)
             if id(compiled) not in kept:
                 kept[id(compiled)] = compiled
                 print(json.dumps({"call": call_name, "kernel": name, **usage(compiled)}), flush=True)
-    print(json.dumps({"not_compiled": sorted(left)}))
 
 
 if __name__ == "__main__":

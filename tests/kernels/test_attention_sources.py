@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources, attention
+from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -105,19 +105,6 @@ def test_retrieved_keys_and_the_newest_blocks(
 
 @pytest.mark.few(1)
 @versions
-def test_batches_with_rows_of_padding_and_sequences_of_their_own(attend: Attend) -> None:
-    case = _case(3, batch=2)
-    rows = chain_rows((START, START - 200), (3, 2), sequences=(1, 0))
-    far, near = _retrieval(case, 300)
-    plain = _check(attend, case, [far, near], rows)
-    assert bool((plain[1, 2] == 0).all()), "padding"
-    own = KeySource(far.kv, far.blocks, num_keys=300, sequences=int32([0, 0]))
-    out = _check(attend, case, [own, near], rows)
-    assert torch.equal(out[1], plain[1]) and not torch.equal(out[0], plain[0])
-
-
-@pytest.mark.few(1)
-@versions
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 2), (1, 4)])
 def test_a_tree_gives_each_path_what_a_chain_gives(attend: Attend, num_kv_heads: int, group: int) -> None:
     """Beside retrieved keys, across the end of a block, with padding among the rows, and a sequence stands still."""
@@ -141,28 +128,6 @@ def test_a_tree_gives_each_path_what_a_chain_gives(attend: Attend, num_kv_heads:
         own = [KeySource(KVBlocks(far.kv.data[:1]), range(2), num_keys=300), KeySource(chain.kv, RECENT)]
         expected = _expected(last, own, chain_rows((committed + len(path) - 1,), (1,)))
         assert_within(out[:1, node : node + 1], expected, atol=1e-5 * case.largest_value)
-
-
-@pytest.mark.few(1)
-@versions
-def test_sources_without_keys_change_nothing(attend: Attend) -> None:
-    case, rows = _case(3), chain_rows((START,), (3,))
-    far, near = _retrieval(case, 300)
-    beyond = KeySource(case.kv, range(1, 3), num_keys=256)  # its blocks are all behind its last key
-    unreached = KeySource(KVBlocks(case.kv.data.new_full(case.kv.data.shape, float("nan"))), range(7, 9))
-    out = _run(attend, case, [KeySource(case.kv, range(0)), far, beyond, near, unreached], rows)
-    assert torch.equal(out, _run(attend, case, [far, near], rows))
-    for empty in ([], [beyond], [KeySource(case.kv, range(3, 3)), unreached]):
-        assert torch.equal(_run(attend, case, empty, rows), torch.zeros_like(case.q))
-
-
-@pytest.mark.few(1)
-@versions
-def test_the_whole_cache_as_one_source_is_plain_attention(attend: Attend) -> None:
-    case, rows = _case(5), chain_rows((START,), (5,))
-    out = _check(attend, case, [KeySource(case.kv, range(7))], rows)
-    expected = attention(case.q, case.kv, rows, scale=case.scale)
-    assert_within(out, expected, atol=1e-5 * case.largest_value)
 
 
 def _bounded(case: AttentionCase, bounds: Sequence[tuple[int, int]], num_blocks: int, places: int) -> KeySource:

@@ -81,18 +81,6 @@ def test_every_chunk_of_the_blocks_and_no_other(run: Callable[..., None], chunk_
             assert torch.allclose(spread, variance, rtol=1.1 * FP16_ROUNDOFF)
 
 
-@pytest.mark.parametrize("run", [chunk_summaries_reference, chunk_summaries_triton])
-def test_equal_keys_have_no_spread_and_zeros_no_scale(run: Callable[..., None]) -> None:
-    kv = _ring(2, 16, torch.float32)
-    kv.data[:, :, 0] = 0.75
-    kv.data[:, (3 - kv.first_block) % 4, 0] = 0.0
-    summaries = _empty(kv, 8)
-    run(kv, range(3, 5), summaries, chunk_size=8)
-    zero, equal = summaries.factors[:2, :, 96:128], summaries.factors[:2, :, 128:160]
-    assert bool((zero == 0).all()) and bool((summaries.codes[:2, :, 96:128] == 0).all())
-    assert bool((equal[..., 1] == 0).all()) and bool((summaries.codes[:2, :, 128:160] >= 126).all())
-
-
 def test_bits_do_not_depend_on_how_the_blocks_are_cut() -> None:
     kv = _ring(2, 16, torch.float32)
     together, apart = _empty(kv, 8), _empty(kv, 8)

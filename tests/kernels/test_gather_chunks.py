@@ -120,19 +120,6 @@ def test_repeated_updates(chunk_size: int, places: int, run: Callable[..., torch
     _run_updates(_setup(chunk_size=chunk_size, places=places), run, [[places, places]] * 2)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("run", GATHERERS)
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 80), (3, 96)])
-def test_odd_head_dimensions(num_kv_heads: int, head_dim: int, run: Callable[..., torch.Tensor]) -> None:
-    _run_updates(_setup(num_kv_heads=num_kv_heads, head_dim=head_dim, places=9), run, [[9, 9]])
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("run", GATHERERS)
-def test_sequences_that_grow_beyond_the_budget_and_shrink_again(run: Callable[..., torch.Tensor]) -> None:
-    _run_updates(_setup(batch=2, places=20), run, [[0, 3], [3, 11], [20, 20], [19, 5], [2, 0], [20, 1]])
-
-
 @pytest.mark.parametrize("run", GATHERERS)
 def test_places_out_of_use_and_other_layers_are_left_alone(run: Callable[..., torch.Tensor]) -> None:
     setup = _setup(batch=1, num_kv_heads=1, places=40)

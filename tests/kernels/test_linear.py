@@ -151,12 +151,6 @@ def test_products_of_many_rows(fused: dict[str, bool]) -> None:
         rows.check(rows.solved())
 
 
-def test_large_gates_saturate_without_nan() -> None:
-    problem = make_problem(3, 16, 32, gated=True)
-    problem.weight[:4].mul_(200)
-    check_kernel(problem)
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype) -> None:
     """Alone, in windows of every size, at every place and where the library does the most of it."""

@@ -89,14 +89,6 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
     assert (again.tokens.tolist(), again.positions.tolist(), again.following.tolist()) == ([0], [[1001]], [1002])
 
 
-@versions
-def test_rows_before_the_window_are_padding(run: Callable[..., StepRows]) -> None:
-    window = _window([5, 0], 1, base=0)
-    rows = run(window, window[:, 0], _chain(-2, 2), StepRotation(_frequencies(4), 1.0), last_token=9)
-    assert rows.positions.tolist() == [[-1, 0]] and rows.tokens[1].item() == 5
-    assert 0 <= rows.tokens[0].item() <= 9 and bool(rows.cos.isfinite().all())
-
-
 def _trunk_and_tree(known: int, parents: Sequence[int]) -> StepLayout:
     """The newest known token, the nodes of a tree, and before them all the known tokens before the newest."""
     paths = [tree_path(parents, node) for node in range(len(parents))]
@@ -219,20 +211,6 @@ _HEADERS = [
 
 def _windows() -> torch.Tensor:
     return int32([[*header, *range(100 * b + 1, 100 * b + 13)] for b, header in enumerate(_HEADERS)])
-
-
-@pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
-def test_a_token_is_put_where_a_sequence_goes_on(run: Callable[..., None]) -> None:
-    window, cursor = _windows(), int32([-5, -5, 53, -5, -5])
-    expected = window.clone()
-    for index, (sequence, token) in ((3, (0, 51)), (2, (4, 55))):
-        expected[sequence, WINDOW_HEADER_WORDS + index] = token
-    run(window, window[:, 0], torch.tensor([[51], [52], [53], [54], [55]], device=KERNEL_DEVICE), cursor=cursor)
-    assert torch.equal(window, expected) and cursor.tolist() == [1004, -5, 53, -5, 8]
-    # Sequence 4 has reached its last position now, though its end has not moved.
-    expected[0, WINDOW_HEADER_WORDS + 4] = 61
-    run(window, cursor, torch.tensor([[61], [62], [63], [64], [65]], device=KERNEL_DEVICE), cursor=cursor)
-    assert torch.equal(window, expected) and cursor.tolist() == [1005, -5, 53, -5, 8]
 
 
 @accepting
