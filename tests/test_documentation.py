@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ import pytest
 import typer
 
 from offload_runtime.cli.app import app
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.hardware import load_profile
+from offload_runtime.plan import forecast, machine_figures, plan_run
+from offload_runtime.weights import describe_model
+from offload_runtime.weights.mixes import stored_kinds
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+RTX4090 = machine_figures(load_profile("rtx4090"))
 FOREIGN_OPTIONS = {"--cov", "--help", "--version", "--install-completion", "--no-deps"}
 
 
@@ -148,3 +155,18 @@ def test_wrong_figures_would_be_found() -> None:
     wrong = [(*rest, f"{1.07 * float(one):.{len(one.partition('.')[2])}f}") for *rest, one in all_of_them]
     found = [one for one, right in zip(wrong, all_of_them, strict=True) if one != right and not is_shown(one)]
     assert len(found) > 0.6 * len(wrong) > 120
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("row", re.findall(r"^\| (.+) \| predicted \|$", PAGES["README.md"], flags=re.MULTILINE))
+def test_the_readme_predicts_what_plan_does(row: str, draft: bool) -> None:
+    name, mix, context, *speeds = re.fullmatch(r"(\S+) in (\S+), (\d+)K \| ([\d.]+) \| ([\d.]+)", row).groups()  # type: ignore[union-attr]
+    small = "llama-3.2-1b" if "Llama" in name else "qwen2.5-0.5b"
+    models = [describe_model(ROOT / "tests/data/configs" / one) for one in (name.lower(), small)]
+    if mix != "bf16":
+        kinds = (stored_kinds(model.config(), of) for model, of in zip(models, (mix, "Q8_0"), strict=True))
+        models = [replace(model, kinds=stored) for model, stored in zip(models, kinds, strict=True)]
+    request, card = RuntimeConfig(models[0], models[1] if draft else "none", context=1024 * int(context)), RTX4090
+    predicted = forecast(plan_run(request, card), card)
+    found = predicted.usual.tok_per_s if draft else predicted.plain_tok_per_s
+    assert float(speeds[draft]) == pytest.approx(found, rel=0.05)
