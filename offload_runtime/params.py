@@ -18,6 +18,8 @@ from offload_runtime.errors import OptionError
 MOST_BIASED = 1024
 # Alternatives to a token whose probabilities are told, as of OpenAI's interface.
 MOST_LOGPROBS = 20
+# Tokens of a request that end its answer beside the model's own.
+MOST_STOP_TOKENS = 128
 # Of a schema or a grammar: the largest ones of so many characters are compiled in about a second.
 MOST_GRAMMAR_CHARACTERS = 1 << 17
 _LARGEST_EXACT = 1 << 53
@@ -187,7 +189,9 @@ def _require_short(name: str, text: str) -> None:
 class GenerationParams:
     """What one answer is asked for, in the words of `Runtime.stream`.
 
-    `stop` may be given as a string or any sequence of them, and is a tuple then. `gamma` tokens are proposed in a row
+    `stop` may be given as a string or any sequence of them, and is a tuple then. `stop_token_ids` end the answer as the
+    model's own end tokens do, and all of these may not come before the answer has `min_tokens`; nor does a stop string
+    end it before. `gamma` tokens are proposed in a row
     and `tree_nodes` in all, which 0 limits to chains; what is None is chosen. With `logprobs`, the log-probability of
     every token is told, and so many of the likeliest ones (0 to 20) beside it: of the model's own distribution, before
     bias, penalties, temperature and filters.
@@ -200,15 +204,26 @@ class GenerationParams:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tree_nodes: int | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         require_types(self)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         # A lone string is not to be taken for a sequence of characters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         require_positive("max_new_tokens", self.max_new_tokens)
         require_positive("gamma", self.gamma)
         require_positive("tree_nodes", self.tree_nodes, least=0)
         require(all(self.stop), "an empty stop string would end every answer at once")
+        require_positive("min_tokens", self.min_tokens, least=0)
+        most, fine = self.max_new_tokens, self.min_tokens <= self.max_new_tokens
+        require(fine, f"min_tokens {self.min_tokens} is more than the {most} that are allowed (max_new_tokens)")
+        ends = self.sampling.has_grammar and self.min_tokens > 0
+        require(not ends, "a json_schema or grammar says when an answer ends: drop min_tokens")
+        given = len(self.stop_token_ids)
+        require(given <= MOST_STOP_TOKENS, f"stop_token_ids has {given} tokens: {MOST_STOP_TOKENS} at most")
+        require(all(0 <= token < 1 << 31 for token in self.stop_token_ids), "stop_token_ids has one below 0")
         endless = self.ignore_eos and self.sampling.has_grammar
         require(not endless, "ignore_eos does nothing where a json_schema or grammar says when an answer ends: drop it")
         fine = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
@@ -235,6 +250,9 @@ class GenerationOptions(TypedDict, total=False):
         tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
             `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
         ignore_eos: Go on after the end-of-sequence token.
+        min_tokens: The answer has so many tokens before what ends it may come: the end-of-sequence token, one of
+            `stop_token_ids` or a stop string.
+        stop_token_ids: Tokens that end the answer as well, whatever `ignore_eos` says; their text is not part of it.
         presence_penalty: Subtracted from the logit of every token that the answer has already, -2 to 2; 0 is off.
         frequency_penalty: The same as often as the answer has it.
         repetition_penalty: Divides positive logits of tokens that prompt or answer have already, and multiplies
@@ -259,6 +277,8 @@ class GenerationOptions(TypedDict, total=False):
     gamma: int | None
     tree_nodes: int | None
     ignore_eos: bool
+    min_tokens: int
+    stop_token_ids: Sequence[int]
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float

@@ -5,7 +5,8 @@
     x[v] -= frequency * (times that v is in the answer)  +  presence * (v is in the answer)
 
 In vLLM's order. The answer of a row ends where the row's token is chosen: the tokens that are known, and then those of
-the row's own path through its window. So a row's logits are those of plain decoding, whatever else is proposed.
+the row's own path through its window. So a row's logits are those of plain decoding, whatever else is proposed. Before
+an answer has as many tokens as it must have, what would end it is -inf.
 
 Counts are integers and everything else is IEEE-exact, each operation rounded by itself, so that the CPU and the GPU
 have the same bits. Nothing here synchronises with the host, and nothing is computed where nobody asks for it.
@@ -13,7 +14,7 @@ have the same bits. Nothing here synchronises with the host, and nothing is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -32,12 +33,15 @@ class LogitAdjustments:
         device: Where the logits are.
 
     Attributes:
+        first_ends: By slot whose answer must have some tokens, the position from which on it may end, and what it ends
+            with. It binds the target alone, as penalties do.
         biased: Whether any slot has a bias. Its tensors never move, so that CUDA graphs may hold them.
         penalised: Whether any slot has penalties. Those are never part of a graph.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.biased = self.penalised = False
+        self.first_ends: dict[int, tuple[int, Tensor]] = {}
         self._num_slots, self._device = num_slots, device
         self._of_slots: dict[int, SamplingParams] = {}  # of those that are held
         self._repeats = False  # whether any slot has a repetition penalty
@@ -67,9 +71,14 @@ class LogitAdjustments:
             each = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
             overwrite(self._penalties[slot], torch.tensor(each, dtype=torch.float32))
 
+    def forbid_ends(self, slot: int, before: int, tokens: Collection[int]) -> None:
+        """A slot's answer may not have any of these tokens at positions below `before`."""
+        self.first_ends[slot] = before, upload(torch.tensor(sorted(tokens), dtype=torch.int64), self._device)
+
     def release(self, slot: int) -> None:
         """Nobody holds a slot any more."""
         self._of_slots.pop(slot, None)
+        self.first_ends.pop(slot, None)
         for kept in (self._num_seen, self._new_prompts, self._new_tokens):
             kept.pop(slot, None)
         self._look_at_slots()
@@ -92,7 +101,9 @@ class LogitAdjustments:
             self._new_tokens[slot] += tokens[self._num_seen[slot] :]
             self._num_seen[slot] = len(tokens)
 
-    def apply(self, logits: Tensor, slots: Tensor, paths: Tensor | None = None) -> Tensor:
+    def apply(
+        self, logits: Tensor, slots: Tensor, paths: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Logits as they are sampled from.
 
         Args:
@@ -100,6 +111,7 @@ class LogitAdjustments:
             slots: [R] int32/int64.
             paths: [R, A] int32: what the sequence goes on with behind the tokens that were seen, to each row; -1 where
                 there is less. None leaves penalties out.
+            positions: [R] of the tokens being chosen; None lets answers end.
 
         Returns:
             [R, V] fp32, or `logits` where nobody has bias or penalties.
@@ -108,6 +120,11 @@ class LogitAdjustments:
             logits = self._with_bias(logits.float(), slots.long())
         if self.penalised and paths is not None:
             logits = self._with_penalties(logits.float(), slots.long(), paths)
+        if positions is not None:
+            for slot, (before, tokens) in self.first_ends.items():
+                is_early = (slots == slot).logical_and_(positions < before)[:, None]
+                ends = logits.index_select(1, tokens).masked_fill(is_early, -torch.inf)
+                logits = logits.index_copy(1, tokens, ends)
         return logits
 
     def _with_bias(self, logits: Tensor, slots: Tensor) -> Tensor:

@@ -228,7 +228,8 @@ class SlotSampling:
     @property
     def is_plain(self) -> bool:
         """Whether nothing but temperature and noise stands between logits and tokens, of all slots."""
-        return not (self.filters or self.adjustments.biased or self.adjustments.penalised or self.matchers)
+        adjusted = self.adjustments.biased or self.adjustments.penalised or self.adjustments.first_ends
+        return not (self.filters or adjusted or self.matchers)
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
         """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
@@ -268,7 +269,7 @@ def sample(
             for part in parts
         ])  # fmt: skip
     if not sampling.is_plain:
-        logits = sampling.adjustments.apply(logits, slots, paths)
+        logits = sampling.adjustments.apply(logits, slots, paths, positions)
         logits = sampling.allowed(logits if masks is None else masked(logits, masks), slots)
     return noise_ops.gumbel_argmax(logits, positions, slots, sampling.keys)
 

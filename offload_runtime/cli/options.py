@@ -266,6 +266,8 @@ class AnswerOptions(LoadOptions):
     )
     seed: int = _SEED
     stop: list[str] | None = _text(rich_help_panel="Sampling", help="End at this text; may be repeated.")
+    stop_token_ids: list[int] | None = _sampling(None, min=0, metavar="ID", help="End at this token; may be repeated.")
+    min_tokens: int = _sampling(0, min=0, metavar="N", help="Shortest answer, in tokens: nothing ends it before.")
     ignore_eos: bool = _switch("--ignore-eos", rich_help_panel="Sampling", help="Go on past the end-of-text token.")
     profile: str | None = _PROFILE
     allow_special_tokens: bool = _SPECIAL_TOKENS
@@ -282,7 +284,7 @@ class AnswerOptions(LoadOptions):
         require(fine, f"--logprobs {self.logprobs} does nothing without --json, which prints them: add it, or drop it")
         return GenerationParams(
             self.max_new_tokens, tuple(self.stop or ()), self.gamma, self.ignore_eos, SamplingParams(**sampling),
-            logprobs=self.logprobs,
+            logprobs=self.logprobs, min_tokens=self.min_tokens, stop_token_ids=self.stop_token_ids or (),
         )  # fmt: skip
 
 

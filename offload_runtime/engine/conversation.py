@@ -118,7 +118,8 @@ class Conversation:
         if room < 1:
             full = f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}"
             raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
-        asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
+        most = min(asked.max_new_tokens, room)
+        asked = replace(asked, max_new_tokens=most, min_tokens=min(asked.min_tokens, most))
 
         def join(stream: TokenStream) -> None:
             result = stream.result

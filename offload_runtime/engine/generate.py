@@ -233,6 +233,10 @@ class Generation:
                 request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
                 self.running[request.slot] = request
                 self._parts.sampling.assign(request.slot, request.params.sampling, request.matcher)
+                if request.params.min_tokens:
+                    ends = [token for token in request.end_token_ids if token < self._parts.target.config.vocab_size]
+                    first_end = request.prompt_tokens + request.params.min_tokens
+                    self._parts.sampling.adjustments.forbid_ends(request.slot, first_end, ends)
                 self._steps.proposer(request).join(request.slot, request.params.sampling)
         except (ContextLengthError, BudgetError) as error:
             self._fail(request, error)
@@ -258,6 +262,8 @@ class Generation:
                 return
             request.logprobs += logprobs[number : number + 1]
             text = request.push(token)
+            if request.new_tokens == request.params.min_tokens:  # from here on passes may be captured
+                self._parts.sampling.adjustments.first_ends.pop(request.slot, None)
             if request.finish_reason is not None:
                 self._end(request)
             yield request, TokenEvent(token, text, source, logprobs[number] if logprobs else None)

@@ -192,12 +192,15 @@ class PromptRoom:
         """Judge options by the model: what binds an answer to its schema or grammar, if it has one.
 
         Raises:
-            OptionError: A logit bias is of a token that the model does not have, or the schema or grammar cannot be
+            OptionError: A logit bias or a stop token is one that the model does not have, or the schema or grammar cannot be
                 followed.
         """
         for token, _ in params.sampling.biases:
             fine = token < self.config.vocab_size
             require(fine, f"logit_bias of token {token} is outside the vocabulary of {self.config.vocab_size}")
+        for token in params.stop_token_ids:
+            fine = token < self.config.vocab_size
+            require(fine, f"stop_token_ids has {token}, outside the vocabulary of {self.config.vocab_size}")
         return self._grammars.compile(params.sampling) if params.sampling.has_grammar else None
 
     @cached_property
@@ -337,7 +340,8 @@ class Request:
         self.tally = Tally()
         self.logprobs: list[TokenLogprobs] = []  # of the answer's tokens, where they are wanted
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
-        self._eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
+        # What ends the answer, once it has `min_tokens`.
+        self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self._pieces: list[str] = []
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._stops = StopStrings(params.stop)
@@ -366,10 +370,12 @@ class Request:
     def push(self, token: int) -> str:
         """Append a token, which may finish the request; the text that may be shown now."""
         self.sequence.append(token)
-        if token in self._eos_token_ids:
+        if token in self.end_token_ids:
             return self.finish("stop")
         complete = self.matcher is not None and self.matcher.advance(token)
-        piece, stopped = self._stops.push(self._decoder.push(token))
+        piece, stopped = self._decoder.push(token), False
+        if self.new_tokens >= self.params.min_tokens:
+            piece, stopped = self._stops.push(piece)
         self._pieces.append(piece)
         if stopped:
             self.finish_reason = "stop"  # what is held back belongs to the stop string
