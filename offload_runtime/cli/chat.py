@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
@@ -32,8 +32,12 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
 
+    template_options = dict(cast("list[tuple[str, Any]]", options.template_options or []))
+
     def check(room: PromptRoom) -> None:
         room.check(params)
+        if template_options:
+            room.chat_template.require_options(template_options)
 
     show_progress = not options.no_progress
     with (
@@ -44,7 +48,8 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
         options, line = options.with_defaults(runtime.sampling_defaults)
         if line is not None:
             terminal.status_line(line)
-        session = ChatSession(runtime, runtime.conversation(options.system), options, output, held=held)
+        more: dict[str, Any] = {"template_options": template_options} if template_options else {}
+        session = ChatSession(runtime, runtime.conversation(options.system, **more), options, output, held=held)
         if options.session is not None:
             session.resume(options.session)
         converse = _converse_at_terminal if interactive else _converse_through_pipe

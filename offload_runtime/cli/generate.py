@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -39,12 +39,18 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     config, params, show_progress = options.config, options.params, not options.no_progress
     allowed = options.chat or not options.allow_special_tokens
     require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
+    template_options = dict(cast("list[tuple[str, Any]]", options.template_options or []))
+    needed = "--template-option does nothing without --chat: add it, or drop this"
+    require(options.chat or not template_options, needed)
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
         room.check(params)
+        if template_options:
+            room.chat_template.require_options(template_options)
+            prompts[:] = [room.encode(prompt, template_options) for prompt in prompts]
         return room.fit_all(prompts, params.max_new_tokens)
 
     results: Sequence[GenerationResult]

@@ -7,6 +7,7 @@ Everything that can be judged without the model is judged here, before a byte of
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -83,6 +84,23 @@ def _biases(param: typer.CallbackParam, given: list[str] | None) -> list[tuple[i
     return pairs or None
 
 
+def _template_options(param: typer.CallbackParam, given: list[str] | None) -> list[tuple[str, Any]]:
+    """Names and values of options of a chat template: values are JSON, or else texts."""
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        require(
+            bool(name and equals), f"{param.opts[0]} {text!r} is not an option: write it like enable_thinking=false"
+        )
+        require(name not in found, f"{param.opts[0]} gives {name} twice: give it once")
+        require_unicode(param.opts[0], text)
+        try:
+            found[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return list(found.items())
+
+
 def _schema(param: typer.CallbackParam, file: str | None) -> str | None:
     """The text of a schema."""
     return None if file is None else read_text(file, option=param.opts[0])
@@ -112,6 +130,10 @@ def _tuning(name: str, help: str) -> Any:
 # What several commands take; a call names the command's own default.
 _DEVICE = _machine("auto", help="Where the target runs.")
 _DEVICES = partial(_machine, "auto", "--device", "--devices", metavar="DEVICE[,DEVICE]", callback=_devices)
+_TEMPLATE_OPTIONS: Any = _model(
+    None, "--template-option", metavar="NAME=VALUE", callback=_template_options,
+    help="For the model's chat template, such as enable_thinking=false; may be repeated.",
+)  # fmt: skip
 _DTYPE = _machine("auto", help="What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.")
 _SEED = _sampling(0, min=0, metavar="N", help="The same seed gives the same tokens.")
 _print = partial(_switch, rich_help_panel="Output")
@@ -300,6 +322,7 @@ class GenerateOptions(AnswerOptions):
         "the noise that it would draw alone, each other one its own.",
     )
     chat: bool = _switch("--chat", help="Send the prompt through the model's chat template.")
+    template_options: list[str] | None = _TEMPLATE_OPTIONS
 
     @property
     def max_batch(self) -> int:
@@ -321,6 +344,7 @@ class ChatOptions(AnswerOptions):
     top_p: float = _top_p(None)
     min_p: float = _min_p(None)
     repetition_penalty: float = _repetition_penalty(None)
+    template_options: list[str] | None = _TEMPLATE_OPTIONS
     system: str | None = _text(help="What the model is told before the first turn.")
     session: Path | None = _file(help="Go on from this file if it is there, and save to it after every answer.")
 
@@ -406,6 +430,10 @@ class ServeOptions(LoadOptions):
     api_key: str | None = typer.Option(
         None, metavar="KEY", callback=_unicode, help="What requests have to bring; or set OFFLOAD_RUNTIME_API_KEY."
     )
+    served_model_name: list[str] | None = typer.Option(
+        None, metavar="NAME", callback=_unicode,
+        help="What the model is called, in place of the last part of --target; repeated, it has several names.",
+    )  # fmt: skip
     allowed_host: list[str] | None = typer.Option(
         None, metavar="NAME", help="Another name of this machine; repeatable."
     )

@@ -43,11 +43,11 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
     )  # fmt: skip
     if options.sessions is not None:
         prefix_files(options.sessions).close()  # in use, or not to be written: found out before loading
-    with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served) as server:
+    with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served, terminal.status_line) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (
             load_runtime(config, engine, show_progress=not options.no_progress, explain=options.explain) as runtime,
-            server.serving(runtime, model_name(options.target)),
+            server.serving(runtime, *(options.served_model_name or [model_name(options.target)])),
         ):
             at_once = runtime.plan.target.batch
             terminal.status_line(f"ready: {at_once} request{'s' * (at_once > 1)} at once, a page at {server.url}/")

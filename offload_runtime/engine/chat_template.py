@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from offload_runtime.config import is_of_type
+from offload_runtime.config import is_of_type, require
 from offload_runtime.errors import OptionError
 
 Message = dict[str, Any]
@@ -79,6 +79,13 @@ class ChatTemplate:
     def names(self, word: str) -> bool:
         """Whether a word is in the template, such as that of a variable or field that it reads."""
         return re.search(rf"\b{re.escape(word)}\b", self.source, re.ASCII) is not None
+
+    def require_options(self, names: Iterable[str]) -> None:
+        """Refuse options that the template does not read (`OptionError`): they would change nothing."""
+        for name in names:
+            require(
+                self.names(name), f"this model's chat template does not read {name!r}: drop it, or see its spelling"
+            )
 
     def require_fields(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse messages with a field that neither has a meaning nor is read by the template (`MessageError`)."""

@@ -46,6 +46,7 @@ class Conversation:
         start: `Runtime.start`.
         system: What the model is told first, or None.
         sessions: What saves it, and loads others; None where nothing does.
+        template_options: What the chat template is given beside messages.
 
     Attributes:
         num_regenerated: How often `regenerate` was called; saved with the messages.
@@ -53,8 +54,9 @@ class Conversation:
 
     def __init__(
         self, room: PromptRoom, start: Callable[..., TokenStream], system: str | None = None,
-        sessions: Sessions | None = None,
+        sessions: Sessions | None = None, template_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        self._template_options = template_options
         self._room, self._start, self._sessions = room, start, sessions
         self.num_regenerated = 0
         self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for those who go back
@@ -113,7 +115,7 @@ class Conversation:
     ) -> Reply:  # fmt: skip
         """The answer to a message behind others, which joins them when it has ended."""
         messages = [*before, {"role": "user", "content": text}]
-        prompt_text, tokens = self._room.encode_chat(messages, seen)
+        prompt_text, tokens = self._room.encode_chat(messages, seen, template_options=self._template_options)
         room = self._room.context_tokens - len(tokens)
         if room < 1:
             full = f"the conversation has {len(tokens)} tokens and the context ends at {self._room.context_tokens}"

@@ -192,8 +192,8 @@ class PromptRoom:
         """Judge options by the model: what binds an answer to its schema or grammar, if it has one.
 
         Raises:
-            OptionError: A logit bias or a stop token is one that the model does not have, or the schema or grammar cannot be
-                followed.
+            OptionError: The model does not have a token of the logit bias or of those that stop, or the schema or
+                grammar cannot be followed.
         """
         for token, _ in params.sampling.biases:
             fine = token < self.config.vocab_size

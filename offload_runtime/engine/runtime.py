@@ -230,9 +230,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         asked = params_once(options, params)
         return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
 
-    def conversation(self, system: str | None = None) -> Conversation:
-        """A chat that keeps its keys and values between turns."""
-        return Conversation(self._room, self.start, system, self)
+    def conversation(
+        self, system: str | None = None, *, template_options: Mapping[str, Any] | None = None
+    ) -> Conversation:  # fmt: skip
+        """A chat that keeps its keys and values between turns; `template_options` as of `encode`."""
+        return Conversation(self._room, self.start, system, self, template_options)
 
     def load_conversation(self, path: str | Path) -> Conversation:
         """A chat that goes on from one that was saved. Raises as `Conversation.load`."""

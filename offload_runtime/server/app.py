@@ -10,9 +10,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -33,7 +34,7 @@ from offload_runtime.params import GenerationParams
 from offload_runtime.server.answers import Answers, Choice, unless_gone
 from offload_runtime.server.gate import App, Gate, ServerConfig, error_body
 from offload_runtime.server.metrics import Metrics
-from offload_runtime.server.protocol import Envelope, usage_of
+from offload_runtime.server.protocol import Ending, Envelope, usage_of
 from offload_runtime.server.schema import (
     AnswerBody,
     ChatBody,
@@ -56,6 +57,7 @@ _PAGE = {
 _PING_S = 15  # proxies give up on silent connections after a minute
 _SEND_S = 60  # for a client that reads no more
 _RETRY_S = 5  # while a model is loaded
+_GONE = 499  # as nginx says of a client that has left
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
 
@@ -89,27 +91,29 @@ class Service:
 
     Args:
         config: Limits of requests.
+        log: Called with a line for each request.
 
     Attributes:
         state: Whether there is a model yet, or no more.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServerConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._log = config, log
         self.state: State = "loading"
         self.metrics = Metrics(lambda: None if self._scheduler is None else self._scheduler.counters)
         self._runtime: Runtime | None = None
         self._scheduler: Scheduler | None = None
-        self._model, self._begun_s = "", 0
+        self._models: tuple[str, ...] = ()
+        self._begun_s = 0
         self._defaults: Mapping[str, Any] = {}
         # Reads prompts, one at a time: a long one takes a second, which the event loop must not wait.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         # Compiles grammars, one at a time: a large one takes seconds, which other prompts must not wait.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
-    def begin(self, runtime: Runtime, scheduler: Scheduler, model: str) -> None:
-        """Serve a model by this name from here on."""
-        self._runtime, self._scheduler, self._model = runtime, scheduler, model
+    def begin(self, runtime: Runtime, scheduler: Scheduler, *models: str) -> None:
+        """Serve a model by these names from here on, the first of which it answers by."""
+        self._runtime, self._scheduler, self._models = runtime, scheduler, models
         self._begun_s, self._defaults = int(time.time()), sampling_defaults(runtime)
         self.state = "ready"
 
@@ -125,8 +129,9 @@ class Service:
         return self._runtime, self._scheduler
 
     def _named(self, model: str | None) -> None:
-        if model not in (None, self._model):
-            raise ModelNotFoundError(f"model {model!r} is not served here, but {self._model!r}")
+        if model is not None and model not in self._models:
+            names = ", ".join(map(repr, self._models))
+            raise ModelNotFoundError(f"model {model!r} is not served here, but {names}")
 
     async def _read(self, request: Request, read: Callable[[Any], T]) -> T:
         """The JSON body of a request as `read` makes something of it, in the reader's thread. Raises `OptionError`."""
@@ -153,18 +158,35 @@ class Service:
 
     async def _answer(self, request: Request, kind: type[AnswerBody]) -> Response:
         runtime, scheduler = self._ready()
+        began_s = time.perf_counter()
         body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
+        tell = partial(self._tell, request, began_s, body.n)
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
         await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
-        envelope = Envelope(self._model, TokenSpelling(runtime.tokenizer), is_chat=kind is ChatBody)
+        envelope = Envelope(self._models[0], TokenSpelling(runtime.tokenizer), is_chat=kind is ChatBody)
         if body.stream:
-            return _AnswerStream(self._chunks(answers, envelope, body, len(choices)), answers)
+            return _AnswerStream(self._chunks(answers, envelope, body, len(choices), tell), answers)
         whole = await unless_gone(answers.whole(), request.receive)
         if whole is None:
-            return Response(status_code=499)  # nobody reads it
-        return JSONResponse(envelope.whole(whole, usage_of([ending for _, ending in whole], body.n)))
+            tell(_GONE, [])
+            return Response(status_code=_GONE)  # nobody reads it
+        endings = [ending for _, ending in whole]
+        tell(200, endings)
+        return JSONResponse(envelope.whole(whole, usage_of(endings, body.n)))
+
+    def _tell(self, request: Request, began_s: float, num_choices: int, status: int, endings: Sequence[Ending]) -> None:
+        """Log a line about a request that was answered, or whose client has left."""
+        parts = [f"{request.method} {request.url.path} {status}"]
+        if endings:
+            usage = usage_of(endings, num_choices)
+            tok_per_s = sum(ending.stats["tok_per_s"] or 0 for ending in endings)
+            parts += [f"prompt {usage['prompt_tokens']} tokens", f"{usage['completion_tokens']} tokens"]
+            parts.append(f"{tok_per_s:.1f} tokens/s")
+        elif status == _GONE:
+            parts.append("the client has left")
+        self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
     def _choices(self, body: AnswerBody) -> tuple[AnswerBody, list[Choice]]:
         """What a request asks for: `n` answers to each prompt, with the noise ids 0, 1, … Raises `OptionError`."""
@@ -176,7 +198,7 @@ class Service:
         if len(prompts) * body.n > most:
             asked = f"{len(prompts)} prompts with {body.n} answers each"
             raise RequestError(f"{asked} are more than the {most} requests that this server holds", "n")
-        options, choices = body.template_options, list[Choice]()
+        options, choices = body.template_options(runtime), list[Choice]()
         grammar = body.grammar_params(runtime.tokenizer)
         first: GenerationParams | None = None
         for prompt in prompts:
@@ -194,10 +216,11 @@ class Service:
         return body, choices
 
     async def _chunks(
-        self, answers: Answers, envelope: Envelope, body: AnswerBody, count: int
+        self, answers: Answers, envelope: Envelope, body: AnswerBody, count: int,
+        tell: Callable[[int, Sequence[Ending]], None],
     ) -> AsyncIterator[dict[str, str]]:  # fmt: skip
         """The events of a stream; an error is the last one of them."""
-        endings = []
+        endings, status = list[tuple[int, Ending]](), _GONE
         try:
             for index in range(count) if isinstance(body, ChatBody) else ():
                 yield _event(envelope.opening(index))
@@ -213,9 +236,10 @@ class Service:
                             part.index, delta, ending, first_call=part.first_call, with_sources=body.x_sources
                         )
                     )
+            endings.sort(key=lambda one: one[0])
+            status = 200
             if body.includes_usage:
-                in_order = [ending for _, ending in sorted(endings, key=lambda one: one[0])]
-                yield _event(envelope.usage_chunk(usage_of(in_order, body.n)))
+                yield _event(envelope.usage_chunk(usage_of([ending for _, ending in endings], body.n)))
             yield {"data": "[DONE]"}
         except Exception as error:
             status, body_of_error, _ = _error_of(error)
@@ -223,23 +247,25 @@ class Service:
             yield _event(body_of_error)
             if not isinstance(error, OffloadError):
                 raise
+        finally:
+            tell(status, [ending for _, ending in endings] if status == 200 else [])
 
     # --- what else there is to ask
 
     async def models(self) -> Response:
         """`GET /v1/models`."""
         self._ready()
-        return JSONResponse({"object": "list", "data": [self._about()]})
+        return JSONResponse({"object": "list", "data": [self._about(name) for name in self._models]})
 
     async def model(self, name: str) -> Response:
         """`GET /v1/models/NAME`."""
         self._ready()
         self._named(name)
-        return JSONResponse(self._about())
+        return JSONResponse(self._about(name))
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self, name: str) -> dict[str, Any]:
         runtime, _ = self._ready()
-        about = {"id": self._model, "object": "model", "created": self._begun_s, "owned_by": "offload-runtime"}
+        about = {"id": name, "object": "model", "created": self._begun_s, "owned_by": "offload-runtime"}
         return {**about, "max_model_len": runtime.context_tokens}
 
     async def tokenize(self, request: Request) -> Response:
@@ -276,10 +302,11 @@ class Service:
         """`GET /metrics`, for Prometheus."""
         return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
-    def respond_to(self, error: Exception) -> Response:
+    def respond_to(self, request: Request, error: Exception) -> Response:
         """What a request that ended by an error is answered."""
         status, body, headers = _error_of(error)
         self.metrics.refused(status)
+        self._log(f"{request.method} {request.url.path[:100]} {status}: {body['error']['message']}")
         return JSONResponse(body, status, headers)
 
 
@@ -299,7 +326,7 @@ def make_app(service: Service, config: ServerConfig) -> App:
         app.get(path, response_model=None)(_constant(Path(__file__).with_name(name).read_bytes(), media_type))
 
     async def respond(request: Request, error: Exception) -> Response:
-        return service.respond_to(error)
+        return service.respond_to(request, error)
 
     for kind in (OffloadError, HTTPException, 404, 405, Exception):
         app.add_exception_handler(kind, respond)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ class Server(AbstractContextManager["Server"]):
 
     Args:
         config: Where to listen and who may ask.
+        log: Called with a line for each request that was answered or refused.
 
     Attributes:
         url: Where it is reached.
@@ -36,8 +37,8 @@ class Server(AbstractContextManager["Server"]):
         OptionError: The port is taken, or there is no such address here.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config, self._service = config, Service(config)
+    def __init__(self, config: ServerConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._service = config, Service(config, log)
         self._socket = _listen(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
@@ -54,15 +55,15 @@ class Server(AbstractContextManager["Server"]):
         self._thread.start()
 
     @contextmanager
-    def serving(self, runtime: Runtime, model: str) -> Iterator[Scheduler]:
-        """Answer requests with a runtime by this name. At the end no more are taken, and those that there are may
+    def serving(self, runtime: Runtime, *models: str) -> Iterator[Scheduler]:
+        """Answer requests with a runtime by these names. At the end no more are taken, and those that there are may
         finish within `grace_s`."""
         config = self._config
         with Scheduler(
             runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes,
             sessions=config.sessions, sessions_bytes=config.sessions_bytes,
         ) as scheduler:  # fmt: skip
-            self._service.begin(runtime, scheduler, model)
+            self._service.begin(runtime, scheduler, *models)
             try:
                 yield scheduler
             finally:

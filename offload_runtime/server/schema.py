@@ -7,7 +7,7 @@ A field that would change the answer and is not known is refused, never dropped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,18 +17,15 @@ from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
 from offload_runtime.params import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.server.answer_parser import AnswerParser
+from offload_runtime.server.fields import HARMLESS, renamed, without_harmless
 from offload_runtime.server.tool_calls import calls_grammar, tools_in_words, writes_calls
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
-# What OpenAI's clients send and nothing here depends on.
-_HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 # Fields by the name that `SamplingParams` has for them.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
                     "repetition_penalty", "logit_bias")  # fmt: skip
-# What nobody reads yet, with what switches it off. Remove a line to allow its field.
-_NOT_YET: dict[str, tuple[Any, ...]] = {"reasoning_effort": ()}
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _SEEDS = 1 << 53  # what every JSON reader keeps exactly
@@ -45,38 +42,40 @@ class RequestError(OptionError):
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    harmless: ClassVar[frozenset[str]] = frozenset()
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _drop_harmless(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if name not in cls.harmless}
+        return without_harmless(given, cls.model_fields, cls.harmless) if isinstance(given, dict) else given
 
     @classmethod
     def read(cls, body: Any) -> Any:
         """The request of a JSON value. Raises `RequestError`."""
         require_shallow(body)
         try:
-            return cls.model_validate(body)
+            return cls.model_validate(renamed(body) if isinstance(body, dict) else body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])[:200]
+            if first["type"] == "extra_forbidden" and where in HARMLESS:
+                raise RequestError(f"{where} is taken only where it changes nothing: leave it out", where) from error
             if first["type"] == "extra_forbidden":
                 raise RequestError(f"{where} is not a field that this server knows", where) from error
             raise RequestError(f"{where or 'the body'}: {first['msg']}", where or None) from error
+        except ValueError as error:
+            raise RequestError(str(error)) from error
 
 
 class StreamOptions(_Body):
     """How a stream ends."""
 
-    harmless = frozenset({"include_obfuscation"})
+    harmless = {"include_obfuscation": ()}
     include_usage: bool = False
 
 
 class _JsonSchema(_Body):
-    harmless = frozenset({"name", "description", "strict"})
+    harmless = {"name": (), "description": (), "strict": ()}
     schema_: dict[str, Any] = Field(alias="schema")
 
 
@@ -103,7 +102,7 @@ class ResponseFormat(_Body):
 class AnswerBody(_Body):
     """What requests for answers have in common."""
 
-    harmless = _HARMLESS
+    harmless = HARMLESS
     model: str | None = None
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
     stop: str | list[str] | None = None
@@ -112,6 +111,8 @@ class AnswerBody(_Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[int] = []
     x_sources: bool = False
     temperature: float | None = None
     top_p: float | None = None
@@ -122,7 +123,6 @@ class AnswerBody(_Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Any = None
 
     def params(self, defaults: Mapping[str, Any], room_tokens: int, limit_tokens: int | None) -> GenerationParams:
         """What one answer is asked for.
@@ -135,8 +135,6 @@ class AnswerBody(_Body):
         Raises:
             RequestError, OptionError: A value makes no sense, or is not supported.
         """
-        for name, neutral in _NOT_YET.items():
-            self._require_off(name, neutral)
         sampling = {**defaults, "seed": self._seed()}
         for name in _SAMPLING_FIELDS:
             if (value := getattr(self, name)) is not None:
@@ -151,7 +149,7 @@ class AnswerBody(_Body):
             raise RequestError(f"max_tokens {asked} is more than the {limit_tokens} that are allowed", "max_tokens")
         return GenerationParams(
             asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling),
-            logprobs=self.num_logprobs,
+            logprobs=self.num_logprobs, min_tokens=self.min_tokens, stop_token_ids=self.stop_token_ids,
         )  # fmt: skip
 
     def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
@@ -173,11 +171,6 @@ class AnswerBody(_Body):
         """The seed, negative ones as the numbers that have their bits; a random one where there is none."""
         return secrets.randbelow(_SEEDS) if self.seed is None else self.seed % (1 << 64)
 
-    def _require_off(self, name: str, neutral: Iterable[Any]) -> None:
-        value = getattr(self, name)
-        if value is not None and value not in neutral:
-            raise RequestError(f"{name} is not supported yet: leave it out", name)
-
     def prompts(self, runtime: Runtime) -> list[Any]:
         """What is answered: texts, token ids or messages, one of each prompt. Raises `OptionError`."""
         raise NotImplementedError
@@ -187,8 +180,7 @@ class AnswerBody(_Body):
         """Whether a stream tells how many tokens there were."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def template_options(self) -> dict[str, Any]:
+    def template_options(self, runtime: Runtime) -> dict[str, Any]:
         """What the chat template is given beside the messages."""
         return {}
 
@@ -200,9 +192,11 @@ class AnswerBody(_Body):
 class ChatBody(AnswerBody):
     """`/v1/chat/completions`."""
 
+    harmless = {**HARMLESS, "add_special_tokens": (False,)}
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -225,11 +219,16 @@ class ChatBody(AnswerBody):
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def template_options(self) -> dict[str, Any]:
-        options = dict(self.chat_template_kwargs or {})
+    def template_options(self, runtime: Runtime) -> dict[str, Any]:
+        options, effort = dict(self.chat_template_kwargs or {}), self.reasoning_effort
         if "tools" in options:
             raise RequestError("tools is a field of its own: not of chat_template_kwargs", "chat_template_kwargs")
+        if effort is not None and options.setdefault("reasoning_effort", effort) != effort:
+            raise RequestError("chat_template_kwargs says another reasoning_effort than the body", "reasoning_effort")
+        if effort is not None and not runtime.chat_template.names("reasoning_effort"):
+            hint = "chat_template_kwargs may have what it reads, such as enable_thinking"
+            what = "is not read by this model's chat template: leave it out"
+            raise RequestError(f"reasoning_effort {what} ({hint})", "reasoning_effort")
         return {**options, "tools": self.tools} if self.tool_names else options
 
     def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
@@ -274,10 +273,8 @@ class ChatBody(AnswerBody):
 class CompletionBody(AnswerBody):
     """`/v1/completions`."""
 
+    harmless = {**HARMLESS, "add_special_tokens": (True,)}
     prompt: str | list[int] | list[str] | list[list[int]]
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     def prompts(self, runtime: Runtime) -> list[Any]:
@@ -289,7 +286,7 @@ class CompletionBody(AnswerBody):
         return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     def wanted_tokens(self, most: int) -> int:
-        return self.max_tokens or min(most, _COMPLETION_TOKENS)
+        return self.max_tokens or min(most, max(self.min_tokens, _COMPLETION_TOKENS))
 
     @property
     def num_logprobs(self) -> int | None:
