@@ -144,12 +144,9 @@ def tools_in_words(tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, severa
     if _format_of(template_source(tokenizer)) is not _GENERIC:
         return None
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    number = "one call, or several, each on a line of its own" if several else "one call"
-    return (
-        f"You can call these functions:\n{functions}\n\nTo call, answer with {number}, and with nothing else:\n"
-        '{"name": "the function\'s name", "arguments": {"an argument\'s name": "its value"}}\n'
-        "You are then told the result. Where no function helps, answer in plain text."
-    )
+    lines = "a line of JSON for each call" if several else "one line of JSON"
+    form = '{"name": "...", "arguments": {...}}'
+    return f"You can call functions:\n{functions}\nTo do so, answer with {lines} and nothing else:\n{form}"
 
 
 def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
