@@ -250,7 +250,7 @@ def test_sampling_is_set_as_the_command_line_has_it(runtime: FakeRuntime) -> Non
     assert first.sampling == SamplingParams(0.7, top_k=9)
     assert second == GenerationParams(1024, ("the end",), ignore_eos=True, sampling=sampling)
     assert third == GenerationParams(1024, sampling=sampling)
-    listed = dict(line.split(maxsplit=1) for line in result.stderr.splitlines()[-14:-1])
+    listed = dict(line.split(maxsplit=1) for line in result.stderr.splitlines()[-16:-1])
     assert (listed["temperature"], listed["top-k"], listed["top-p"]) == ("0.3", "9", "1")
     assert (listed["logit-bias"], listed["stop"], listed["ignore-eos"]) == ("5=-100 6=1.5", "none", "off")
 
@@ -278,7 +278,7 @@ def test_context_says_what_is_held_and_what_is_left(runtime: FakeRuntime) -> Non
 
 
 @pytest.mark.parametrize(
-    ("typed", "found"), [("ch", "chat"), ("chat --temp", "--temperature"), ("chat --kv h", "host")]
+    ("typed", "found"), [("ch", "chat"), ("chat --tempe", "--temperature"), ("chat --kv h", "host")]
 )
 def test_a_shell_completes_commands_options_and_values(typed: str, found: str) -> None:
     words = f"offload-runtime {typed}"
