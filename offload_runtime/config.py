@@ -416,7 +416,8 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
 class RuntimeConfig:
     """What a runtime is loaded with: the keywords of `Runtime.load`, made by it, the command line and the tools alike.
 
-    `target` and `draft` are names or opened checkpoints; `emulate` and `profile` name machines or are their profiles.
+    `target` and `draft` are names or opened checkpoints (the draft `auto`: what is found, or n-grams); `emulate` and
+    `profile` name machines or are their profiles.
     `device` names the cards that the target's layers are dealt out to, with commas between them; one that is named
     twice is two logical cards. Limits are in bytes, and None allows what there is; `vram_bytes` are of each card, or
     one figure for each. `resident_layers` None keeps as many as fit, `context` None
@@ -451,7 +452,10 @@ class RuntimeConfig:
     encode: str = "none"
 
     def __post_init__(self) -> None:
-        wanted = {"target": "a directory, a GGUF file or a hub id such as org/name", "draft": "a model, ngram or none"}
+        wanted = {
+            "target": "a directory, a GGUF file or a hub id such as org/name",
+            "draft": "a model, auto, ngram or none",
+        }
         for name, what in wanted.items():
             value = getattr(self, name)
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
@@ -515,5 +519,11 @@ class RuntimeConfig:
 
     @property
     def proposed_by(self) -> str:
-        """Who proposes, in words: `ngram`, `none`, or `the draft` for a model."""
-        return self.draft if self.draft in ("ngram", "none") else "the draft"
+        """Who proposes, in words: `ngram`, `none`, or `the draft` for a model that is named."""
+        own = {"auto": "ngram", "ngram": "ngram", "none": "none"}  # of auto as long as no model was found
+        return own.get(self.draft, "the draft") if isinstance(self.draft, str) else "the draft"
+
+    @property
+    def finds_draft(self) -> bool:
+        """Whether a small model may draft that nobody has named."""
+        return isinstance(self.draft, str) and self.draft == "auto" and self.speculation.mode in ("auto", "chain")

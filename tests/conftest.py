@@ -38,6 +38,7 @@ gc.disable()
 
 def _written_once(directory: Path, write: Callable[[Path], Path]) -> Path:
     """A directory that the first worker to want it writes."""
+    directory.parent.mkdir(exist_ok=True)
     with FileLock(f"{directory}.lock"):
         if not directory.exists():
             write(directory.with_suffix(".partial")).rename(directory)
@@ -58,7 +59,8 @@ def _checkpoint(name: str, **shape: int) -> Callable[..., Path]:
     def written(models_dir: Path) -> Path:
         from tests.helpers.engine import write_checkpoint  # brings transformers, which tests of kernels do without
 
-        return _written_once(models_dir / name, partial(write_checkpoint, **shape))
+        # Alone in its directory: `--draft auto` would take a small one beside it.
+        return _written_once(models_dir / f"{name}_alone" / name, partial(write_checkpoint, **shape))
 
     return written
 

@@ -163,9 +163,11 @@ class RunOptions:
 
     target: str = _model(..., metavar="MODEL", help="Directory, GGUF file or id on the hub.")
     draft: str = _model(
-        "ngram",
-        metavar="MODEL|ngram|none",
-        help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output.",
+        "auto",
+        metavar="MODEL|auto|ngram|none",
+        help="What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output. auto: "
+        "a small model of the same family beside the target or in the hub's cache, where that is predicted to be "
+        "faster, else n-grams.",
     )
     context: int | None = _count(_model, "Tokens of context to reserve.", least=1, metavar="TOKENS|auto")
     kv: Literal["auto", "gpu", "host"] = _model(
@@ -234,7 +236,7 @@ class RunOptions:
         """How tokens are proposed; raises `OptionError` for an option that would do nothing beside the others."""
         options = _by_name(self, SpeculationOptions)
         given = {name: value for name, value in options.items() if value not in (None, "auto")}
-        idle = idle_options(self.draft not in ("ngram", "none"), self.speculation, self.draft_cache)
+        idle = idle_options(self.draft not in ("auto", "ngram", "none"), self.speculation, self.draft_cache)
         for name, why in idle.items():
             require(name not in given, f"--{name.replace('_', '-')} {given.get(name)} does nothing {why}")
         return replace(SpeculationOptions(self.speculation), **given)

@@ -34,13 +34,17 @@ def plan(options: PlanOptions) -> None:
     with terminal.only_json(options.as_json):
         from offload_runtime import plan as planning
 
-        request = planning.describe_models(config)
         figures = planning.machine_figures(machine)
+        request, note = planning.describe_models(config), ""
+        if config.finds_draft:
+            request, note = planning.with_found_draft(request, config.target, figures)
         outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
         lines = refusal_lines(outcome, explain=options.explain)
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
+    if note:
+        terminal.status_line(note)
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:

@@ -49,7 +49,7 @@ from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelP
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import Choice, Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
-from offload_runtime.weights import MatricesNotCodable, open_checkpoint
+from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
 
 # Of the link's peak is measured that much too little at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02
@@ -236,7 +236,9 @@ def _load(
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
     with device_errors(device), ExitStack() as undo:
         draft_model = config.draft if config.proposed_by == "the draft" else None
+        name = getattr(config.target, "reference", config.target)
         target_source, draft_source = assembly.open_sources(config.target, draft_model)
+        drafts = find_drafts(name, target_source, open_checkpoint) if config.finds_draft else []
         eos_token_ids = frozenset(target_source.generation_eos())
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
@@ -248,14 +250,19 @@ def _load(
             figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
             if emulation is not None:
                 figures = figures.with_link(emulation.link_gbps)
-            draft = config.draft if draft_source is None else draft_source
+            draft = draft_source or config.proposed_by
             cards = [
                 DeviceLimit(one, limit, device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None)
                 for one, limit in zip(devices, limits_bytes, strict=True)
             ]
             request = replace(config, target=target_source, draft=draft)
+            if config.finds_draft:
+                find = partial(_find_draft, find, drafts, own_figures is not None)
             plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
         tokenizer, shared = reading.result()
+        for found in drafts:
+            if isinstance(found.model, CheckpointSource) and found.model is plan.request.draft:
+                draft_source, shared = found.model, found.shared
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
@@ -326,6 +333,14 @@ def _load(
             emulated=None if emulation is None else emulation.name,
             recorder=recorder, resources=undo.pop_all(),
         )  # fmt: skip
+
+
+def _find_draft(
+    find: Callable[..., RunPlan], drafts: Sequence[FoundDraft], known: bool, request: RuntimeConfig,
+    figures: MachineFigures, limits: MemoryLimits,
+) -> RunPlan:  # fmt: skip
+    """The plan of whoever drafts fastest, of the `drafts` that were found and n-grams."""
+    return planning.plan_fastest_draft(request, drafts, lambda one: find(one, figures, limits), figures, known=known)
 
 
 def _plan_cards(

@@ -101,7 +101,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     @classmethod
     def load(
-        cls, target: str | Path | CheckpointSource, *, draft: str | Path | CheckpointSource = "ngram",
+        cls, target: str | Path | CheckpointSource, *, draft: str | Path | CheckpointSource = "auto",
         device: str = "auto", dtype: str = "auto",
         vram: str | int | Sequence[str | int] | None = None, ram: str | int | None = None,
         pinned: str | int | None = None,
@@ -118,7 +118,9 @@ class Runtime(AbstractContextManager["Runtime"]):
 
         Args:
             target: Directory with safetensors, a `.gguf` file, `org/name` on the hub, or an opened checkpoint.
-            draft: `ngram` (guesses from the context), `none`, or a small model of the same vocabulary.
+            draft: `ngram` (guesses from the context), `none`, or a small model of the same vocabulary. `auto` takes one
+                that lies beside the target or in the hub's cache, where that is predicted to be faster, else `ngram`;
+                `placement` says what.
             device: `auto`, `cuda`, `cuda:N` or `cpu`, or several cards that layers are dealt out to, such as
                 `cuda:0,cuda:1`.
             dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.

@@ -78,9 +78,8 @@ def describe_speculation(plan: RunPlan) -> str:
             f"TriForce: {first}, then the target over {plan.request.speculation.budget_tokens} retrieved tokens a head "
             f"({format_bytes(plan.verifier_bytes)}){f', {plan.reason}' if plan.reason else ''}"
         )
-    if plan.tree_note:
-        return f"{phrase}; {plan.tree_note}"
-    return f"{phrase}; trees of up to {plan.tree_room} tokens" if plan.tree_room else phrase
+    trees = plan.tree_note or (f"trees of up to {plan.tree_room} tokens" if plan.tree_room else "")
+    return "; ".join(part for part in (phrase, trees, plan.draft_note) if part)
 
 
 def describe_draft_cache(plan: RunPlan) -> str:

@@ -435,7 +435,7 @@ class RunPlan:
 
     A retrieval verifier, if it `has_verifier`, is the target over retrieved chunks, between the draft and the target;
     `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
-    why there is none where there could be.
+    why there is none where there could be, and `draft_note` who drafts where that was left open.
 
     Layers may be dealt out to several cards: then device memory is that of all of them together, and `on_card` is what
     one has, a plan with `is_share` whose `card` is its number. The draft, embedding and head are on the first.
@@ -448,6 +448,7 @@ class RunPlan:
     has_verifier: bool = False
     tree_room: int = 0
     tree_note: str = ""
+    draft_note: str = ""
     reason: str = ""
     card: int = 0
     is_share: bool = False

@@ -59,11 +59,12 @@ _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 def describe_models(config: RuntimeConfig) -> RuntimeConfig:
     """The same request, of models that are known by their configuration files. Errors as of `describe_model` and
     `share_vocabulary`."""
-    target, draft = describe_model(config.target), config.draft
-    if config.proposed_by == "the draft":
-        draft = describe_model(draft)
-        share_vocabulary(target, draft)
-    return replace(config, target=target, draft=draft)
+    request = replace(config, target=describe_model(config.target), draft=config.proposed_by)
+    if request.draft != "the draft":
+        return request
+    draft = describe_model(config.draft)
+    share_vocabulary(request.target, draft)
+    return replace(request, draft=draft)
 
 
 def device_type_of(request: RuntimeConfig) -> str:

@@ -10,5 +10,6 @@ from offload_runtime.weights.fields import Fields
 from offload_runtime.weights.hub import fetch_demo_model
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
 from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
+from offload_runtime.weights.neighbours import FoundDraft, find_drafts, usual_draft
 from offload_runtime.weights.sources import describe_model, open_checkpoint
 from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
