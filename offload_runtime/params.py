@@ -194,7 +194,7 @@ class GenerationParams:
     end it before. `gamma` tokens are proposed in a row
     and `tree_nodes` in all, which 0 limits to chains; what is None is chosen. With `logprobs`, the log-probability of
     every token is told, and so many of the likeliest ones (0 to 20) beside it: of the model's own distribution, before
-    bias, penalties, temperature and filters.
+    bias, penalties, temperature and filters. `prompt_logprobs` is the same of the prompt, all of which is read then.
     """
 
     max_new_tokens: int = 256
@@ -206,6 +206,7 @@ class GenerationParams:
     logprobs: int | None = None
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -226,8 +227,10 @@ class GenerationParams:
         require(all(0 <= token < 1 << 31 for token in self.stop_token_ids), "stop_token_ids has one below 0")
         endless = self.ignore_eos and self.sampling.has_grammar
         require(not endless, "ignore_eos does nothing where a json_schema or grammar says when an answer ends: drop it")
-        fine = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
-        require(fine, f"logprobs must be in [0, {MOST_LOGPROBS}], not {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            fine = value is None or 0 <= value <= MOST_LOGPROBS
+            require(fine, f"{name} must be in [0, {MOST_LOGPROBS}], not {value}")
 
 
 OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationParams])
@@ -261,6 +264,8 @@ class GenerationOptions(TypedDict, total=False):
             them before the temperature.
         logprobs: 0 to 20: the result has every token's log-probability by the model's own distribution, before all of
             these options, and so many of the likeliest tokens beside it (`TokenLogprobs`).
+        prompt_logprobs: The same of the prompt's tokens behind the first. The whole prompt is read for it, a window
+            after the other.
         json_schema: The answer is JSON that this schema allows, an object or its text, unless `max_new_tokens` cuts it;
             `{"type": "object"}` is any object. Needs the extra `[schemas]`.
         grammar: The same by a grammar in llguidance's variant of Lark.
@@ -284,6 +289,7 @@ class GenerationOptions(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: Mapping[int, float] | Sequence[Sequence[float]]
     logprobs: int | None
+    prompt_logprobs: int | None
     json_schema: Mapping[str, Any] | str | None
     grammar: str | None
 

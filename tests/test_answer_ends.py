@@ -1,4 +1,5 @@
-"""When an answer may end, and at what: the same tokens whatever is proposed, in Python and over HTTP."""
+"""When an answer may end, and at what, and how likely its prompt was: the same whatever is proposed, in Python and over
+HTTP."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
@@ -97,3 +99,46 @@ def test_a_request_may_say_so_as_well(served: Served, alone: Runtime) -> None:
     first = alone.generate([{"role": "user", "content": "the quick brown fox"}], max_new_tokens=1).tokens
     ended = served.chat(max_tokens=8, stop_token_ids=first).json()
     assert ended["usage"]["completion_tokens"] == 1 and ended["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_log_probabilities_of_a_prompt_are_the_models(two_layer_target: Path, alone: Runtime, kv: str) -> None:
+    prompt = alone.encode(PROMPT * 7)  # of several windows
+    (logits,) = alone.logits(prompt[:1], [prompt[1:]])
+    rows = logits.float().log_softmax(dim=1)
+    expected = rows.gather(1, torch.tensor(prompt[1:])[:, None]).flatten().tolist()
+    with load(two_layer_target, draft="ngram", kv=kv, context=1024, max_batch=2) as runtime:
+        plain = runtime.generate(prompt, max_new_tokens=5)
+        for _ in range(2):  # nothing that is kept of the first is taken for read
+            result = runtime.generate(prompt, max_new_tokens=5, prompt_logprobs=2)
+            assert result.tokens == plain.tokens and result.prompt_logprobs is not None
+            assert [one.token for one in result.prompt_logprobs] == prompt[1:]
+            assert [one.logprob for one in result.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
+            assert [one.top[0][0] for one in result.prompt_logprobs] == rows.argmax(dim=1).tolist()
+        assert runtime.generate(prompt[:1], max_new_tokens=1, prompt_logprobs=0).prompt_logprobs == ()
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_has_the_prompt_and_its_log_probabilities(served: Served, alone: Runtime, max_tokens: int) -> None:
+    """As lm-eval asks for them."""
+    tokens = alone.encode(PROMPT)
+    for prompt in (PROMPT, tokens):
+        asked = {"prompt": prompt, "echo": True, "max_tokens": max_tokens, "logprobs": 1, "temperature": 0}
+        body = served.http.post("/v1/completions", json=asked).json()
+        (choice,), usage = body["choices"], body["usage"]
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith(PROMPT) and (max_tokens == 1 or choice["text"] == PROMPT)
+        assert usage["completion_tokens"] == max_tokens and len(logprobs["tokens"]) == len(tokens) + max_tokens
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        expected = alone.generate(tokens, max_new_tokens=1, prompt_logprobs=1).prompt_logprobs or ()
+        assert logprobs["token_logprobs"][1 : len(tokens)] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+        assert "".join(logprobs["tokens"][: len(tokens)]) == PROMPT
+        starts = logprobs["text_offset"][: len(tokens)]
+        assert starts == [len("".join(logprobs["tokens"][:number])) for number in range(len(tokens))]
+    plain = served.http.post("/v1/completions", json={"prompt": PROMPT, "echo": True, "max_tokens": 2}).json()
+    assert plain["choices"][0]["text"].startswith(PROMPT) and plain["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"echo": True, "stream": True}])
+def test_an_echo_does_not_stream_and_nothing_is_no_answer(served: Served, fields: dict[str, Any]) -> None:
+    assert served.http.post("/v1/completions", json={"prompt": PROMPT, **fields}).status_code == 400

@@ -281,7 +281,7 @@ def link_figure(stats: GenerationStats) -> str:
 def answer_record(result: GenerationResult) -> dict[str, Any]:
     """Return what `--json` prints of one answer: log-probabilities only where they were asked for."""
     record = {**vars(result), "stats": result.stats.to_dict()}
-    del record["logprobs"]
+    del record["logprobs"], record["prompt_logprobs"]
     return record if result.logprobs is None else {**record, "logprobs": [vars(one) for one in result.logprobs]}
 
 

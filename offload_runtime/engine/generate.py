@@ -31,7 +31,8 @@ from offload_runtime.errors import (
     OptionError,
 )
 from offload_runtime.memory import current_device
-from offload_runtime.sampling import TokenLogprobs
+from offload_runtime.model import Window
+from offload_runtime.sampling import TokenLogprobs, token_logprobs
 from offload_runtime.speculation import OnLogits
 
 OnProgress = Callable[[int, int], None]
@@ -237,9 +238,32 @@ class Generation:
                     ends = [token for token in request.end_token_ids if token < self._parts.target.config.vocab_size]
                     first_end = request.prompt_tokens + request.params.min_tokens
                     self._parts.sampling.adjustments.forbid_ends(request.slot, first_end, ends)
+                if request.params.prompt_logprobs is not None:
+                    self._score_prompt(request, request.params.prompt_logprobs)
                 self._steps.proposer(request).join(request.slot, request.params.sampling)
         except (ContextLengthError, BudgetError) as error:
             self._fail(request, error)
+
+    def _score_prompt(self, request: Request, count: int) -> None:
+        """Read a prompt but for its last token, a window after the other, for the log-probabilities of its tokens.
+
+        Raises `ContextLengthError`, for prompts whose keys are rotated by their length.
+        """
+        target, tokens, slot = self._parts.target, request.sequence, request.slot
+        runner, last, size = target.runner, len(tokens) - 1, 1 + self._parts.windows.most_nodes
+        if target.rope.frequency_set(len(tokens)) != target.rope.frequency_set(1):
+            most = "this model rotates the keys of longer prompts by their length"
+            raise ContextLengthError(f"prompt_logprobs of {len(tokens)} tokens cannot be had: {most}")
+        runner.cache.truncate(slot, 0)
+        request.num_kept = 0
+        if last:
+            request.prompt_logprobs += token_logprobs(runner.prefill(slot, tokens[:1]), tokens[1:2], count)
+        for start in range(1, last, size):
+            window = tokens[start : min(start + size, last)]
+            logits = runner.verify([Window(tuple(window))], [slot])
+            following = tokens[start + 1 : start + 1 + len(window)]
+            request.prompt_logprobs += token_logprobs(logits, following, count)
+            runner.cache.commit_path(slot, range(len(window)))
 
     def _on_layer(self, joining: Sequence[Request]) -> OnProgress | None:
         """Tells how far the prompts that the generation began with have been worked on."""

@@ -339,6 +339,7 @@ class Request:
         self.steps: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
         self.tally = Tally()
         self.logprobs: list[TokenLogprobs] = []  # of the answer's tokens, where they are wanted
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens behind the first, likewise
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
         # What ends the answer, once it has `min_tokens`.
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)

@@ -93,7 +93,8 @@ class GenerationResult:
     """A finished generation.
 
     `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`. `logprobs` are those of
-    the tokens, one after the other; None where they were not asked for.
+    the tokens, one after the other, and `prompt_logprobs` those of the prompt's behind the first; None where they were
+    not asked for.
     """
 
     tokens: list[int]
@@ -101,6 +102,7 @@ class GenerationResult:
     finish_reason: str
     stats: GenerationStats
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -206,4 +208,5 @@ class PassMeter:
             kept_tokens=request.num_kept,
         )
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
-        return GenerationResult(request.tokens, request.text, request.finish_reason, stats, logprobs)
+        of_prompt = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+        return GenerationResult(request.tokens, request.text, request.finish_reason, stats, logprobs, of_prompt)

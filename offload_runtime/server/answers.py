@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,14 @@ _Event = TokenEvent | EndEvent | ErrorEvent
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer that is asked for: its prompt, its options, and in a chat who takes it apart."""
+    """One answer that is asked for: its prompt, its options, in a chat who takes it apart, and what comes before it, or
+    in its place."""
 
     prompt: list[int]
     params: GenerationParams
     parser: AnswerParser | None
+    echo: str | None = None
+    is_echo_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Answers:
             else:
                 delta.add(Delta(*parser.push(event.text)))
                 delta.add(Delta(*parser.finish()))
+            delta.prompt_logprobs += event.result.prompt_logprobs or ()
             has_calls, sampling = parser is not None and parser.num_calls > 0, choice.params.sampling
             ending = ending_of(event.result, has_calls=has_calls, seed=sampling.seed, noise_id=sampling.noise_id)
         return Part(index, delta, ending, first_call)
@@ -145,6 +149,12 @@ class Answers:
             deltas[part.index].add(part.delta)
             if part.ending is not None:
                 endings[part.index] = part.ending
+        for index, (choice, delta) in enumerate(zip(self._choices, deltas, strict=True)):
+            if choice.is_echo_alone:
+                delta.text, delta.logprobs = "", []
+                endings[index] = replace(endings[index], completion_tokens=0)
+            if choice.echo is not None:
+                delta.add_echo(choice.echo, choice.prompt, has_logprobs=choice.params.prompt_logprobs is not None)
         return [(delta, endings[index]) for index, delta in enumerate(deltas)]
 
 

@@ -212,7 +212,9 @@ class Service:
             for noise_id in range(body.n):  # of one seed, if it is a random one
                 sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **grammar)
                 parser = body.parser(runtime.tokenizer, tokens, is_bound=sampling.has_grammar)
-                choices.append(Choice(tokens, replace(params, sampling=sampling), parser))
+                echo = body.echo_of(runtime.tokenizer, prompt)
+                is_alone = echo is not None and body.max_tokens == 0
+                choices.append(Choice(tokens, replace(params, sampling=sampling), parser, echo, is_alone))
         return body, choices
 
     async def _chunks(

@@ -5,18 +5,23 @@ What is ours beside them begins with `x_`: `x_stats` of every choice, and `x_tok
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from offload_runtime.engine import TokenLogprobs
 from offload_runtime.server.token_text import TextOffsets, TokenSpelling
 from offload_runtime.server.tool_calls import ToolCall
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import GenerationResult, TokenLogprobs
+    from offload_runtime.engine import GenerationResult
+
+# Of the first token of a text, which nothing comes before.
+_NOTHING_BEFORE = TokenLogprobs(0, math.nan)
 
 
 @dataclass
@@ -29,6 +34,7 @@ class Delta:
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[tuple[str, str]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
         """Put what came later behind it."""
@@ -37,6 +43,14 @@ class Delta:
         self.calls += other.calls
         self.tokens += other.tokens
         self.logprobs += other.logprobs
+        self.prompt_logprobs += other.prompt_logprobs
+
+    def add_echo(self, text: str, prompt: Sequence[int], *, has_logprobs: bool) -> None:
+        """Put a prompt before it, with the log-probabilities of its tokens; the first one has none."""
+        self.text = text + self.text
+        if has_logprobs:
+            first = replace(_NOTHING_BEFORE, token=prompt[0])
+            self.logprobs = [first, *self.prompt_logprobs, *self.logprobs]
 
 
 @dataclass(frozen=True)
@@ -150,14 +164,17 @@ class Envelope:
         if is_all:  # tokens of a stop string are behind the text's end
             offsets = [min(offset, self._num_shown[index]) for offset in offsets]
         likeliest = [
-            dict(
+            None
+            if math.isnan(one.logprob)
+            else dict(
                 zip(spelling.keys_of([token for token, _ in one.top]), [logprob for _, logprob in one.top], strict=True)
             )
             for one in delta.logprobs
         ]
         return {
             "tokens": [spelling.text_of(one.token, prefix="bytes:") for one in delta.logprobs],
-            "token_logprobs": [one.logprob for one in delta.logprobs], "top_logprobs": likeliest,
+            "token_logprobs": [None if math.isnan(one.logprob) else one.logprob for one in delta.logprobs],
+            "top_logprobs": likeliest,
             "text_offset": offsets,
         }  # fmt: skip
 

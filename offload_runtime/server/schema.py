@@ -149,7 +149,8 @@ class AnswerBody(_Body):
             raise RequestError(f"max_tokens {asked} is more than the {limit_tokens} that are allowed", "max_tokens")
         return GenerationParams(
             asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling),
-            logprobs=self.num_logprobs, min_tokens=self.min_tokens, stop_token_ids=self.stop_token_ids,
+            logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs,
+            min_tokens=self.min_tokens, stop_token_ids=self.stop_token_ids,
         )  # fmt: skip
 
     def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
@@ -166,6 +167,15 @@ class AnswerBody(_Body):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told beside each one's log-probability; None tells neither."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    def echo_of(self, tokenizer: Any, prompt: Any) -> str | None:
+        """The text of a prompt that comes before its answer; None where it does not."""
+        return None
 
     def _seed(self) -> int:
         """The seed, negative ones as the numbers that have their bits; a random one where there is none."""
@@ -276,6 +286,16 @@ class CompletionBody(AnswerBody):
     harmless = {**HARMLESS, "add_special_tokens": (True,)}
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _echoes_whole_answers(self) -> CompletionBody:
+        if self.echo and self.stream:
+            raise ValueError("echo is for answers that do not stream")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 is for an echo of the prompt alone")
+        return self
 
     def prompts(self, runtime: Runtime) -> list[Any]:
         """Texts or token ids, one of each prompt. Raises `RequestError`."""
@@ -286,11 +306,22 @@ class CompletionBody(AnswerBody):
         return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     def wanted_tokens(self, most: int) -> int:
+        if self.max_tokens == 0:
+            return 1  # which is left out
         return self.max_tokens or min(most, max(self.min_tokens, _COMPLETION_TOKENS))
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    def echo_of(self, tokenizer: Any, prompt: Any) -> str | None:
+        if not self.echo or isinstance(prompt, str):
+            return prompt if self.echo else None
+        return str(tokenizer.decode(prompt, skip_special_tokens=True))
 
 
 class TokenizeBody(_Body):
