@@ -157,11 +157,13 @@ def _is_named(item: pytest.Item, config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `slow` tests unless they are named or `-m` says what to run; those marked `early` come first.
 
-    Skip `gpu` tests, with the reason, on machines without CUDA; elsewhere those that want the GPU alone come last,
+    Of large grids of kernels (`few`) the interpreter runs a few rows, and a GPU all. Skip `gpu` tests, with the reason,
+    on machines without CUDA; elsewhere those that want the GPU alone come last,
     as every one of them waits for what others are at. Tests of kernels are not traced: coverage is of the package,
     and the interpreter takes 2.6 times as long when it is.
     """
     grids: dict[str, list[pytest.Item]] = {}
+    interpreted: set[pytest.Item] = set()
     for item in items:
         assert item.get_closest_marker("gpu") or not item.get_closest_marker("alone"), f"{item.name} needs no GPU"
         if item.path.parent.name == "kernels":
@@ -171,15 +173,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for grid in grids.values():
         often = few([vars(item)["callspec"].indices for item in grid], grid[0].get_closest_marker("few").args[0])
         for item in (item for at, item in enumerate(grid) if at not in often):
-            item.add_marker(pytest.mark.slow)
-    if not config.option.markexpr:
-        chosen: list[pytest.Item] = []
-        left_out: list[pytest.Item] = []
-        for item in items:
-            is_left_out = item.get_closest_marker("slow") and not _is_named(item, config)
-            (left_out if is_left_out else chosen).append(item)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = chosen
+            if item.path.parent.name != "kernels":
+                item.add_marker(pytest.mark.slow)
+            elif not torch.cuda.is_available():
+                interpreted.add(item)
+
+    def is_left_out(item: pytest.Item) -> bool:
+        if item not in interpreted and (config.option.markexpr or item.get_closest_marker("slow") is None):
+            return False
+        return not _is_named(item, config)
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.get_closest_marker("alone") is not None)

@@ -107,7 +107,7 @@ def test_a_reader_that_left_ends_a_command_without_a_word(monkeypatch: pytest.Mo
     assert "error" not in said.getvalue()
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("stream", [full_disk, pipe_without_reader, closed])
 def test_stderr_that_takes_nothing_does_not_lose_the_answer(

@@ -124,10 +124,10 @@ def messages(*contents: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, contents, strict=False)]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", EXACT)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(contents=st.lists(guilty, min_size=1, max_size=3))
 @example([FORGED])
 @example([f"  {END}", f"{END}  {START}"])

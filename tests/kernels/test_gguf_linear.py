@@ -44,7 +44,8 @@ def products(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
+@pytest.mark.few(5)
+@pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_products_are_those_of_the_decoded_matrix(kind: str, dtype: torch.dtype) -> None:
     """A K that is no whole number of tiles, or of steps, and rows of W that are no whole number of programs'."""

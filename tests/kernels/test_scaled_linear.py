@@ -69,7 +69,8 @@ def products(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.slow)])
+@pytest.mark.few(5)
+@pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_products_are_those_of_the_decoded_matrix(name: str, dtype: torch.dtype) -> None:
     """A K that ends within a tile and within a unit."""
