@@ -233,4 +233,4 @@ def test_passes_of_a_trace_are_drawn(target: Path, tmp_path: Path, capsys: pytes
     drawn = (tmp_path / "picture.svg").read_text()
     assert "target computes" in drawn and "steps of the draft" in drawn
     assert call("timeline", trace, "--passes", "90") == 2
-    assert "the trace has the passes" in capsys.readouterr().err
+    assert "--passes 90: the trace has" in capsys.readouterr().err

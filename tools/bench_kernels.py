@@ -10,31 +10,21 @@ inputs that are taken in turn. Prints a line a case, then one JSON line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import harness
 import torch
 from harness import check_out, emit, percentiles, provenance
-from kernel_cases import kv, rows
-from kernel_cases.attention import attention
+from kernel_cases import attention, encodings, kv, linear, rows
 from kernel_cases.case import DEVICE, Case
-from kernel_cases.encodings import coded_linear, decode_blocks, decode_coded, gguf_linear, scaled_linear
-from kernel_cases.linear import linear
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
 from offload_runtime.config import GB
 from offload_runtime.errors import DeviceError
 
-OPERATIONS: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
-    "attention": attention, "chunk_scores": kv.chunk_scores, "chunk_summaries": kv.chunk_summaries,
-    "compact_rows": kv.compact_rows, "decode_blocks": decode_blocks, "decode_coded": decode_coded,
-    "linear": linear, "gguf_linear": gguf_linear, "coded_linear": coded_linear, "scaled_linear": scaled_linear,
-    "gather_chunks": kv.gather_chunks_cases,
-    "gumbel_argmax": rows.gumbel_argmax, "rms_norm": rows.rms_norm, "rope_store": rows.rope_store,
-    "swiglu": rows.swiglu,
-}  # fmt: skip
+OPERATIONS = {**attention.CASES, **encodings.CASES, **kv.CASES, **linear.CASES, **rows.CASES}
 
 
 def decoding_rates(case: Case, seconds: float) -> dict[str, float]:
@@ -69,7 +59,7 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
 
 def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float) -> Iterator[dict[str, Any]]:
     """A row a case, each printed when it is there; only one case's inputs are in memory."""
-    for make_case in OPERATIONS[operation]():
+    for make_case in OPERATIONS[operation]:
         case = make_case()
         row = measure(case, bytes_gbps=link_gbps if case.over_link else copy_gbps, matmul_flops=matmul_flops)
         if case.close is not None:

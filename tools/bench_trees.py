@@ -220,8 +220,7 @@ def check(options: argparse.Namespace) -> None:
 
 def origin_of(options: argparse.Namespace) -> dict[str, Any]:
     """Settings and machine, asked for once something is measured: it would otherwise hold some of the GPU already."""
-    settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "trace", "commit")}
-    settings |= {key: Path(settings[key]).name for key in ("source", "target", "text", "code")}
+    settings = harness.settings_of(options, without=("out", "trace", "commit"))
     return {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
 
 

@@ -21,29 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import systems
 import torch
-from common import (
-    PASSED_ON,
-    SHAPES,
-    add_run_options,
-    as_words,
-    check_context,
-    model_name,
-    options_from,
-    peer_parser,
-)
+from common import PASSED_ON, SHAPES, add_run_options, as_words, check_context, model_name, options_from, peer_parser
 from harness import check_out, emit, provenance, write_unfinished
 from ours_runtime import NO_MODEL, add_our_options, our_options
-from systems import (
-    SYSTEMS,
-    agreements,
-    link_bound,
-    outcome,
-    run_system,
-    succeeded,
-    table,
-    times_ours_over,
-)
 
 from offload_runtime.config import require_positive
 from offload_runtime.engine.load_model import open_sources, read_tokenizer
@@ -65,7 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--target", help="checkpoint: a directory, a .gguf file or a hub id; see widen_model.py")
     model.add_argument("--synthetic", choices=sorted(SHAPES), help="made in memory: random weights of this shape")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated, of: " + ", ".join(SYSTEMS))
+    known = ", ".join(systems.SYSTEMS)
+    parser.add_argument("--systems", default=",".join(systems.SYSTEMS), help=f"comma-separated, of: {known}")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="text; may be repeated")
     add_run_options(parser)
     parser.set_defaults(new_tokens=64, out=Path("comparison.json"))
@@ -80,9 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
 def chosen_systems(text: str) -> list[str]:
     """The systems asked for. Raises `OptionError` for one that there is not."""
     names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in SYSTEMS]
+    unknown = [name for name in names if name not in systems.SYSTEMS]
     if unknown or not names:
-        raise OptionError(f"unknown system {unknown[0] if unknown else text!r}: choose of {', '.join(SYSTEMS)}")
+        raise OptionError(f"unknown system {unknown[0] if unknown else text!r}: choose of {', '.join(systems.SYSTEMS)}")
     if len(set(names)) < len(names):
         raise OptionError(f"--systems {text} names a system twice: name each once")
     return names
@@ -116,7 +99,7 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     if arguments.target == "":
         raise OptionError("--target is empty: name a directory, a .gguf file or a hub id")
     resolve_device(arguments.device)
-    taken = {option for name in names for option in SYSTEMS[name].takes}
+    taken = {option for name in names for option in systems.SYSTEMS[name].takes}
     for option in _OF_SOME:
         if getattr(arguments, option) is not None and option not in taken:
             raise OptionError(f"--{option.replace('_', '-')} is for none of {', '.join(names)}: leave it out")
@@ -156,12 +139,10 @@ def run_all(
         options = options_from(peer_parser("").parse_args([*common, *own["assistant_tokens"], *own["prefill_chunk"]]))
         if arguments.context is not None:
             resolve_context(arguments.context, options.source.config(), kv=arguments.kv)
-        if {"ours", "ours-chains"} & set(names):
-            our_options(arguments).check(options.source.config(), options.resident_layers)
         for number, name in enumerate(names):
             print(f"{name} ({number + 1} of {len(names)})", end=": ", file=sys.stderr, flush=True)
-            result = run(SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
-            print(outcome(result), file=sys.stderr, flush=True)
+            result = run(systems.SYSTEMS[name], common, own, draft=arguments.draft, timeout_s=arguments.timeout)
+            print(systems.outcome(result), file=sys.stderr, flush=True)
             yield name, result
 
 
@@ -173,8 +154,9 @@ def make_report(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
         "prompt_file": [path.name for path in arguments.prompt_file], "out": arguments.out.name,
     }  # fmt: skip
     return {
-        "benchmark": "comparison", "results": results, "times_ours_over": times_ours_over(results),
-        "bound": link_bound(results), "agreement": agreements(results, greedy=arguments.temperature == 0),
+        "benchmark": "comparison", "results": results, "times_ours_over": systems.times_ours_over(results),
+        "bound": systems.link_bound(results),
+        "agreement": systems.agreements(results, greedy=arguments.temperature == 0),
         "configuration": settings,
     }  # fmt: skip
 
@@ -191,7 +173,7 @@ def compare(arguments: argparse.Namespace, names: Sequence[str], run: Callable[.
 
 
 @harness.one_line_errors
-def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]] = run_system) -> int:
+def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]] = systems.run_system) -> int:
     """Run the chosen systems, each by `run`; returns the exit code."""
     arguments = make_parser().parse_args(argv)
     names = chosen_systems(arguments.systems)
@@ -201,9 +183,9 @@ def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]
             setattr(arguments, option, str(fetch_demo_model()))
     report = compare(arguments, names, run)
     results = report["results"]
-    print(table(report))
+    print(systems.table(report))
     emit(report, arguments.out)
-    return 0 if succeeded(results) else 1
+    return 0 if systems.succeeded(results) else 1
 
 
 if __name__ == "__main__":

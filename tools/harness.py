@@ -282,37 +282,33 @@ def git_commit(directory: Path | None = None) -> str:
 def provenance(*devices: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Where a figure comes from: `machine` with its cards, `versions`, `commit` (the given one where the tree has no
     git)."""
-    return {
-        "machine": machine_info(*devices),
-        "versions": package_versions(),
-        "commit": commit or git_commit(),
-    }
+    return {"machine": machine_info(*devices), "versions": package_versions(), "commit": commit or git_commit()}
 
 
-def check_out(out: Path | None, option: str = "--out") -> None:
-    """Refuse before anything is measured a file, named by `option`, that could not be written then; None is no file.
+def check_out(out: Path | None) -> None:
+    """Refuse before anything is measured a file that could not be written then; None is no file.
 
     Raises `StorageError`. Missing directories are made; a file that is there stays as it is.
     """
     if out is None:
         return
     if out.is_dir():
-        raise StorageError(f"{option} {out} is a directory: name a file in it, such as {out / 'result.json'}")
+        raise StorageError(f"--out {out} is a directory: name a file in it, such as {out / 'result.json'}")
     partial = _partial(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
         partial.unlink()
     except OSError as error:
-        raise _unwritable(out, error, option) from error
+        raise _unwritable(out, error) from error
 
 
 def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".part")
 
 
-def _unwritable(out: Path, error: OSError, option: str = "--out") -> StorageError:
-    return StorageError(f"{out} cannot be written ({error.strerror or error}): name another {option}")
+def _unwritable(out: Path, error: OSError) -> StorageError:
+    return StorageError(f"{out} cannot be written ({error.strerror or error}): name another --out")
 
 
 def write_report(result: Mapping[str, Any], out: Path, *, indent: int | None = None) -> None:

@@ -28,15 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_long_context import (
-    SEED,
-    WARM_UP_TOKENS,
-    add_long_options,
-    check_long,
-    load,
-    sources,
-    speculation_of,
-)
+from bench_long_context import SEED, WARM_UP_TOKENS, add_long_options, check_long, load, sources, speculation_of
 from harness import check_out, emit, leading_agreement, provenance, write_report
 from passes import predicted_pass, time_window
 from timing import Answer, timed_answer
@@ -65,19 +57,20 @@ def _batch(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is varied, the values of the paper's table, and the options that a value stands for. `loads`: each value
-    takes a runtime of its own; `x` and `ys` are what a picture shows, of the rows' figures."""
+    """What is varied, the values of the paper's table, and the options that a value stands for; `ys` are the figures
+    of a row that a picture shows."""
 
     axis: str
     values: str
     apply: Callable[[str], dict[str, Any]]
-    loads: bool = True
     ys: tuple[str, ...] = ("times_plain", "bound_times_plain")
 
 
+# Rows that differ in none of these can share a runtime.
+_LOADED_FOR = ("budget", "chunk_size", "context", "gamma_draft", "batch", "resident")
 _ON_WEIGHTS = ("window", "resident")
 SWEEPS = {
-    "temperature": Sweep("temperature", "0,0.2,0.4,0.6,0.8,1.0,1.2", lambda text: {"temperature": float(text)}, False),
+    "temperature": Sweep("temperature", "0,0.2,0.4,0.6,0.8,1.0,1.2", lambda text: {"temperature": float(text)}),
     "budget": Sweep("retrieved tokens a layer and head", "1K,2K,3K,4K,6K,8K", lambda text: {"budget": tokens(text)}),
     "chunk": Sweep("tokens in a chunk", "2,4,8,16,32,64", lambda text: {"chunk_size": tokens(text)}),
     "context": Sweep("tokens of context", "120K,64K,32K,16K,8K,4K", lambda text: {"context": tokens(text)}),
@@ -85,11 +78,11 @@ SWEEPS = {
     "batch": Sweep("sequences x tokens of context", "2x56K,6x19K,10x12K", _batch),
     "window": Sweep(
         "tokens in the window of a pass", "1,2,4,8,16,32,64,128,256,512,1024",
-        lambda text: {"window": tokens(text)}, False, ("tok_per_s", "bound_tok_per_s"),
+        lambda text: {"window": tokens(text)}, ("tok_per_s", "bound_tok_per_s"),
     ),
     "resident": Sweep(
         "share of the layers on the GPU", "0,1/8,1/4,3/8,1/2,5/8,3/4,7/8,1",
-        lambda text: {"resident": Fraction(text)}, True, ("tok_per_s", "plain_tok_per_s", "bound_tok_per_s"),
+        lambda text: {"resident": Fraction(text)}, ("tok_per_s", "plain_tok_per_s", "bound_tok_per_s"),
     ),
 }  # fmt: skip
 # Of these there are results, which can be drawn, and they are not measured any more.
@@ -119,9 +112,8 @@ def answers_of(
     scheduler: Scheduler, prompts: Sequence[Sequence[int]], params: GenerationParams, *, speculate: bool
 ) -> list[Answer]:
     """All at once, behind what the slots hold already."""
-    ask = partial(timed_answer, scheduler, speculate=speculate)
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: ask(prompt, params), prompts))
+        return list(pool.map(lambda prompt: timed_answer(scheduler, prompt, params, speculate=speculate), prompts))
 
 
 def agrees(one: GenerationResult, other: GenerationResult) -> bool:
@@ -204,18 +196,14 @@ def read_texts(options: argparse.Namespace, small: CheckpointSource) -> list[lis
 def rows_of(points: Sequence[tuple[str, argparse.Namespace]]) -> Iterator[dict[str, Any]]:
     """Measure rows, those that can share a runtime with one."""
     first = points[0][1]
-    models, numbers = sources(first), {label: number for number, (label, _) in enumerate(points)}
-    key = (lambda point: numbers[point[0]]) if SWEEPS[first.sweep].loads else (lambda point: 0)
-    for _, grouped in groupby(points, key=key):
+    models, on_weights = sources(first), first.sweep in _ON_WEIGHTS
+    for _, grouped in groupby(points, key=lambda point: [getattr(point[1], name) for name in _LOADED_FOR]):
         group = [*grouped]
-        options, on_weights = group[0][1], first.sweep in _ON_WEIGHTS
+        options = group[0][1]
         widest = max(max(one.window, one.gamma) for _, one in group)
         texts = read_texts(options, models[1])
-        hierarchy = replace(
-            speculation_of(options), gamma_draft=options.gamma_draft, refresh_steps=options.refresh_steps
-        )
-        if on_weights:
-            hierarchy = replace(hierarchy, mode="chain")
+        steps = {"gamma_draft": options.gamma_draft, "refresh_steps": options.refresh_steps}
+        hierarchy = replace(speculation_of(options), mode="chain" if on_weights else "triforce", **steps)
         layers = round(options.resident * models[0].config().num_layers) if on_weights else "auto"
         with load(
             options, models, hierarchy, max_gamma=max(63, widest), context=options.context, max_batch=options.batch,
@@ -230,10 +218,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The report, written row by row. Raises `OptionError`."""
     points, out = points_of(options), options.out
     origin = provenance(resolve_device(options.device), commit=options.commit)
+    settings = harness.settings_of(options, without=("values", "out", "commit"))
     report: dict[str, Any] = {
-        "benchmark": "sweep", "sweep": options.sweep, **origin, "settings": harness.settings_of(
-            options, without=("values", "out", "commit")
-        ), "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]), "rows": [],
+        "benchmark": "sweep", "sweep": options.sweep, **origin, "settings": settings, "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]), "rows": [],
     }  # fmt: skip
     if out is not None and out.exists():
         before = read_report(out)

@@ -16,17 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from trace_spans import (
-    Event,
-    Totals,
-    choose_passes,
-    clipped,
-    num_cards,
-    of_card,
-    read_trace,
-    totals_of,
-    window_of,
-)
+from trace_spans import Event, Totals, choose_passes, clipped, num_cards, of_card, read_trace, totals_of, window_of
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.trace import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS

@@ -60,16 +60,12 @@ class TraceFile:
 
     def machine(self) -> str:
         """One line about what ran where, as far as the trace knows it."""
-        told = str(self.about.get("placement", "")).split("; ")
-        emulated = [phrase for phrase in told if phrase.startswith("emulating")]
-        if not emulated and self.about.get("emulated"):
-            emulated = [f"emulating {self.about['emulated']}"]
-        dtype = str(self.about.get("dtype", "")).removeprefix("torch.")
-        device = self.about.get("device_name") or self.about.get("device") or ""
         cards = [card["device_name"] or card["device"] for card in self.about.get("cards", ())]
-        if len(cards) > 1:
-            device = " and ".join(cards)
-        return "; ".join(part for part in (", ".join(filter(None, (device, dtype))), *emulated, told[0]) if part)
+        device = " and ".join(cards) or self.about.get("device_name") or self.about.get("device")
+        emulated = self.about.get("emulated")
+        placement = str(self.about.get("placement", "")).split("; ")[0]
+        parts = device, self.about.get("dtype"), emulated and f"emulating {emulated}", placement
+        return "; ".join(str(part).removeprefix("torch.") for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -186,8 +182,7 @@ def _one_range(passes: Sequence[Event], asked: str) -> list[Event]:
     chosen = [one for one in passes if first <= one.args["pass"] <= last]
     if len(chosen) != last - first + 1:
         numbers = [one.args["pass"] for one in passes]
-        gaps = "" if len(numbers) == max(numbers) - min(numbers) + 1 else ", but not all of them"
-        raise TraceError(f"--passes {asked}: the trace has the passes {min(numbers)} to {max(numbers)}{gaps}")
+        raise TraceError(f"--passes {asked}: the trace has {len(numbers)} passes, {min(numbers)} to {max(numbers)}")
     return chosen
 
 

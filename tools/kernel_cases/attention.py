@@ -8,11 +8,10 @@ over as many keys in one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from kernel_cases.case import DEVICE, HEAD_DIM, Case, num_inputs, random_bf16
+from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels.attention import AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_cpu import attention_reference
 from offload_runtime_kernels.attention_sources import attend_sources_triton
@@ -116,15 +115,16 @@ def make_sources_case(queries: int, retrieved: int, recent: int, num_heads: int,
     )  # fmt: skip
 
 
-def attention() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    shapes = [
-        *((mode, queries, context) for context in (4096, 32768) for mode, queries in (
-            ("window", 1), ("window", 17), ("window", 64), ("tree", 64), ("window", 512))),
-        ("prefill", 2048, 0),
-        ("prefill", 2048, 14336),
-    ]  # fmt: skip
-    yield from (partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in shapes)
-    yield partial(make_case, "window", 17, 122880, 32, 32)
-    yield partial(make_pieces_case, 17, 122880, 8192, 32, 32)
-    yield from (partial(make_sources_case, queries, 4096, 600, 32, 32) for queries in (1, 5, 17))
+_SHAPES = [
+    *((mode, queries, context) for context in (4096, 32768) for mode, queries in (
+        ("window", 1), ("window", 17), ("window", 64), ("tree", 64), ("window", 512))),
+    ("prefill", 2048, 0), ("prefill", 2048, 14336),
+]  # fmt: skip
+CASES: Cases = {
+    "attention": [
+        *(partial(make_case, *shape, *heads) for heads in ((32, 32), (64, 8)) for shape in _SHAPES),
+        partial(make_case, "window", 17, 122880, 32, 32),
+        partial(make_pieces_case, 17, 122880, 8192, 32, 32),
+        *(partial(make_sources_case, queries, 4096, 600, 32, 32) for queries in (1, 5, 17)),
+    ]
+}

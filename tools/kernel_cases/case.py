@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ class Case:
     stored_bytes: int = 0  # of what is decoded, where that is told by the second
     over_link: bool = False  # whether what moves comes over the link, and not within the device's memory
     close: Callable[[], None] | None = None  # gives back what the garbage collector does not
+
+
+Cases = Mapping[str, Sequence[Callable[[], Case]]]  # by operation; only the one that is timed is made
 
 
 def num_inputs(input_bytes: int) -> int:

@@ -7,22 +7,24 @@ reference of a product decodes the matrix into memory and multiplies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
-from kernel_cases.case import DEVICE, Case, num_inputs, random_bf16
+from kernel_cases.case import DEVICE, Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
-from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, decode_scaled_triton
 
 from offload_runtime.weights.encodings.scaled_rows import scaled_bytes, scaled_rows
 
+Decode = Callable[[torch.Tensor, torch.Tensor], object]
 # Of down, and of gate and up together.
 _SHAPES = ((4096, 11008), (57344, 8192))
 # Of products: qkv, o, gate and up together, down.
@@ -36,6 +38,36 @@ _SCALED = (
 )  # fmt: skip
 
 
+def decoding_case(
+    about: dict[str, Any], stored: torch.Tensor, m: int, k: int, kernel: Decode, reference: Decode
+) -> Case:
+    """Decoding of matrices [m, k], of which each is one of `stored`."""
+    out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
+    return Case(
+        configuration={**about, "m": m, "k": k}, kernel=lambda i: kernel(stored[i], out),
+        reference=lambda i: reference(stored[i], out), num_inputs=len(stored),
+        moved_bytes=stored[0].nbytes + out.nbytes, stored_bytes=stored[0].nbytes, reference_in_graph=False,
+    )  # fmt: skip
+
+
+def product_case(
+    about: dict[str, Any], stored: Any, nbytes: int, shape: tuple[int, int, int],
+    kernel: Callable[[torch.Tensor, Any, torch.Tensor], object], decode: Callable[[Any, torch.Tensor], object],
+) -> Case:  # fmt: skip
+    """A product of rows with a matrix of `nbytes` as it is stored; `shape` is [rows, m, k]."""
+    rows, m, k = shape
+    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
+
+    def decode_and_multiply(i: int) -> None:
+        decode(stored[i], decoded)
+        linear_triton(x, decoded, out)
+
+    return Case(
+        configuration={**about, "rows": rows, "m": m, "k": k}, kernel=lambda i: kernel(x, stored[i], out),
+        reference=decode_and_multiply, num_inputs=len(stored), moved_bytes=nbytes, operations=2 * rows * m * k,
+    )  # fmt: skip
+
+
 def random_rows(kind: str, m: int, k: int) -> torch.Tensor:
     """Matrices [m, k] of random bytes, more than the caches hold: uint8 [inputs, m, row_bytes]."""
     row_bytes = FORMATS[kind].row_bytes(k)
@@ -44,28 +76,20 @@ def random_rows(kind: str, m: int, k: int) -> torch.Tensor:
 
 def make_decode_blocks(kind: str, m: int, k: int) -> Case:
     """A matrix [m, k] of random bytes."""
-    form, stored = FORMATS[kind], random_rows(kind, m, k)
-    out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
-    return Case(
-        configuration={"encoding": kind, "m": m, "k": k}, kernel=lambda i: decode_blocks_triton(stored[i], form, out),
-        reference=lambda i: decode_blocks_reference(stored[i], form, out), num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes + out.nbytes, stored_bytes=stored[0].nbytes, reference_in_graph=False,
+    form = FORMATS[kind]
+    return decoding_case(
+        {"encoding": kind}, random_rows(kind, m, k), m, k, lambda one, out: decode_blocks_triton(one, form, out),
+        lambda one, out: decode_blocks_reference(one, form, out),
     )  # fmt: skip
 
 
 def make_gguf_linear(kind: str, rows: int, m: int, k: int) -> Case:
     """A product of `rows` rows with a matrix [m, k] of random bytes."""
     form, stored = FORMATS[kind], random_rows(kind, m, k)
-    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
-
-    def decode_and_multiply(i: int) -> None:
-        decode_blocks_triton(stored[i], form, decoded)
-        linear_triton(x, decoded, out)
-
-    return Case(
-        configuration={"encoding": kind, "rows": rows, "m": m, "k": k},
-        kernel=lambda i: gguf_linear_triton(x, stored[i], form, out), reference=decode_and_multiply,
-        num_inputs=len(stored), moved_bytes=stored[0].nbytes, operations=2 * rows * m * k,
+    return product_case(
+        {"encoding": kind}, stored, stored[0].nbytes, (rows, m, k),
+        lambda x, one, out: gguf_linear_triton(x, one, form, out),
+        lambda one, out: decode_blocks_triton(one, form, out),
     )  # fmt: skip
 
 
@@ -83,82 +107,46 @@ def coded_rows(m: int, k: int) -> tuple[CodedRow, torch.Tensor]:
 def make_decode_coded(m: int, k: int) -> Case:
     """A matrix [m, k] of Gaussian weights."""
     row, stored = coded_rows(m, k)
-    out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
-    return Case(
-        configuration={"encoding": "12-bit BF16", "m": m, "k": k},
-        kernel=lambda i: decode_rows_triton(stored[i], row, out),
-        reference=lambda i: decode_rows_reference(stored[i], row, out), num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes + out.nbytes, stored_bytes=stored[0].nbytes, reference_in_graph=False,
+    return decoding_case(
+        {"encoding": "12-bit BF16"}, stored, m, k, lambda one, out: decode_rows_triton(one, row, out),
+        lambda one, out: decode_rows_reference(one, row, out),
     )  # fmt: skip
 
 
 def make_coded_linear(rows: int, m: int, k: int) -> Case:
     """A product of `rows` rows with a matrix [m, k] of Gaussian weights."""
     row, stored = coded_rows(m, k)
-    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
-
-    def decode_and_multiply(i: int) -> None:
-        decode_rows_triton(stored[i], row, decoded)
-        linear_triton(x, decoded, out)
-
-    return Case(
-        configuration={"encoding": "12-bit BF16", "rows": rows, "m": m, "k": k},
-        kernel=lambda i: coded_linear_triton(x, stored[i], row, out), reference=decode_and_multiply,
-        num_inputs=len(stored), moved_bytes=stored[0].nbytes, operations=2 * rows * m * k,
+    return product_case(
+        {"encoding": "12-bit BF16"}, stored, stored[0].nbytes, (rows, m, k),
+        lambda x, one, out: coded_linear_triton(x, one, row, out), lambda one, out: decode_rows_triton(one, row, out),
     )  # fmt: skip
-
-
-def random_numbers(form: ScaledFormat, m: int, k: int) -> list[ScaledRows]:
-    """Matrices [m, k] of random numbers with Gaussian scales, more than the caches hold."""
-    nbytes = scaled_bytes(form, m, k)
-    stored = torch.randint(256, (num_inputs(nbytes), nbytes), dtype=torch.uint8, device=DEVICE)
-    found = [scaled_rows(each, form, m, k) for each in stored]
-    for each in found:
-        each.scales.normal_(std=0.02)
-    return found
 
 
 def make_scaled_linear(form: ScaledFormat, rows: int, m: int, k: int) -> Case:
-    """A product of `rows` rows with a matrix [m, k] of random numbers."""
-    stored = random_numbers(form, m, k)
-    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
-
-    def decode_and_multiply(i: int) -> None:
-        decode_scaled_triton(stored[i], form, 0, decoded)
-        linear_triton(x, decoded, out)
-
+    """A product of `rows` rows with a matrix [m, k] of random numbers with Gaussian scales."""
+    nbytes = scaled_bytes(form, m, k)
+    stored = torch.randint(256, (num_inputs(nbytes), nbytes), dtype=torch.uint8, device=DEVICE)
+    matrices = [scaled_rows(each, form, m, k) for each in stored]
+    for each in matrices:
+        each.scales.normal_(std=0.02)
     scale = f"{str(form.scale).removeprefix('torch.')} of {form.rows}x{min(form.columns, k)}"
-    return Case(
-        configuration={
-            "encoding": form.number, "scale": scale, "zeros": form.zeros, "rows": rows, "m": m, "k": k,
-        },
-        kernel=lambda i: scaled_linear_triton(x, stored[i], form, out), reference=decode_and_multiply,
-        num_inputs=len(stored), moved_bytes=scaled_bytes(form, m, k), operations=2 * rows * m * k,
+    return product_case(
+        {"encoding": form.number, "scale": scale, "zeros": form.zeros}, matrices, nbytes, (rows, m, k),
+        lambda x, one, out: scaled_linear_triton(x, one, form, out),
+        lambda one, out: decode_scaled_triton(one, form, 0, out),
     )  # fmt: skip
 
 
-def decode_blocks() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES)
-
-
-def gguf_linear() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    for kind, rows in product(_PRODUCT_KINDS, _PRODUCT_ROWS):
-        yield from (partial(make_gguf_linear, kind, rows, *shape) for shape in _PRODUCTS)
-
-
-def decode_coded() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_decode_coded, *shape) for shape in _SHAPES)
-
-
-def coded_linear() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_coded_linear, rows, *shape) for rows in _PRODUCT_ROWS for shape in _PRODUCTS)
-
-
-def scaled_linear() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    for form, rows in product(_SCALED, _PRODUCT_ROWS):
-        yield from (partial(make_scaled_linear, form, rows, *shape) for shape in _PRODUCTS)
+CASES: Cases = {
+    "decode_blocks": [partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES],
+    "decode_coded": [partial(make_decode_coded, *shape) for shape in _SHAPES],
+    "gguf_linear": [
+        partial(make_gguf_linear, kind, rows, *shape)
+        for kind, rows, shape in product(_PRODUCT_KINDS, _PRODUCT_ROWS, _PRODUCTS)
+    ],
+    "coded_linear": [partial(make_coded_linear, rows, *shape) for rows, shape in product(_PRODUCT_ROWS, _PRODUCTS)],
+    "scaled_linear": [
+        partial(make_scaled_linear, form, rows, *shape)
+        for form, rows, shape in product(_SCALED, _PRODUCT_ROWS, _PRODUCTS)
+    ],
+}

@@ -8,11 +8,11 @@ page-locked memory, or read and written within the device's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from kernel_cases.case import DEVICE, HEAD_DIM, Case, num_inputs, random_bf16
+from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels.chunk_scores import chunk_scores_reference, chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import (
     FACTOR_BYTES,
@@ -169,28 +169,24 @@ def make_gather_chunks(num_kv_heads: int, num_new: int, *, pinned: bool) -> Case
     )  # fmt: skip
 
 
-def compact_rows() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_compact_rows, rows, *shape) for shape in ((32, 32), (80, 8)) for rows in (1, 8, 64, 256))
-
-
-def chunk_summaries() -> Iterator[Callable[[], Case]]:
-    """All cases: a new block, a streamed piece, a whole layer."""
-    shapes = [(blocks, heads, 4) for heads in (32, 8) for blocks in (1, 32, 480)]
-    yield from (partial(make_chunk_summaries, *shape) for shape in [*shapes, (480, 32, 2), (480, 32, 64)])
-
-
-def chunk_scores() -> Iterator[Callable[[], Case]]:
-    """All cases: scores, then the choice."""
-    for heads in ((32, 32), (64, 8)):
-        for chunks in (8192, 30720):
-            yield from (partial(make_scores_case, rows, chunks, *heads) for rows in (1, 7, 17, 32))
-    for num_kv_heads in (32, 8):
-        yield from (partial(make_select_case, chunks, num_kv_heads, 1024) for chunks in (8192, 30720))
-
-
-def gather_chunks_cases() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    for pinned in (True, False):
-        for num_kv_heads in (32, 8):
-            yield from (partial(make_gather_chunks, num_kv_heads, new, pinned=pinned) for new in (0, 10, 51, 512))
+# Of summaries: a new block, a streamed piece, a whole layer; of scores also the choice.
+CASES: Cases = {
+    "compact_rows": [
+        partial(make_compact_rows, rows, *shape) for shape in ((32, 32), (80, 8)) for rows in (1, 8, 64, 256)
+    ],
+    "chunk_summaries": [
+        partial(make_chunk_summaries, *shape)
+        for shape in [*((n, heads, 4) for heads in (32, 8) for n in (1, 32, 480)), (480, 32, 2), (480, 32, 64)]
+    ],
+    "chunk_scores": [
+        *(
+            partial(make_scores_case, rows, chunks, *heads)
+            for heads in ((32, 32), (64, 8)) for chunks in (8192, 30720) for rows in (1, 7, 17, 32)
+        ),
+        *(partial(make_select_case, chunks, heads, 1024) for heads in (32, 8) for chunks in (8192, 30720)),
+    ],
+    "gather_chunks": [
+        partial(make_gather_chunks, heads, new, pinned=pinned)
+        for pinned in (True, False) for heads in (32, 8) for new in (0, 10, 51, 512)
+    ],
+}  # fmt: skip

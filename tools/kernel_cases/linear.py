@@ -6,12 +6,11 @@ once and of multiplying.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from kernel_cases.case import Case, num_inputs, random_bf16
+from kernel_cases.case import Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels import linear as kernel
 from offload_runtime_kernels.linear import linear_library
 
@@ -75,8 +74,9 @@ def make_case(product: Product, rows: int) -> Case:
     )  # fmt: skip
 
 
-def linear() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    for products, model_rows in PRODUCTS.values():
-        for rows in model_rows:
-            yield from (partial(make_case, product, rows) for product in products)
+CASES: Cases = {
+    "linear": [
+        partial(make_case, product, rows)
+        for products, model_rows in PRODUCTS.values() for rows in model_rows for product in products
+    ],
+}  # fmt: skip

@@ -6,11 +6,10 @@ rotation reading the fused projection and writing queries, keys and values; of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from kernel_cases.case import DEVICE, HEAD_DIM, Case, num_inputs, random_bf16
+from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton, noise_keys
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.rms_norm import rms_norm_reference, rms_norm_triton
@@ -77,23 +76,12 @@ def make_gumbel_argmax(rows: int, vocab: int, temperature: float) -> Case:
     )  # fmt: skip
 
 
-def rms_norm() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_rms_norm, rows, width) for width in (4096, 8192) for rows in _ROWS)
-
-
-def swiglu() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_swiglu, rows, 11008) for rows in _ROWS)
-
-
-def rope_store() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    yield from (partial(make_rope_store, rows, *heads) for heads in ((32, 32), (64, 8)) for rows in _ROWS)
-
-
-def gumbel_argmax() -> Iterator[Callable[[], Case]]:
-    """All cases."""
-    for vocab in (32_000, 151_936):
-        for rows in (1, 17, 64, 512):
-            yield from (partial(make_gumbel_argmax, rows, vocab, temperature) for temperature in (0.0, 0.7))
+CASES: Cases = {
+    "rms_norm": [partial(make_rms_norm, rows, width) for width in (4096, 8192) for rows in _ROWS],
+    "swiglu": [partial(make_swiglu, rows, 11008) for rows in _ROWS],
+    "rope_store": [partial(make_rope_store, rows, *heads) for heads in ((32, 32), (64, 8)) for rows in _ROWS],
+    "gumbel_argmax": [
+        partial(make_gumbel_argmax, rows, vocab, temperature)
+        for vocab in (32_000, 151_936) for rows in (1, 17, 64, 512) for temperature in (0.0, 0.7)
+    ],
+}  # fmt: skip

@@ -103,7 +103,7 @@ def keep_resident(model: PreTrainedModel, num_layers: int) -> None:
             parameter.ds_persist = True
 
 
-def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, leaf_modules: bool) -> Prepared:
+def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int) -> Prepared:
     """Build the model under ZeRO stage 3 and hand it to DeepSpeed's engine, whose hooks stream it."""
     require_positive("prefetch_layers", prefetch_layers)
     if live_layers <= prefetch_layers:
@@ -115,8 +115,7 @@ def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, lea
     config = zero_config(options, prefetch_layers=prefetch_layers, live_layers=live_layers)
     model = build_partitioned(deepspeed, options, config)
     layer_class = type(model.model.layers[0])
-    if leaf_modules:
-        deepspeed.utils.set_z3_leaf_modules(model, [layer_class])
+    deepspeed.utils.set_z3_leaf_modules(model, [layer_class])
     engine = deepspeed.initialize(model=model, config=config)[0]
     num_resident = resident_layers(options, working_layers=live_layers)
     keep_resident(model, num_resident)
@@ -131,7 +130,7 @@ def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, lea
         pinned_bytes=sum(t.nbytes for t in host if options.device.type == "cuda" and t.is_pinned()),
         system_settings={
             "resident_layers": num_resident, "prefetch_layers": prefetch_layers, "live_layers": live_layers,
-            "leaf_modules": [layer_class.__name__] if leaf_modules else [], "deepspeed_config": config,
+            "leaf_modules": [layer_class.__name__], "deepspeed_config": config,
         },
         notes=tuple(notes),
     )  # fmt: skip
@@ -139,8 +138,7 @@ def prepare(options: PeerOptions, *, prefetch_layers: int, live_layers: int, lea
 
 def prepare_from(arguments: argparse.Namespace) -> Callable[[PeerOptions], Prepared]:
     """Bind DeepSpeed's own options."""
-    layers = {"prefetch_layers": arguments.prefetch_layers, "live_layers": arguments.live_layers}
-    return partial(prepare, **layers, leaf_modules=arguments.leaf_modules)
+    return partial(prepare, prefetch_layers=arguments.prefetch_layers, live_layers=arguments.live_layers)
 
 
 def close() -> None:
@@ -155,9 +153,6 @@ def main() -> int:
     parser.add_argument("--prefetch-layers", type=int, default=2, help="layers gathered ahead of the one in use")
     # DeepSpeed's own default of 1e9 elements is five layers of 7B.
     parser.add_argument("--live-layers", type=int, default=5, help="layers on the device at once, at most")
-    parser.add_argument(
-        "--leaf-modules", action=argparse.BooleanOptionalAction, default=True, help="gather a decoder layer as one"
-    )
     return run_peer(parser, prepare_from, close=close)
 
 

@@ -34,7 +34,6 @@ from offload_runtime.config import (
     ENCODE,
     SPECULATION_MODES,
     WEIGHTS,
-    ModelConfig,
     RuntimeConfig,
     SpeculationOptions,
     idle_options,
@@ -43,7 +42,7 @@ from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.plan.request import check_window, longest_context
+from offload_runtime.plan.request import longest_context
 from offload_runtime.weights import open_checkpoint
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
@@ -87,20 +86,6 @@ class OurOptions:
     def has_model(self) -> bool:
         """Whether the draft is a model."""
         return self.draft not in NO_MODEL
-
-    def check(self, target: ModelConfig, resident_layers: int | None) -> None:
-        """Refuse what no runtime could be loaded with. Raises `OptionError`.
-
-        Args:
-            target: The model.
-            resident_layers: Of it, on the device; None is as many as fit.
-        """
-        check_window(1 + max(self.gamma or 0, self.tree_nodes or 0), target)
-        if self.speculation == "triforce" and resident_layers not in (None, target.num_layers):
-            raise OptionError(
-                f"--speculation triforce needs all {target.num_layers} layers on the device, --resident-layers is "
-                f"{resident_layers}: take --resident-layers auto"
-            )
 
     def as_speculation(self) -> SpeculationOptions:
         """How tokens are proposed. Raises `OptionError` for values that cannot be."""

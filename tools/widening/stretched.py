@@ -17,31 +17,27 @@ from widening.rope import frequencies
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import ROPE_TYPES, model_config_from_json
+from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.checkpoint import StoredTensor, shortened
 from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_header
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.
-_REQUIRED: dict[str, frozenset[str]] = {
-    "default": frozenset(), "linear": frozenset({"factor"}), "dynamic": frozenset({"factor"}),
+_REQUIRED = {
+    "default": frozenset[str](), "linear": frozenset({"factor"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-    "longrope": frozenset({"original_max_position_embeddings", "short_factor", "long_factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }  # fmt: skip
-_OPTIONAL: dict[str, frozenset[str]] = {
-    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "longrope": frozenset({"factor", "attention_factor"}),
-}
+_OPTIONAL = {"yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})}
 _COMMON = frozenset({"rope_type", "rope_theta"})
 
 
 def _check_words(rope: Mapping[str, Any]) -> None:
     """Refuse parameters that are missing or would be ignored."""
     kind = rope.get("rope_type")
-    if kind not in ROPE_TYPES:
-        raise OptionError(f"rope_type {kind!r} is not known: use one of {', '.join(ROPE_TYPES)}")
-    known = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset()) | _COMMON
+    if kind not in _REQUIRED:
+        raise OptionError(f"rope_type {kind!r} is not known: use one of {', '.join(_REQUIRED)}")
+    known = _REQUIRED[kind] | _OPTIONAL.get(kind, frozenset[str]()) | _COMMON
     missing, unknown = sorted(_REQUIRED[kind] - set(rope)), sorted(set(rope) - known)
     if missing:
         raise OptionError(f"a RoPE of type {kind} needs {', '.join(missing)} too: add what is missing")
