@@ -43,7 +43,7 @@ def test_random_blocks_are_finite_and_of_the_size_of_weights(kind: str) -> None:
 @pytest.mark.parametrize("stored", [name for name in STORED if name != "bf16"])
 def test_stored_rows_decode_to_what_is_read_decoded(stored: str) -> None:
     source = model(stored)
-    mix = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M"}[stored]
+    mix = stored.upper()
     assert source.kinds == stored_kinds(source.config(), mix)
     name = "model.layers.1.mlp.down_proj.weight"
     kind = str(source.kinds[name])

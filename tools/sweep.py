@@ -220,7 +220,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     origin = provenance(resolve_device(options.device), commit=options.commit)
     settings = harness.settings_of(options, without=("values", "out", "commit"))
     report: dict[str, Any] = {
-        "benchmark": "sweep", "sweep": options.sweep, **origin, "settings": settings, "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]), "rows": [],
+        "benchmark": "sweep", "sweep": options.sweep, **origin, "settings": settings,
+        "measured_on": origin["machine"].get("gpu", origin["machine"]["cpu"]), "rows": [],
     }  # fmt: skip
     if out is not None and out.exists():
         before = read_report(out)
