@@ -17,7 +17,7 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
 from offload_runtime.cli.options import SAMPLING_OPTIONS, ChatOptions, sampling_values, with_sampling_option
 from offload_runtime.config import format_bytes, require, require_unicode
-from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.params import GenerationParams
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
             session.resume(options.session)
         converse = _converse_at_terminal if interactive else _converse_through_pipe
         converse(session)
+        if session.unsaved is not None:
+            lost = f"the conversation was not saved to {session.unsaved}: every attempt since its last turn has failed"
+            raise StorageError(f"{lost}, as was said above")
 
 
 def _only_here(path: Path | None, *, may_begin: bool = True) -> ExitStack:
@@ -111,7 +114,8 @@ class ChatSession:
     """One conversation and the way its answers are printed. Owns nothing but the last answer's figures, and where the
     conversation is saved after every turn (`path`), which is `held` against other processes.
 
-    With `--json` each answer is one object, with what there is to tell of the run, on `output`.
+    With `--json` each answer is one object, with what there is to tell of the run, on `output`. `unsaved` is the file
+    that was last to have the conversation and could not be written.
     """
 
     runtime: Runtime
@@ -121,6 +125,7 @@ class ChatSession:
     last_stats: GenerationStats | None = None
     path: Path | None = None
     held: ExitStack = field(default_factory=ExitStack)
+    unsaved: Path | None = None
 
     def resume(self, path: Path) -> None:
         """Go on from a file, if it is there, and save to it from now on."""
@@ -200,9 +205,15 @@ class ChatSession:
         """Save the turn, where turns are saved; the conversation goes on if that fails."""
         try:
             if self.path is not None:
-                self.conversation.save(self.path)
+                self.save(self.path)
         except OffloadError as error:
             terminal.error_line(error)
+
+    def save(self, path: Path) -> None:
+        """Save the conversation to a file. Raises as `Conversation.save`."""
+        self.unsaved = path
+        self.conversation.save(path)
+        self.unsaved = None
 
     def _write_json(self, answers: Sequence[GenerationResult], record: dict[str, Any]) -> None:
         for result in answers:  # there is one, or none where an error came before it
@@ -284,7 +295,7 @@ def _save(session: ChatSession, argument: str) -> None:
     path = terminal.user_path(argument) if argument else session.path
     if path is None:
         raise OptionError("/save needs the name of a file: /save FILE (or start with --session FILE)")
-    session.conversation.save(path)
+    session.save(path)
     terminal.status_line(f"saved {_count(session)} to {path}")
 
 

@@ -261,7 +261,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """What `Conversation.load` does with what its file says."""
         self._require_open()
         if not has_blocks(path, record):
-            return *text_without_blocks(record, self.parts), 0
+            return *text_without_blocks(path, record, self.parts), 0
         with self._locked(), device_errors(self.device), session_files(path) as files:
             self._require_open()
             session = SavedSession(path, record, files, self.parts)
@@ -373,17 +373,23 @@ class Runtime(AbstractContextManager["Runtime"]):
             [N, V] in the model's dtype, on the device, for an answer of N tokens.
 
         Raises:
-            OptionError: Another generation began before the last answer.
+            OptionError: Another generation began before the last answer, or there is no prompt, or a token is outside
+                the vocabulary.
+            ContextLengthError: Prompt and answer exceed the reserved context.
         """
+        prompt = self._room.fit(prompt, 1)
         first: list[torch.Tensor] = []
         hooks = Hooks(on_logits=lambda _, rows: first.append(rows.clone()))
         with self._locked():
             generation = self._begin(self._requests([prompt], [GenerationParams(1)], speculate=False), hooks)
             generation.finish()
         for answer in answers:
+            tokens = self._room.encode(answer) if answer else []
+            self._room.fit([*prompt, *tokens], 0)
             with self._locked(), generation.working():
-                behind = self.parts.target.runner.verify([Window(tuple(answer[:-1]))], [0])
-            yield torch.cat([*first, behind])
+                windows = [Window(tuple(tokens[:-1]))] if len(tokens) > 1 else []
+                behind = [self.parts.target.runner.verify([window], [0]) for window in windows]
+            yield torch.cat([*first, *behind])[: len(tokens)]
 
     def _requests(
         self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool

@@ -256,12 +256,15 @@ def _checksum(record: Mapping[str, Any]) -> str:
     return blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Whether a file is as it was written."""
+def _require_whole(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise `SessionError` unless a file is as it was written."""
     try:
-        return bool(record["session"]["checksum"] == _checksum(record))
+        is_whole = bool(record["session"]["checksum"] == _checksum(record))
     except (KeyError, TypeError, AttributeError):
-        return False
+        is_whole = False
+    if not is_whole:
+        way_out = "take `session` and `earlier` out of it to have its messages read again as they are"
+        raise SessionError(f"{path} is damaged, or was changed by hand: {way_out}")
 
 
 @contextmanager
@@ -331,7 +334,7 @@ class SavedSession:
     def __init__(self, path: Path, record: Mapping[str, Any], files: BlockFiles, parts: RuntimeParts) -> None:
         self._files, self._way_out = files, f"delete {_directory(path.resolve())} to have its messages read again"
         session, made = record["session"], made_with(parts)
-        self._require(_is_whole(record), f"{path} is damaged, or was changed by hand")
+        _require_whole(path, record)
         was = session["made_with"]
         self._require(was["model"] == made["model"], f"{path} was saved with another model ({session['name']})")
         for name in ("dtype", "device", "arithmetic"):
@@ -389,10 +392,13 @@ def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
     return "session" in record and any(_directory(path.resolve()).glob("*.kv"))
 
 
-def text_without_blocks(record: Mapping[str, Any], parts: RuntimeParts) -> tuple[str, tuple[int, ...]]:
+def text_without_blocks(path: Path, record: Mapping[str, Any], parts: RuntimeParts) -> tuple[str, tuple[int, ...]]:
     """What a session without blocks has been to the model, and its tokens; nothing where that was another model, or
-    the file was changed by hand, so that there are messages alone."""
-    if not _is_whole(record) or record["session"]["made_with"]["model"] != made_with(parts)["model"]:
+    the file is from elsewhere, so that there are messages alone. Raises `SessionError` if it is damaged."""
+    if record.keys().isdisjoint(("session", "earlier")):
+        return "", ()
+    _require_whole(path, record)
+    if record["session"]["made_with"]["model"] != made_with(parts)["model"]:
         return "", ()
     saved = _saved_text(record["session"])
     return saved.text, saved.tokens

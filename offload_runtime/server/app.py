@@ -139,7 +139,9 @@ class Service:
 
         def work() -> T:
             try:
-                body = json.loads(raw, parse_constant=_refuse_constant)
+                body = json.loads(raw, parse_constant=_refuse_constant, object_pairs_hook=_named_once)
+            except RequestError:
+                raise
             except (ValueError, RecursionError) as error:
                 raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
             return read(body)
@@ -354,6 +356,16 @@ def _event(value: dict[str, Any]) -> dict[str, str]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, none of whose keys is there twice: readers do not agree on which of them counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])[:100]
+        raise RequestError(f"the body has the key {twice!r} twice in one object: give it once", twice)
+    return found
 
 
 def _error_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -353,4 +353,7 @@ def _token_ids(bias: Mapping[str, float]) -> dict[int, float]:
     """A logit bias by token; JSON has texts as keys."""
     if not all(name.isdecimal() and name.isascii() and len(name) < 10 for name in bias):
         raise RequestError("logit_bias has a key that is no token id", "logit_bias")
-    return {int(name): value for name, value in bias.items()}
+    by_token = {int(name): value for name, value in bias.items()}
+    if len(by_token) < len(bias):
+        raise RequestError("logit_bias names a token twice: give each its one bias", "logit_bias")
+    return by_token

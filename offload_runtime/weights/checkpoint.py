@@ -27,7 +27,7 @@ from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.params import SamplingParams
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.fields import Fields, shortened, shown
+from offload_runtime.weights.fields import Fields, HeaderError, shortened, shown
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.vocabulary import Vocabulary, tokenizer_vocabulary
 
@@ -209,7 +209,7 @@ class HeaderReader:
         """The next bytes."""
         start, self.position = self.position, self.position + nbytes
         if self.position > self.size_bytes:
-            raise ValueError(f"it goes on past the end of the file at {self.size_bytes} bytes")
+            raise HeaderError(f"it goes on past the end of the file at {self.size_bytes} bytes")
         return self._data[start : self.position]
 
     def number(self, form: str) -> Any:

@@ -23,8 +23,15 @@ _SHORT.maxlevel = 2
 _MOST_SHOWN, _MOST_NAMES = 64, 5
 
 
+class HeaderError(ValueError):
+    """A header is damaged, in our own words, which quote a file only by `shown`."""
+
+
 def shown(value: object) -> str:
-    """A value from a file, or an error that quotes one, as short as a message needs it, on one line."""
+    """A value from a file, or an error that quotes one, as short as a message needs it, on one line; our own words as
+    they are."""
+    if isinstance(value, HeaderError):
+        return str(value)
     text = _SHORT.repr(str(value))[1:-1] if isinstance(value, BaseException) else _SHORT.repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 

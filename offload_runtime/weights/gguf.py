@@ -33,7 +33,7 @@ from offload_runtime.weights.checkpoint import (
 )
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.encodings.gguf_rows import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
-from offload_runtime.weights.fields import Fields, shortened, shown
+from offload_runtime.weights.fields import Fields, HeaderError, shortened, shown
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
@@ -85,7 +85,7 @@ def _value(reader: HeaderReader, kind: int) -> Any:
             return list(struct.unpack(f"<{count}{_SCALARS[kind][1]}", data))
         return [_value(reader, kind) for _ in range(count)]
     if kind not in _SCALARS:
-        raise ValueError(f"unknown metadata type {kind}")
+        raise HeaderError(f"unknown metadata type {kind}")
     return reader.number(_SCALARS[kind])
 
 
@@ -93,7 +93,7 @@ def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     """One entry of the tensor table; the offset is still relative to the data section."""
     name, num_dims = _string(reader), reader.number("<I")
     if num_dims > 4:
-        raise ValueError(f"{shown(name)} has {num_dims} dimensions")
+        raise HeaderError(f"{shown(name)} has {num_dims} dimensions")
     shape = tuple(reversed([reader.number("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
     number, offset_bytes = reader.number("<I"), reader.number("<Q")
     if number not in gguf.GGML_QUANT_SIZES:  # dropped by llama.cpp, or newer than the package
@@ -104,7 +104,7 @@ def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     kind = gguf.GGMLQuantizationType(number)
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if not shape or 0 in shape or shape[-1] % block_elements:
-        raise ValueError(f"rows of {shown(name)} {list(shape)} are not whole blocks of {block_elements}")
+        raise HeaderError(f"rows of {shown(name)} {list(shape)} are not whole blocks of {block_elements}")
     nbytes = math.prod(shape) // block_elements * block_bytes
     return StoredTensor(reader.path, name, kind.name, shape, offset_bytes, nbytes)
 
@@ -116,7 +116,7 @@ def _read_file(path: Path) -> GgufHeader:
             raise CheckpointError(f"{path} is not a GGUF file: give a .gguf file or a directory with safetensors")
         version = reader.number("<I")
         if version not in _VERSIONS:
-            raise ValueError(f"version {version}, and only little-endian versions 2 and 3 are read")
+            raise HeaderError(f"version {version}, and only little-endian versions 2 and 3 are read")
         num_tensors, num_keys = reader.number("<Q"), reader.number("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):

@@ -26,7 +26,7 @@ from offload_runtime.weights.checkpoint import (
     open_header,
 )
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.fields import MOST, Fields, shortened, shown
+from offload_runtime.weights.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
 from offload_runtime.weights.quantised import QuantisedTensor, gather, quantisation_of
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
@@ -56,7 +56,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     if valid and element is not None:
         valid = offsets[1] - offsets[0] == math.prod(shape) * element.itemsize
     if not valid:
-        raise ValueError(f"the entry for {shown(name)} lacks a dtype, shape and data_offsets that fit one another")
+        raise HeaderError(f"the entry for {shown(name)} lacks a dtype, shape and data_offsets that fit one another")
     return StoredTensor(path, name, dtype, shape, data_start + offsets[0], offsets[1] - offsets[0])
 
 
@@ -69,10 +69,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     with open_header(path) as reader:
         header_bytes = reader.number("<Q")
         if header_bytes > _MAX_HEADER_BYTES:
-            raise ValueError(f"it should take {header_bytes} bytes, and {_MAX_HEADER_BYTES} are the most")
+            raise HeaderError(f"it should take {header_bytes} bytes, and {_MAX_HEADER_BYTES} are the most")
         entries = json.loads(reader.take(header_bytes))
         if not isinstance(entries, dict):
-            raise ValueError("it is not a JSON object")
+            raise HeaderError("it is not a JSON object")
         entries.pop("__metadata__", None)
         tensors = {name: _stored_tensor(path, name, entry, reader.position) for name, entry in entries.items()}
         reader.check_complete(tensors.values())
