@@ -173,6 +173,7 @@ class Client:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
     copy: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -192,7 +192,6 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
         ({"chat_template_kwargs": {"tokenize": True}}, None),
         ({"x_sources": True}, "x_sources"),
         ({"stop": [""]}, None),
-        ({"top_p": 0}, None),
     ],
 )
 def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
@@ -210,8 +209,9 @@ def test_log_probabilities_are_the_models(served: Served, alone: Runtime) -> Non
     assert whole is not None and whole.content is not None
     assert [one.logprob for one in whole.content] == pytest.approx([one.logprob for one in expected], abs=1e-4)
     for one, known in zip(whole.content, expected, strict=True):
-        assert one.token == alone.tokenizer.decode([known.token]) and len(one.top_logprobs) == 3
-        assert bytes(one.bytes or []).decode() == one.token or one.bytes is None
+        said = alone.tokenizer.decode([known.token])
+        assert (one.token == said or "\ufffd" in said) and len(one.top_logprobs) == 3
+        assert bytes(one.bytes or []).decode(errors="replace") == said
     streamed = served.openai.chat.completions.create(**asked, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
     assert [one for part in parts if part is not None for one in part.content or ()] == whole.content
