@@ -215,11 +215,12 @@ def test_log_probabilities_are_the_models(served: Served, alone: Runtime) -> Non
     streamed = served.openai.chat.completions.create(**asked, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
     assert [one for part in parts if part is not None for one in part.content or ()] == whole.content
-    plain = served.openai.completions.create(
+    choice = served.openai.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2
-    ).choices[0].logprobs  # fmt: skip
-    assert plain is not None and plain.tokens is not None and plain.top_logprobs is not None
-    assert plain.text_offset == [len("".join(plain.tokens[:number])) for number in range(4)]
+    ).choices[0]  # fmt: skip
+    plain, offsets = choice.logprobs, choice.logprobs and choice.logprobs.text_offset
+    assert plain is not None and plain.tokens is not None and plain.top_logprobs is not None and offsets is not None
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(choice.text)
     assert [max(top.values()) for top in plain.top_logprobs] == plain.token_logprobs
 
 
