@@ -83,7 +83,7 @@ def test_unreadable_config(single, text):
 def test_unsupported_model_is_refused_before_its_weights_are_looked_at(single):
     edit_config(single, model_type="mamba", architectures=["MambaForCausalLM"])
     (single / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedArchitectureError, match=r"MambaForCausalLM.*Qwen3ForCausalLM"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"MambaForCausalLM is a hybrid .*Qwen3"):
         open_checkpoint(single)
 
 
@@ -112,7 +112,7 @@ def test_missing_shards_are_listed(sharded):
 
 def test_no_weights_at_all(single):
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"weights as pytorch_model\.bin, which is not read"):
         open_checkpoint(single)
 
 
@@ -142,16 +142,6 @@ def test_surplus_tensors_are_reported_but_known_leftovers_are_not(single, caplog
     rewrite(single / "model.safetensors", model__layers__0__self_attn__q_proj__bias=torch.ones(32))
     open_checkpoint(single)
     assert "self_attn.q_proj.bias" in caplog.text
-
-
-def test_tied_embeddings_with_and_without_a_stored_head(tmp_path):
-    directory = tmp_path / "model"
-    save_tiny(directory, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
-    assert open_checkpoint(directory).config().tie_word_embeddings
-    rewrite(directory / "model.safetensors", lm_head__weight=torch.zeros(64, 32, dtype=torch.bfloat16))
-    weights = load_plain(open_checkpoint(directory), torch.bfloat16)
-    assert "lm_head" not in weights.views(None)
 
 
 def test_generation_settings_win_over_the_model_config(single):

@@ -239,7 +239,6 @@ def _load(
         name = getattr(config.target, "reference", config.target)
         target_source, draft_source = assembly.open_sources(config.target, draft_model)
         drafts = find_drafts(name, target_source, open_checkpoint) if config.finds_draft else []
-        eos_token_ids = frozenset(target_source.generation_eos())
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
             reading = pool.submit(assembly.read_tokenizer, target_source, draft_source)
@@ -260,6 +259,7 @@ def _load(
                 find = partial(_find_draft, find, drafts, own_figures is not None)
             plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
         tokenizer, shared = reading.result()
+        eos_token_ids = frozenset(target_source.generation_eos(tokenizer))
         for found in drafts:
             if isinstance(found.model, CheckpointSource) and found.model is plan.request.draft:
                 draft_source, shared = found.model, found.shared

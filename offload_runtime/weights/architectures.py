@@ -5,12 +5,14 @@ The refusals matter more than the translation: an option that the decoder would 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
 from offload_runtime.weights.fields import MOST, Fields, shown
+from offload_runtime.weights.unsupported import unsupported_model
 
 # transformers' model_type to the architecture the decoder implements.
 ARCHITECTURES = {
@@ -20,6 +22,18 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+# The text parts of models that read images, and whose they are like: of text, whose positions are the same on all three
+# axes, the rotations of `mrope` are the plain ones.
+_TEXT_PARTS = {
+    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}  # fmt: skip
+# What configurations of text parts leave out, which have been saved as differences from transformers' defaults.
+_SIZES: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_TEXT_SIZES = {
+    "llama": {**_SIZES, "intermediate_size": 11008}, "mistral": {**_SIZES, "intermediate_size": 14336},
+}  # fmt: skip
+_OF_WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _MOST_LAYERS, _MOST_HEAD_DIM = 1 << 8, 1 << 12  # the deepest models have 130 layers
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
@@ -47,20 +61,40 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """What `config.json` says of the language model: all of it, or of a model that reads images or sounds too the part
+    about text, where the decoder implements that."""
+    fields = Fields(where, settings)
+    part, outer = fields.mapping("text_config"), fields.text("model_type", "")
+    if not part and outer in _TEXT_PARTS:
+        part = settings
+    named = part.get("model_type", "")
+    family = _TEXT_PARTS.get(named, named) if isinstance(named, str) else ""
+    generates = [name for name in fields.items("architectures", str) if not name.endswith("ForConditionalGeneration")]
+    if family not in ARCHITECTURES or generates or fields.flag("is_encoder_decoder"):
+        return settings
+    logging.getLogger(__name__).warning("%s: only the text part of %s is run, a %s model", where, shown(outer), family)
+    ties = [values["tie_word_embeddings"] for values in (settings, part) if "tie_word_embeddings" in values]
+    return {
+        **{name: settings[name] for name in _OF_WHOLE if settings.get(name) is not None}, **_TEXT_SIZES.get(family, {}),
+        **{name: value for name, value in part.items() if name != "vision_config"},
+        "model_type": family, "architectures": [ARCHITECTURES[family]],
+        # Whoever saves a head of its own says so, or it is seen from the head.
+        "tie_word_embeddings": any(ties) if ties else True,
+    }  # fmt: skip
+
+
 def _architecture(fields: Fields) -> str:
     """The name of the architecture that a configuration describes, e.g. `LlamaForCausalLM`.
 
     Raises:
-        UnsupportedArchitectureError: The decoder does not implement it; names those that it does.
+        UnsupportedArchitectureError: The decoder does not implement it; says why, and what runs.
     """
-    model_type = fields.text("model_type", "")
-    name = ARCHITECTURES.get(model_type)
-    # A configuration made by hand has no list of class names.
+    name = ARCHITECTURES.get(fields.text("model_type", ""))
+    # A configuration made by hand has no list of class names; a base model's head is seen from its tensors.
     found = fields.items("architectures", str) or [name or ""]
-    if name is None or name not in found:
-        what = ", ".join(shown(item)[1:-1] for item in found[:3] if item) or f"model_type {shown(model_type)}"
-        supported = ", ".join(ARCHITECTURES.values())
-        raise UnsupportedArchitectureError(f"{what} is not supported: use a model of one of {supported}")
+    if name is None or not {name, name.replace("ForCausalLM", "Model")}.intersection(found):
+        raise unsupported_model(fields)
     return name
 
 
@@ -100,6 +134,8 @@ def _rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
     rope = {name: value for name, value in found.items() if value is not None}
     rope.setdefault("rope_theta", values["rope_theta"])
     rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope.pop("mrope_section", None) and rope_type == "mrope":
+        rope_type = rope["rope_type"] = "default"
     if rope_type not in ROPE_TYPES:
         raise UnsupportedArchitectureError(
             f"RoPE parameters of type {shown(rope_type)} are not supported: use a model with one of "

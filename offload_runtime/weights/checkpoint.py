@@ -28,6 +28,7 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import Fields, HeaderError, shortened, shown
+from offload_runtime.weights.files import first_bytes, refuse_other_file
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.vocabulary import Vocabulary, tokenizer_vocabulary
 
@@ -83,7 +84,9 @@ class CheckpointSource(DescribedModel):
         settings: What `config.json` says, or would.
         fills: What reads each tensor of `checkpoint_tensors(config())`, in the order of the files.
         tokenizer: Reads transformers' tokenizer with its chat template. Raises `CheckpointError` where there is none.
-        generation: The content of `generation_config.json`; None where there is none.
+        generation: The content of `generation_config.json`, or what a GGUF file says in its place; None where there is
+            nothing.
+        generation_name: What it is called, for messages.
         stored: All tensors of its files; none where the weights are made.
     """
 
@@ -92,6 +95,7 @@ class CheckpointSource(DescribedModel):
     fills: Mapping[str, Fill]
     tokenizer: Callable[[], Any]
     generation: dict[str, Any] | None = None
+    generation_name: str = field(default="generation_config.json", kw_only=True)
     stored: tuple[StoredTensor, ...] = field(default=(), kw_only=True)
 
     def vocabulary(self) -> Vocabulary:
@@ -101,11 +105,16 @@ class CheckpointSource(DescribedModel):
     @property
     def generation_fields(self) -> Fields:
         """The generation settings; without any where there is no such file."""
-        return Fields(f"generation_config.json of {self.reference}", self.generation or {})
+        return Fields(f"{self.generation_name} of {self.reference}", self.generation or {})
 
-    def generation_eos(self) -> tuple[int, ...]:
-        """Token ids that end an answer: the generation settings' or else the model configuration's."""
-        return end_ids(self.generation_fields) or self.model_config.eos_token_ids
+    def generation_eos(self, tokenizer: Any = None) -> tuple[int, ...]:
+        """Token ids that end an answer: the generation settings' or else the model configuration's, and the end token
+        of a tokenizer, which makers of chat models change alone."""
+        ids = end_ids(self.generation_fields) or self.model_config.eos_token_ids
+        own = getattr(tokenizer, "eos_token_id", None)
+        if not isinstance(own, int) or own in ids or not 0 <= own < self.model_config.vocab_size:
+            return ids
+        return (*ids, own)
 
     @cached_property
     def hf_config(self) -> Any:
@@ -229,9 +238,10 @@ def open_header(path: Path) -> Iterator[HeaderReader]:
     """Walk the header of a file; every `ValueError` on the way means that it is damaged.
 
     Raises:
-        CheckpointError: It is, or it cannot be opened.
+        CheckpointError: It is, or a file of another kind, or it cannot be opened.
     """
     try:
+        refuse_other_file(path, first_bytes(path))
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield HeaderReader(path, data)
     except OSError as error:
@@ -262,6 +272,11 @@ def match_tensors(
     destinations = checkpoint_tensors(config)
     needed = {stored_name(name): name for name in destinations}
     missing = [name for name in needed if name not in stored]
+    if missing == ["lm_head.weight"]:
+        raise CheckpointError(
+            f"{where} has no lm_head.weight and its head is not tied: it was saved without its head, as a base model, "
+            "and cannot generate; take the checkpoint of the causal model, or set tie_word_embeddings if it is tied"
+        )
     if missing:
         raise CheckpointError(
             f"{where} lacks {len(missing)} of {len(needed)} tensors ({shortened(missing)}): "

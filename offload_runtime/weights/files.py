@@ -1,0 +1,109 @@
+"""What people have in place of a checkpoint: files told by their first bytes, directories by what lies in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from offload_runtime.errors import CheckpointError
+from offload_runtime.weights.fields import shortened, shown
+
+GGUF_MAGIC = b"GGUF"
+_HEAD_BYTES = 64
+_CONVERT = (
+    "which is not read: take the model's safetensors, or write them with transformers "
+    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)), or take a GGUF file"
+)
+_TORCH, _OLD_GGML = "was written by torch.save, " + _CONVERT, (
+    "is in llama.cpp's format of before August 2023 (GGML), which is not read: take a GGUF file of the model"
+)  # fmt: skip
+_ARCHIVE = "is a compressed archive: unpack it, and give what is in it"
+# What begins so. A zip archive is also what torch.save writes.
+_OTHER_FILES = {
+    b"version https://git-lfs": "is a pointer of Git LFS, and the file that it stands for was not downloaded: run "
+    "`git lfs pull` in its directory, or fetch the model with `hf download`",
+    b"PK\x03\x04": _TORCH, b"\x80\x02\x8a\nl\xfc\x9cF": _TORCH,
+    b"lmgg": _OLD_GGML, b"fmgg": _OLD_GGML, b"tjgg": _OLD_GGML, b"algg": _OLD_GGML,
+    b"<!DOCTYPE": "is a web page: download the file itself", b"<!doctype": "is a web page: download the file itself",
+    b"<html": "is a web page: download the file itself",
+    b"\x1f\x8b": _ARCHIVE, b"7z\xbc\xaf": _ARCHIVE, b"\x89HDF": "is an HDF5 file, " + _CONVERT,
+}  # fmt: skip
+_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
+
+
+def first_bytes(path: Path) -> bytes:
+    """The beginning of a file, by which its kind is known."""
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
+
+
+def refuse_other_file(path: Path, first: bytes) -> None:
+    """Say what a file is that begins with `first`, where that is no checkpoint.
+
+    Raises:
+        CheckpointError: It is empty, a pointer of Git LFS, a pickle of torch, a web page, ...
+    """
+    if not first:
+        raise CheckpointError(f"{path} is empty: download it again")
+    for beginning, what in _OTHER_FILES.items():
+        if first.startswith(beginning):
+            raise CheckpointError(f"{path} {what}")
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Refuse a directory with a LoRA adapter: running the model without it would be another model's answer.
+
+    Raises:
+        CheckpointError: It has one.
+    """
+    stated = directory / "adapter_config.json"
+    if not stated.exists():
+        return
+    base = None
+    with suppress(ValueError, AttributeError, RecursionError):
+        base = json.loads(stated.read_bytes()).get("base_model_name_or_path")
+    raise CheckpointError(
+        f"{directory} holds an adapter (LoRA) of {shown(base)[1:-1] if base else 'another model'}, and adapters are "
+        "not read: merge it into its model (PEFT's merge_and_unload, then save_pretrained), and give that directory"
+    )
+
+
+def _what_lies_there(directory: Path) -> Iterator[str]:
+    """What a directory without `config.json` may be, the most telling first."""
+    if (directory / "model_index.json").exists():
+        yield "is a pipeline that makes images or sound, not a language model: give a language model's directory"
+    nested = [path.parent for path in (*directory.glob("snapshots/*/config.json"), *directory.glob("*/config.json"))]
+    if nested:
+        names = shortened([str(path.relative_to(directory)) for path in nested])
+        yield f"has no config.json, and in it {names} has one: give that directory"
+    if (directory / "params.json").exists():
+        yield (
+            "has its weights in the makers' own format (params.json), which is not read: take the model's checkpoint "
+            "for transformers (config.json, safetensors), or a GGUF file"
+        )
+    weights = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
+    if weights:
+        yield f"has no config.json beside {shortened(weights)}: give the whole directory of a transformers checkpoint"
+
+
+def no_config(directory: Path) -> CheckpointError:
+    """The error for a directory without `config.json`, which says what it seems to be."""
+    for what in _what_lies_there(directory):
+        return CheckpointError(f"{directory} {what}")
+    return CheckpointError(
+        f"{directory} has no config.json: give the directory of a transformers checkpoint with safetensors, or a GGUF "
+        "file, on a hub as org/name:Q4_K_M"
+    )
+
+
+def no_weights(directory: Path) -> CheckpointError:
+    """The error for a checkpoint without safetensors, which says what it has instead."""
+    others = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
+    if others:
+        return CheckpointError(f"{directory} has its weights as {shortened(others)}, {_CONVERT}")
+    return CheckpointError(
+        f"{directory} has no model.safetensors and no index of several: give a checkpoint with safetensors "
+        "(pytorch_model.bin files are not read), or a GGUF file, on a hub as org/name:Q4_K_M"
+    )
