@@ -200,9 +200,9 @@ def test_end_of_turn_ids_end_an_answer_too(tmp_path):
 
 def test_unsupported_models_are_refused(tmp_path):
     model = build("llama")
-    with pytest.raises(UnsupportedArchitectureError, match=r"'falcon'.*llama, qwen2, qwen3, smollm3"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"'falcon' has layers that are not Llama's.*Qwen3"):
         open_checkpoint(write(tmp_path / "a.gguf", "llama", model, general_arch="falcon"))
-    with pytest.raises(UnsupportedArchitectureError, match="mixtures of experts"):
+    with pytest.raises(UnsupportedArchitectureError, match="mixture of experts"):
         open_checkpoint(write(tmp_path / "b.gguf", "llama", model, extra=lambda w: w.add_expert_count(8)))
     with pytest.raises(UnsupportedArchitectureError, match="8 are rotated"):
         open_checkpoint(write(tmp_path / "c.gguf", "llama", model, extra=lambda w: (

@@ -34,17 +34,32 @@ from offload_runtime.weights.checkpoint import (
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.encodings.gguf_rows import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
 from offload_runtime.weights.fields import Fields, HeaderError, shortened, shown
+from offload_runtime.weights.files import GGUF_MAGIC
+from offload_runtime.weights.gguf_rope import ROPE_TENSORS, rope_of_gguf
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
+from offload_runtime.weights.unsupported import unsupported_model
 from offload_runtime.weights.vocabulary import gguf_vocabulary
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+# By `general.architecture`, the family; the text parts of those that read images are the same.
+GGUF_ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "qwen2vl": "qwen2", "qwen3vl": "qwen3",
+}  # fmt: skip
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})((?i:\.gguf))")
+# What a file is by its `general.type`, where that is no model.
+_NO_MODELS = {
+    "adapter": "an adapter (LoRA), and adapters are not read: merge it into its model (llama-export-lora)",
+    "mmproj": "what turns images into tokens (mmproj), and images are not read: give the model's own file",
+    "imatrix": "an importance matrix for quantising: give the model's own file",
+}
+# What makers want tokens to be sampled by, in the words of `generation_config.json`.
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 
 
 # --- the header
@@ -109,14 +124,25 @@ def _stored_tensor(reader: HeaderReader) -> StoredTensor:
     return StoredTensor(reader.path, name, kind.name, shape, offset_bytes, nbytes)
 
 
+def _other_version(path: Path, version: int) -> str:
+    if not version & 0xFFFF:  # the bytes of a small number in the other order
+        return (
+            f"{path} is a big-endian GGUF file, and only little-endian ones are read: take the usual file of the "
+            "model, or convert it with gguf-py's gguf_convert_endian.py"
+        )
+    newer = version > max(_VERSIONS)
+    way_out = "upgrade this program, or take an older file" if newer else "take one that was converted lately"
+    return f"{path} is a GGUF file of version {version}, and only versions 2 and 3 are read: {way_out}"
+
+
 def _read_file(path: Path) -> GgufHeader:
     """Metadata and tensor table of one file."""
     with open_header(path) as reader:
-        if reader.size_bytes < len(_MAGIC) or reader.take(len(_MAGIC)) != _MAGIC:
-            raise CheckpointError(f"{path} is not a GGUF file: give a .gguf file or a directory with safetensors")
+        if reader.size_bytes < len(GGUF_MAGIC) or reader.take(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: give one, or a directory with safetensors")
         version = reader.number("<I")
         if version not in _VERSIONS:
-            raise HeaderError(f"version {version}, and only little-endian versions 2 and 3 are read")
+            raise CheckpointError(_other_version(path, version))
         num_tensors, num_keys = reader.number("<Q"), reader.number("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -136,7 +162,9 @@ def gguf_parts(path: Path) -> list[Path]:
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
-    parts = [path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}.gguf") for number in range(1, int(named[2]) + 1)]
+    parts = [
+        path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}{named[3]}") for number in range(1, int(named[2]) + 1)
+    ]
     return parts if path in parts else [path]
 
 
@@ -166,45 +194,6 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 # --- the configuration
-
-
-def _rope_parameters(header: GgufHeader) -> dict[str, Any]:
-    """The format's scaling types, and divisors per frequency, which transformers calls longrope.
-
-    Raises:
-        UnsupportedArchitectureError: Another scaling.
-    """
-    fields = header.of_model()
-    number, kind = fields.number, fields.text("rope.scaling.type", "none")
-    base: dict[str, Any] = {"rope_theta": number("rope.freq_base", 10000.0)}
-    original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
-    # llama.cpp multiplies the usual factor by its own one, under either of two keys.
-    attention = number("rope.scaling.attn_factor", number("rope.scaling.yarn_attn_factor", 1.0))
-    short, long = "rope_factors_short.weight", "rope_factors_long.weight"
-    if "rope_freqs.weight" in header.tensors and not {short, long} <= set(header.tensors):
-        # Llama 3's scaling, stored as its divisors; the parameters they came from are not in the file.
-        short, long, attention = "rope_freqs.weight", "rope_freqs.weight", 1.0
-    if {short, long} <= set(header.tensors):
-        return {
-            **base, "rope_type": "longrope", "original_max_position_embeddings": original, "factor": 1.0,
-            "attention_factor": attention, "short_factor": _read_vector(header.tensors[short]),
-            "long_factor": _read_vector(header.tensors[long]),
-        }  # fmt: skip
-    factor = 1.0 if kind == "none" else number("rope.scaling.factor")
-    if kind in ("none", "linear"):
-        return base | ({"rope_type": kind, "factor": factor} if kind == "linear" else {"rope_type": "default"})
-    if kind == "yarn":
-        usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        return {
-            **base, "rope_type": "yarn", "original_max_position_embeddings": original, "factor": factor,
-            "attention_factor": usual * attention,
-            "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0),
-        }  # fmt: skip
-    raise UnsupportedArchitectureError(
-        f"{header.fields.where}: RoPE scaling {shown(kind)} is not supported: use a model with none, linear, yarn or "
-        "longrope"
-    )
 
 
 def _shape_settings(header: GgufHeader) -> dict[str, Any]:
@@ -243,17 +232,20 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         UnsupportedArchitectureError: Something the decoder does not implement: another architecture, or a mixture of
             experts.
     """
-    path, family, fields = header.fields.where, header.arch, header.of_model()
-    if family not in GGUF_ARCHITECTURES:
-        raise UnsupportedArchitectureError(
-            f"{path}: GGUF architecture {shown(family)} is not supported: use one of {', '.join(GGUF_ARCHITECTURES)} "
-            "(Mistral models are stored as llama)"
-        )
-    if fields.integer("expert_count", 0, at_least=0):
-        raise UnsupportedArchitectureError(f"{path}: mixtures of experts are not supported: use a dense model")
+    path, fields = header.fields.where, header.of_model()
+    no_model = _NO_MODELS.get(header.fields.text("general.type", "model"))
+    if no_model is not None:
+        raise CheckpointError(f"{path} is {no_model}")
+    family = GGUF_ARCHITECTURES.get(header.arch)
+    if family is None or fields.integer("expert_count", 0, at_least=0):
+        prefix = f"{header.arch}."
+        stated = {key.removeprefix(prefix): value for key, value in fields.values.items() if key.startswith(prefix)}
+        raise unsupported_model(Fields(path, {**stated, "model_type": header.arch}))
+    shape = _shape_settings(header)
     ids, eos = special_ids(header.fields), end_token_ids(header.fields)
-    settings = _shape_settings(header) | {
-        "rope_parameters": _rope_parameters(header),
+    vectors = {name: _read_vector(header.tensors[name]) for name in ROPE_TENSORS if name in header.tensors}
+    settings = shape | {
+        "rope_parameters": rope_of_gguf(fields, header.arch, shape["head_dim"], vectors),
         "bos_token_id": ids.get("bos"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": ids.get("padding"),
@@ -267,6 +259,13 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         family = "mistral"
         settings["sliding_window"] = window
     return settings | {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+
+
+def _generation(fields: Fields) -> dict[str, Any]:
+    """What a `generation_config.json` beside the file would say."""
+    stated = {name: fields.values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    # Stored in fp32: 0.6 is 0.6000000238.
+    return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in stated.items()}
 
 
 # --- the tensors
@@ -380,6 +379,7 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(
-        config, torch.bfloat16, reference, settings, fills, tokenizer, kinds=kinds, stored=(*header.tensors.values(),),
+        config, torch.bfloat16, reference, settings, fills, tokenizer, _generation(header.fields), kinds=kinds,
+        stored=(*header.tensors.values(),), generation_name="general.sampling",
         read_vocabulary=cache(partial(gguf_vocabulary, header.fields)),
     )  # fmt: skip
