@@ -5,7 +5,6 @@ The refusals matter more than the translation: an option that the decoder would 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,12 +72,11 @@ def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
     generates = [name for name in fields.items("architectures", str) if not name.endswith("ForConditionalGeneration")]
     if family not in ARCHITECTURES or generates or fields.flag("is_encoder_decoder"):
         return settings
-    logging.getLogger(__name__).warning("%s: only the text part of %s is run, a %s model", where, shown(outer), family)
     ties = [values["tie_word_embeddings"] for values in (settings, part) if "tie_word_embeddings" in values]
     return {
         **{name: settings[name] for name in _OF_WHOLE if settings.get(name) is not None}, **_TEXT_SIZES.get(family, {}),
         **{name: value for name, value in part.items() if name != "vision_config"},
-        "model_type": family, "architectures": [ARCHITECTURES[family]],
+        "model_type": family, "architectures": [ARCHITECTURES[family]], "text_part_of": outer,
         # Whoever saves a head of its own says so, or it is seen from the head.
         "tie_word_embeddings": any(ties) if ties else True,
     }  # fmt: skip

@@ -131,8 +131,6 @@ def weight_files(directory: Path) -> list[Path]:
     index names, as transformers chooses; none where there is neither."""
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
-        if index.exists():
-            logging.getLogger(__name__).warning("%s is used, and the index beside it is not", single)
         return [single]
     if not index.exists():
         return []
@@ -234,9 +232,14 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
     """
     settings = _read_settings(directory)
     config, quantisation, stored, in_files = _language_model(directory, settings, whole=True)
+    log = logging.getLogger(__name__)
+    if "text_part_of" in settings:
+        log.warning("%s: only the text part of %s is run", reference, shown(settings["text_part_of"]))
+    if (directory / _SINGLE).exists() and (directory / _INDEX).exists():
+        log.warning("%s: %s is used, and the index beside it is not", reference, _SINGLE)
     if quantisation is not None and quantisation.activations:
         message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
-        logging.getLogger(__name__).warning(message, reference)
+        log.warning(message, reference)
     tensors = match_tensors(directory, stored, config, _check_dtype)
     quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
     if quantisation is not None and not quantised:
