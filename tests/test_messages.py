@@ -29,7 +29,9 @@ SAID = LOOP + "{{ m.content or '' }}"
 AS_TEXT = SAID + calls(f"{{{{ {A} + '' }}}}")
 AS_JSON = SAID + calls(f"{{{{ {A} | tojson }}}}")
 AS_ITEMS = SAID + calls(f"{{% for k, v in {A}.items() %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}")
-EITHER = SAID + calls(f"{{% if {A} is string %}}T{{{{ {A} }}}}{{% else %}}O{{{{ {A} | tojson }}}}{{% endif %}}")
+EITHER = SAID + calls(f"{{% if {A} is string %}}{{{{ {A} }}}}{{% else %}}{{{{ {A} | tojson }}}}{{% endif %}}")
+NAMED = AS_ITEMS.replace("{% for k, v", f"{{% if {A} is string %}}raw={{{{ {A} }}}}{{% else %}}{{% for k, v")
+NAMED = NAMED.replace("{% endfor %})", "{% endfor %}{% endif %})")
 WHOLE = SAID + "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}" + END
 NONE = LOOP + "{% if m.content is none %}" + calls().removesuffix(END) + "{% else %}[{{ m.content }}]{% endif %}" + END
 KEY = LOOP + "{% if 'content' in m %}[{{ m.content }}]{% endif %}" + calls()
@@ -74,7 +76,9 @@ def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:
         (AS_TEXT, "not JSON", "hif(not JSON)42"),
         (AS_JSON, '{"x":  1}', 'hif({"x": 1})42'),
         (AS_ITEMS, '{"x":  1}', "hif(x=1)42"),
-        (EITHER, '{"x":  1}', 'hif(T{"x":  1})42'),
+        (EITHER, '{"x":  1}', 'hif({"x":  1})42'),
+        (NAMED, '{"x":  1}', "hif(x=1)42"),
+        (SAID + calls(f"{{{{ {A} }}}}"), '{"x":  1}', 'hif({"x":  1})42'),
         (WHOLE, '{"x":  1}', 'hi{"name": "f", "arguments": {"x": 1}}42'),
     ],
 )

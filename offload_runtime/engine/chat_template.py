@@ -248,8 +248,12 @@ class _Forms:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether arguments of calls are objects to it: a text is written as it stands by those that take one."""
-        return not any(_ARGUMENTS in text for (_, is_object), text in self._texts_of_calls.items() if not is_object)
+        """Whether arguments of calls are objects to it. One that inserts a text writes an object as Python does, or not
+        at all; one that takes both for the same is given the text, as it was sent."""
+        as_text, as_object = ([self._texts_of_calls[form, kind] for form in _NO_CONTENT] for kind in (False, True))
+        inserts_text = any(_ARGUMENTS in text for text in as_text)
+        reads_object = any("needlekey" in text and "'needlekey'" not in text for text in as_object)
+        return not inserts_text or (reads_object and as_text != as_object)
 
     def _text_of_call(self, form: str) -> str:
         return self._texts_of_calls[form, self.takes_objects]

@@ -122,7 +122,7 @@ _GENERIC = _Format("", "", ("{", "```"), _read_objects)
 
 def _format_of(text: str) -> _Format | None:
     """How a model writes calls, by the text of its template; None where nothing here reads them."""
-    if "<function=" in text:  # Qwen3-Coder's, which is none of these
+    if "<function=" in text or "<arg_key>" in text:  # Qwen3-Coder's and GLM's, which are none of these
         return None
     if "<tool_call>" in text:
         return _HERMES
