@@ -454,7 +454,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         wanted = {
             "target": "a directory, a GGUF file or a hub id such as org/name",
-            "draft": "a model, auto, ngram or none",
+            "draft": "a model, ngram or none",
         }
         for name, what in wanted.items():
             value = getattr(self, name)

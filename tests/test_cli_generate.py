@@ -315,7 +315,7 @@ def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
         "results": [
             {"name": files[1], "text": "answer 0", **answer}, {"name": "stdin", "text": "answer 1", **answer}
         ],
-        "target": "some/model", "draft": "ngram", "device": "cpu", "dtype": "fp32", "seed": 5, "emulated": None,
+        "target": "some/model", "draft": "auto", "device": "cpu", "dtype": "fp32", "seed": 5, "emulated": None,
     }  # fmt: skip
     assert [prompt for prompt, _ in runtime.requests] == ["the text of a.txt", "from a pipe"]
 
