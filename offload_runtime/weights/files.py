@@ -14,7 +14,7 @@ GGUF_MAGIC = b"GGUF"
 _HEAD_BYTES = 64
 _CONVERT = (
     "which is not read: take the model's safetensors, or write them with transformers "
-    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)), or take a GGUF file"
+    "(from_pretrained, then save_pretrained), or take a GGUF file"
 )
 _TORCH, _OLD_GGML = "was written by torch.save, " + _CONVERT, (
     "is in llama.cpp's format of before August 2023 (GGML), which is not read: take a GGUF file of the model"
