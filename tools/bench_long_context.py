@@ -28,7 +28,7 @@ from widening.checkpoint import in_shape
 from widening.shapes import shape_named
 from widening.stretched import StretchedCheckpoint
 
-from offload_runtime.config import DRAFT_CACHES, ModelConfig, SpeculationOptions
+from offload_runtime.config import DRAFT_CACHES, SpeculationOptions
 from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -123,17 +123,6 @@ def read_prompt(options: argparse.Namespace, small: CheckpointSource, needed_tok
     return harness.read_tokens(options.text, "--text", small.tokenizer(), needed_tokens, lower="--context")
 
 
-def prefill_row(config: ModelConfig, answer: Answer) -> dict[str, Any]:
-    """Time and operations of the prompt's way into the cache."""
-    count, seconds = answer.result.stats.prompt_tokens, answer.stamps_s[0] - answer.asked_s
-    # Two operations a weight and token, and four a channel and pair of tokens, of which half see each other.
-    matrices = config.num_layers * (
-        config.hidden_size * (config.qkv_size + config.q_size) + 3 * config.hidden_size * config.intermediate_size
-    )
-    operations = 2 * matrices * count + 2 * config.num_layers * config.q_size * count * count
-    return {"tokens": count, "s": seconds, "operations": operations, "tflop_per_s": operations / seconds / 1e12}
-
-
 def decoding_row(answer: Answer) -> dict[str, Any]:
     """Figures of one answer."""
     stats = answer.result.stats
@@ -169,7 +158,7 @@ def measure_variant(
             timed_answer(scheduler, prompt, GenerationParams(min(WARM_UP_TOKENS, options.tokens), gamma=gamma, **how))
             found = timed_answer(scheduler, prompt, GenerationParams(options.tokens, gamma=gamma, **how))
             rows.append({"temperature": temperature, "gamma": gamma, **compared(plain, decoding_row(found))})
-    return prefill_row(runtime.config, first), rows
+    return {"tokens": len(prompt), "s": first.stamps_s[0] - first.asked_s}, rows
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

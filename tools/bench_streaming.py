@@ -49,7 +49,6 @@ BARS = {"deepspeed": 1.15, "accelerate": 5.0}
 # Of the link: what a pass of many rows decodes before its products may show a little.
 _WIDE_TOKENS, _LEAST_SHARE, _LEAST_WIDE_SHARE = 17, 0.97, 0.95
 _MOST_OFF = 0.05  # of what was predicted
-_LEAST_TIMES_LINK = 1.30  # bytes in 16 bits of coded weights
 
 
 def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -65,10 +64,6 @@ def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
             f"{row['link_gbps']:.1f} GB/s = {share} of peak ({bf16_gbps(ours, row):.1f} in 16 bits), weights read "
             f"at {read_bytes / row['pass_s']['median'] / GB:.0f} GB/s, host launch {row['host_launch_share']:.1%} of it"
         )
-        there = row.get("predicted_there")
-        if there:
-            times = f"link {there['link_s']:.4f} s, compute {there['compute_s']:.4f} s"
-            lines.append(f"    there predicted: {there['seconds']:.4f} s, bound by {there['bound_by']} ({times})")
     for row in ours.get("scripted", []):
         bound = f", {row['share_of_bound']:.1%} of {row['bound_tok_per_s']:.2f}" if row["bound_tok_per_s"] else ""
         tokens = f"{row['accepted_per_pass']:3} tokens a pass of {row['window_tokens']}"
@@ -109,10 +104,6 @@ def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
         if row["link_share"]:
             bar = _LEAST_SHARE if width <= _WIDE_TOKENS else _LEAST_WIDE_SHARE
             found.append(Check(f"link share of the peak, window {width}", row["link_share"], bar, at_least=True))
-        if row["link_share"] and ours["settings"]["encode"] == "always" and width <= _WIDE_TOKENS:
-            times = bf16_gbps(ours, row) / row["link_peak_gbps"]
-            claim = f"times the link's bytes in 16 bits, window {width}"
-            found.append(Check(claim, times, _LEAST_TIMES_LINK, at_least=True))
         if row["predicted_s"] is not None:
             claim = f"share off what was predicted, window {width}"
             found.append(Check(claim, abs(row["share_off"]), _MOST_OFF, at_least=False))

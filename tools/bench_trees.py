@@ -107,7 +107,8 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
         profile=options.profile, trace=options.trace,
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
-        prompts = encoded(runtime, options)
+        texts = {"prose": harness.read_text(options.text, "--text"), "code": harness.read_text(options.code, "--code")}
+        prompts = {name: runtime.encode(text)[: options.prompt_tokens] for name, text in texts.items()}
         windows = warmed_up(runtime, prompts["prose"], windows_of(options))
         for temperature, (name, prompt) in product(options.temperatures, prompts.items()):
             before: list[GenerationResult] = []
@@ -136,12 +137,6 @@ def best_fixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "best": best, "best_tok_per_s": fixed[best], "ratio": speeds[AUTO] / fixed[best], "fixed": list(fixed),
             })  # fmt: skip
     return found
-
-
-def encoded(runtime: Runtime, options: argparse.Namespace) -> dict[str, list[int]]:
-    """The prompts, by what they are: the beginnings of a text and of a program."""
-    texts = {"prose": harness.read_text(options.text, "--text"), "code": harness.read_text(options.code, "--code")}
-    return {name: runtime.encode(text)[: options.prompt_tokens] for name, text in texts.items()}
 
 
 def table(report: dict[str, Any]) -> str:

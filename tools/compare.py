@@ -96,8 +96,6 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     for option in ("prompt_tokens", "context"):
         if (value := getattr(arguments, option)) is not None:
             require_positive(f"--{option.replace('_', '-')}", value)
-    if arguments.target == "":
-        raise OptionError("--target is empty: name a directory, a .gguf file or a hub id")
     resolve_device(arguments.device)
     taken = {option for name in names for option in systems.SYSTEMS[name].takes}
     for option in _OF_SOME:

@@ -16,9 +16,8 @@ from offload_runtime.config import GB
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
-from offload_runtime.hardware import load_profile
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.plan import machine_figures, pass_time
+from offload_runtime.plan import pass_time
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer
 
 _WARMUP_PASSES = 3
@@ -49,22 +48,14 @@ def time_window(
 
 
 def predicted_pass(runtime: Runtime, length: int, width: int, measured_s: float) -> dict[str, Any]:
-    """What the machine's profile alone says of a pass, and by what share it took longer, None where there is none; and
-    what the whole profile says of a machine that is emulated, where not only the link is slower."""
-    emulated, figures = runtime.plan.request.emulate, planned_figures(runtime.plan)
-    found: dict[str, Any] = {"predicted_s": None, "share_off": None, "bound_by": None, "predicted_there": None}
-    if figures is not None:
-        predicted = pass_time(runtime.plan, figures, length_tokens=length, rows=width)
-        found |= {
-            "predicted_s": predicted.seconds, "share_off": measured_s / predicted.seconds - 1,
-            "bound_by": predicted.bound_by,
-        }  # fmt: skip
-    if emulated is not None:
-        there = pass_time(runtime.plan, machine_figures(load_profile(emulated)), length_tokens=length, rows=width)
-        found["predicted_there"] = {
-            "seconds": there.seconds, "link_s": there.link_s, "compute_s": there.compute_s, "bound_by": there.bound_by,
-        }  # fmt: skip
-    return found
+    """What the machine's profile alone says of a pass, and by what share it took longer; None where there is none. Of
+    an emulated machine only the link is another's."""
+    figures = planned_figures(runtime.plan)
+    if figures is None:
+        return {"predicted_s": None, "share_off": None, "bound_by": None}
+    predicted = pass_time(runtime.plan, figures, length_tokens=length, rows=width)
+    share_off = measured_s / predicted.seconds - 1
+    return {"predicted_s": predicted.seconds, "share_off": share_off, "bound_by": predicted.bound_by}
 
 
 def weight_bytes_of(runtime: Runtime) -> dict[str, Any]:
