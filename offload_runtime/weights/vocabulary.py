@@ -49,6 +49,14 @@ class Vocabulary:
         """All of them."""
         return {**self.special, **self.ordinary}
 
+    def below(self, size: int) -> Vocabulary:
+        """Those that a model of so many logits can say: a tokenizer may know more."""
+        ordinary, special = (
+            {index: token for index, token in tokens.items() if index < size}
+            for tokens in (self.ordinary, self.special)
+        )
+        return Vocabulary(ordinary, special)
+
 
 class HasVocabulary(Protocol):
     """What is compared of a model, opened or described."""
@@ -111,8 +119,9 @@ def share_vocabulary(target: HasVocabulary, draft: HasVocabulary) -> SharedVocab
     if of_target is None or of_draft is None:
         return None
     logits = {"draft": draft.config().vocab_size, "target": target.config().vocab_size}
-    least, theirs, ours = min(logits.values()), of_draft.tokens, of_target.tokens
-    common = [index for index in of_target.ordinary.keys() & of_draft.ordinary.keys() if index < least]
+    of_target, of_draft = of_target.below(logits["target"]), of_draft.below(logits["draft"])
+    theirs, ours = of_draft.tokens, of_target.tokens
+    common = of_target.ordinary.keys() & of_draft.ordinary.keys()
     agreeing = sum(ours[index] == theirs[index] for index in common)
     most = max(len(of_target.ordinary), len(of_draft.ordinary))
     if (len(common) - agreeing) * _ONE_ODD_IN > len(common) or agreeing < max(1, most * _LEAST_SHARED):
@@ -121,7 +130,7 @@ def share_vocabulary(target: HasVocabulary, draft: HasVocabulary) -> SharedVocab
             f"({len(ours)} tokens, {logits['target']} logits): {_difference(of_target, of_draft)}. "
             "Take a draft of the same family, or --draft ngram"
         )
-    shared = {index for index, token in theirs.items() if index < least and ours.get(index) == token}
+    shared = {index for index, token in theirs.items() if ours.get(index) == token}
     size = max(shared) + 1
     return SharedVocabulary(size, tuple(index for index in range(size) if index not in shared))
 
