@@ -102,21 +102,6 @@ def draft(target: Path, noisy_copy_of: Callable[[Path], Path]) -> Path:
     return noisy_copy_of(target)
 
 
-@pytest.fixture(scope="session")
-def widened_target(short_target: Path) -> Path:
-    """A larger model that was widened from `short_target` and says the same."""
-    from widening.checkpoint import WidenedCheckpoint
-    from widening.convert import convert_to_safetensors
-
-    from offload_runtime.weights import open_checkpoint
-    from tests.helpers.widening import GQA
-
-    wide = WidenedCheckpoint(open_checkpoint(short_target), GQA)
-    return _written_once(
-        short_target.with_name("widened_target"), partial(convert_to_safetensors, wide, dtype=torch.float32)
-    )
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and before time is counted
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Workers share a GPU, but for tests that measure its time or memory: they have it for themselves (`alone`)."""

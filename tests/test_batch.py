@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload_runtime import GenerationParams, SamplingParams
-from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import ContextLengthError, OptionError
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 COUNT = 40
-OPTIONS: list[dict[str, Any]] = [
-    {"max_new_tokens": 17},
-    {"max_new_tokens": 22, "temperature": 0.8, "seed": 3},
-    {"max_new_tokens": 13, "temperature": 1.0, "seed": 2**63, "top_k": 40, "stop": "zzz"},
-    {"max_new_tokens": 22, "temperature": 0.7, "seed": 3, "top_p": 0.9, "min_p": 0.02},
-]
-
-
-def as_params(gamma: int | None, noise_id: int, **options: Any) -> GenerationParams:
-    sampling = {
-        name: options.pop(name) for name in ("temperature", "seed", "top_k", "top_p", "min_p") if name in options
-    }
-    return GenerationParams(
-        ignore_eos=True, gamma=gamma, sampling=SamplingParams(noise_id=noise_id, **sampling), **options
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("proposals", ["none", "ngram", "model", "trees", "triforce"])
-def test_each_prompt_may_have_options_of_its_own(target: Path, draft: Path, proposals: str) -> None:
-    """Greedy, sampled and filtered answers share passes, and each is what it is alone."""
-    options = SpeculationOptions("triforce", budget_tokens=64, gamma_draft=2) if proposals == "triforce" else None
-    chosen: Any = proposals if proposals in ("none", "ngram") else draft
-    gamma, nodes = None if proposals == "none" else 5, 24 if proposals == "trees" else None
-    noise_ids = 9, 0, 2**32 - 1, 3
-    with load(target, draft=chosen, max_batch=4, kv="host", speculation=options, tree_nodes=nodes) as runtime:
-        alone = [
-            runtime.generate(prompt, noise_id=noise_id, gamma=gamma, ignore_eos=True, **asked)
-            for prompt, noise_id, asked in zip(PROMPTS, noise_ids, OPTIONS, strict=True)
-        ]
-        params = [as_params(gamma, noise_id, **asked) for noise_id, asked in zip(noise_ids, OPTIONS, strict=True)]
-        unnumbered = [replace(one, sampling=replace(one.sampling, noise_id=0)) for one in params]
-        windows = [None, None, None, None] if gamma is None else [5, 2, None, 1]
-        own_windows = [replace(one, gamma=window) for one, window in zip(params, windows, strict=True)]
-        for together in (
-            runtime.generate_batch(PROMPTS, params=params),
-            runtime.generate_batch(PROMPTS, params=own_windows),
-            runtime.generate_batch(PROMPTS, params=unnumbered, noise_ids=noise_ids),
-        ):
-            said = [(result.tokens, result.text, result.finish_reason) for result in together]
-            assert said == [(result.tokens, result.text, result.finish_reason) for result in alone]
-        assert len({tuple(result.tokens[:12]) for result in alone}) == 4
-        same = as_params(gamma, 7, **OPTIONS[1])
-        numbered = runtime.generate_batch(PROMPTS[:2], params=same)
-        asked = {"gamma": gamma, "ignore_eos": True, **OPTIONS[1]}
-        for number, result in enumerate(numbered):
-            assert result.tokens == runtime.generate(PROMPTS[number], noise_id=7 + number, **asked).tokens
 
 
 @pytest.mark.parametrize(

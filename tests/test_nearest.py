@@ -108,23 +108,3 @@ def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from(
     fitting = [tokens for tokens in range(256, 100_000, 256) if plan_or_none(replace(request, context=tokens), machine)]
     assert fitting[0] == 4096 and fitting[-1] < 12000
     assert f"--context {fitting[-1]}" in {proposal.change for proposal in outcome.suggestions}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"--context": "2048"}, {"--vram": "12GB"}, {"--resident-layers": "3"},
-        {"--kv": "host", "--context": "131072", "--pinned": "2GB"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_nobody_is_told_to_propose_a_chain_without_a_draft(options: dict[str, str]) -> None:
-    asked = {"--speculation": "triforce", **options}
-    by_itself, drafted = plan({**asked, "--draft": "none"}), plan({**asked, "--draft": DRAFT})
-    assert "--speculation none" in problem(by_itself) and "--speculation chain" not in problem(by_itself)
-    assert "--speculation chain" in problem(drafted)
-
-
-def problem(refused: Result) -> str:
-    assert refused.exit_code == 2, refused.stdout
-    return str(json.loads(refused.stdout)["problem"])

@@ -228,28 +228,6 @@ def test_requests_come_and_go_on_a_gpu(target: Path, draft: Path, proposals: str
         play(runtime, list(reversed(tasks)), seed=5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("resident_layers", [1, "auto"])
-def test_graphs_of_one_thread_are_replayed_in_another(target: Path, draft: Path, resident_layers: int | str) -> None:
-    """This one loads and has run each step once, the scheduler's captures and replays it: of the draft, and of the
-    target where all of it is on the card."""
-    options: dict[str, Any] = {"draft": draft, "tree_nodes": 24, "resident_layers": resident_layers, "kv": "gpu"}
-    with Runtime.load(target, **options, device="cuda", dtype="bf16", context=CONTEXT, max_batch=SLOTS) as runtime:
-        tasks = make_tasks(runtime, SPECULATION["tree"][1], 16, seed=7)
-        for _ in range(2):  # two threads
-            heard = [Heard() for _ in tasks]
-            with Scheduler(runtime) as served:
-                for task, one in zip(tasks, heard, strict=True):
-                    served.submit(task.prompt, task.params, on_event=one, speculate=task.speculate)
-                served.close(grace_s=120)
-            for task, one in zip(tasks, heard, strict=True):
-                assert_as_alone(task, one.result)
-                assert one.tokens == one.result.tokens
-        for task in tasks[:4]:
-            again = runtime.generate(task.prompt, params=task.params, speculate=task.speculate)
-            assert again.tokens == task.alone.tokens
-
-
 @contextmanager
 def scheduler(target: Path, *, max_waiting: int = 64, **options: Any) -> Iterator[Scheduler]:
     with loaded(target, **{"max_batch": 1, **options}) as runtime, Scheduler(runtime, max_waiting=max_waiting) as made:

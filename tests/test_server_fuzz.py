@@ -108,5 +108,5 @@ def test_malformed_requests_are_refused(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_malformed_requests_are_refused(served: Served) -> None:
-    fuzz(served, 10_000, seed=1)
+def test_thousands_of_malformed_requests_are_refused(served: Served) -> None:
+    fuzz(served, 3_000, seed=1)

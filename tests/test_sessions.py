@@ -20,7 +20,6 @@ from offload_runtime import Conversation, Runtime, Scheduler
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.sessions import session_files
 from offload_runtime.errors import ContextLengthError, SessionError, StorageError
-from offload_runtime.params import GenerationParams, SamplingParams
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL, serving
 
@@ -129,32 +128,6 @@ def test_saving_again_writes_what_is_new(runtime: Runtime, tmp_path: Path) -> No
     conversation.reset()
     conversation.save(path)
     assert not blocks(path) and runtime.load_conversation(path).messages == conversation.messages
-
-
-def test_going_back_after_a_load_is_as_before_it(runtime: Runtime, tmp_path: Path) -> None:
-    path, conversation = tmp_path / "chat.json", begin(runtime)
-    options = GenerationParams(12, ignore_eos=True, sampling=SamplingParams(0.8, noise_id=1))
-    list(conversation.regenerate(options))
-    conversation.save(path)
-    anew = conversation.regenerate(options)
-    list(anew)
-    assert conversation.undo() == "a link, a layer" and (held := conversation.num_tokens) > 512
-    expected = say(conversation, "or?")
-    later = runtime.load_conversation(path)
-    assert later.num_regenerated == 1
-    again = later.regenerate(options)
-    list(again)
-    assert again.result.tokens == anew.result.tokens and again.result.stats.kept_tokens > 512
-    later.save(path)
-    later = runtime.load_conversation(path)
-    assert later.undo() == "a link, a layer" and later.num_tokens == held and later.num_regenerated == 2
-    later.save(path)
-    assert len(blocks(path)) == 3
-    later = runtime.load_conversation(path)
-    answer = say(later, "or?")
-    assert answer[:2] == expected[:2] and answer[2] >= held - 1
-    later.undo()
-    assert later.undo() == LONG and later.num_tokens == 0
 
 
 def flip(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.config import GB, GIB, format_bytes
+from offload_runtime.config import format_bytes
 from offload_runtime.copy import ring_shape
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.hardware.host_bench import HostInfo
-from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import Registrar
 from offload_runtime.plan import (
     RunPlan,
     common_figures,
-    limits_here,
     pass_time,
 )
 from offload_runtime.plan.request import PROCESS_BYTES
@@ -179,22 +175,6 @@ def test_too_little_page_locked_memory_is_refused_before_anything_is_read(target
 def test_a_limit_that_means_nothing_is_refused(target: Path) -> None:
     with pytest.raises(OptionError, match="--pinned does nothing on a CPU"):
         Runtime.load(target, device="cpu", pinned="1GB")
-
-
-def test_limits_of_a_machine() -> None:
-    cpu = CpuFigures("some", 8)
-    plain = limits_here(None, None, HostInfo(cpu, 64 * GIB, 50 * GIB, None, False), page_locks=True)
-    assert plain.ram_bytes == 48 * GIB + PROCESS_BYTES and plain.pinned_bytes is None
-    small = limits_here(None, None, HostInfo(cpu, 8 * GIB, 4 * GIB, None, False), page_locks=True)
-    assert small.ram_bytes == 4 * GIB - GIB // 2 + PROCESS_BYTES
-    windows = limits_here(None, None, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
-    assert (windows.pinned_bytes, windows.pinned_name) == (16 * GIB, "WSL")
-    asked = limits_here(20 * GB, 5 * GB, HostInfo(cpu, 32 * GIB, 30 * GIB, None, True), page_locks=True)
-    assert (asked.ram_bytes, asked.pinned_bytes, asked.pinned_name) == (20 * GB, 5 * GB, "--pinned")
-    assert (asked.ram_name, asked.ram_way) == ("--ram", "allow more with --ram")
-    too_much = f"--ram 500.0 GB is more than the {format_bytes(10 * GIB + PROCESS_BYTES)} of host memory available here"
-    with pytest.raises(BudgetError, match=f"^{re.escape(too_much)}: "):
-        limits_here(500 * GB, None, HostInfo(cpu, 32 * GIB, 10 * GIB, None, False), page_locks=True)
 
 
 # --- on a GPU

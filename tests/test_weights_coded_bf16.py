@@ -11,15 +11,11 @@ import torch
 from offload_runtime_kernels.coded_bf16 import CODED
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import BudgetError
 from offload_runtime.model import Window
-from offload_runtime.plan import Refusal, RunPlan, common_figures, plan_or_refuse, plan_run
-from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.weights import (
     CheckpointSource,
-    DescribedModel,
     MatricesNotCodable,
     checkpoint_tensors,
     load_weights,
@@ -179,46 +175,3 @@ def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, wa
     options = {"draft": source, **WAYS[way]}
     with Runtime.load(source, device="cuda", context=1024, encode="always", **options) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
-
-
-# Llama-2-13B, and one of 7B.
-SHAPES = {"13B": (5120, 13824, 40, 40), "7B": (4096, 11008, 32, 32)}
-
-
-def described(name: str) -> DescribedModel:
-    hidden, inner, layers, heads = SHAPES[name]
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    return DescribedModel(
-        ModelConfig(
-            "LlamaForCausalLM", hidden, inner, layers, heads, heads, 128, 32000, 8192, 1e-5, rope,
-            layer_windows=(None,) * layers,
-        ),
-        BF16,
-    )  # fmt: skip
-
-
-def test_auto_codes_what_is_faster_then() -> None:
-    """On a card of 24 GB and 1008 GB/s: a 13B that fits it whole in 12 bits, a 7B that fits anyway but is
-    read in fewer bytes."""
-
-    def planned(name: str, encode: str, **options: Any) -> RunPlan:
-        return plan_run(
-            RuntimeConfig(described(name), "none", context=2048, encode=encode, **options), common_figures()
-        )
-
-    auto, coded, plain = (planned("13B", encode) for encode in ("auto", "always", "none"))
-    assert auto.request.encode == "auto" and auto.target == coded.target and not coded.placement.streamed_layers
-    assert plain.streamed_bytes > 6e9 and not plain.target.layout.has_coded
-    assert tok_per_s(auto, common_figures()) > 2 * tok_per_s(plain, common_figures())
-    small = {encode: tok_per_s(planned("7B", encode), common_figures()) for encode in ("auto", "none")}
-    assert small["auto"] > 1.2 * small["none"]
-    assert 1.31 < plain.target.layout.total_bytes / auto.target.layout.total_bytes < 1.33
-    # Streamed whole, and where it does not fit host memory otherwise.
-    streamed = {encode: planned("7B", encode, resident_layers=0) for encode in ("auto", "none")}
-    assert 1.31 < streamed["none"].streamed_bytes / streamed["auto"].streamed_bytes < 1.33
-    little: dict[str, Any] = {"resident_layers": 0, "ram_bytes": 13 * GB}
-    with pytest.raises(BudgetError):
-        planned("7B", "none", **little)
-    assert planned("7B", "auto", **little).target.layout.has_coded
-    refusal = plan_or_refuse(RuntimeConfig(described("7B"), "none", context=2048, kv="gpu", **little), common_figures())
-    assert isinstance(refusal, Refusal) and "--encode auto" in [each.change for each in refusal.suggestions]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,12 @@ from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOp
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.kv import block_bytes
-from offload_runtime.plan import MachineFigures, ModelPlan, RunPlan, find_plan, plan_run
+from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
 PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def finding_pieces(num_blocks: int) -> Callable[..., RunPlan]:
-    """As `find_plan`, with so many blocks of a KV cache on the host in a piece, where one would take all blocks of a
-    small model."""
-
-    class SmallPieces(ModelPlan):
-        @property
-        def kv_piece_bytes(self) -> int:
-            return num_blocks * block_bytes(self.config, self.dtype)
-
-    def find(*given: Any) -> RunPlan:
-        plan = find_plan(*given)
-        target = {part.name: getattr(plan.target, part.name) for part in fields(plan.target)}
-        return replace(plan, target=SmallPieces(**target))
-
-    return find
 
 
 @st.composite

@@ -101,32 +101,6 @@ def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:
     assert_same_bits(by_kernel(stored[1:], row), values[1:])  # rows of a matrix by themselves
 
 
-@pytest.mark.parametrize("columns", [192, 4096, pytest.param(32768 + 256, marks=pytest.mark.slow), 65536])
-def test_a_row_has_room_for_so_many_exceptions(columns: int) -> None:
-    """Numbers of columns are 16 bits, with and without a sign.
-
-    The interpreter looks at every exception in every tile, so that of wide rows the kernel is given the last three, and
-    nothing of the widest.
-    """
-    row = CodedRow.of(columns)
-    assert row is not None and row.room >= 6
-    # Eight magnitudes fill the tables; each exception is of one of seven others.
-    values = (2.0 ** (8 * (torch.arange(columns) % 8))).bfloat16().repeat(3, 1)
-    others = (2.0 ** -(8 * (1 + torch.arange(row.room + 1) % 7))).bfloat16()
-    values[1, -row.room :] = others[1:]
-    stored, _ = coded(values)
-    assert int(stored[1, -1]) == row.room
-    assert_same_bits(by_reference(stored, row), values)
-    if columns < 65536:
-        some = values.clone()
-        if columns > 4096:
-            some[1, :-3] = values[2, :-3]
-            stored, _ = coded(some)
-        assert_same_bits(by_kernel(stored, row), some)
-    values[1, -row.room - 1 :] = values[2, : row.room + 1] = others
-    assert encode_rows(values, row, stored, stored.device) == 2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MATRICES)
 def test_coding_on_a_gpu_gives_the_same_bytes(name: str) -> None:
