@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload_runtime import GenerationParams, SamplingParams
-from offload_runtime.errors import ContextLengthError, OptionError
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.plan import RunPlan
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
@@ -72,3 +74,20 @@ def test_batches_that_make_no_sense(target: Path) -> None:
         with pytest.raises(OptionError, match=r"prompt 2 of 2: .*empty"):
             runtime.generate_batch(["a", ""], max_new_tokens=3)
         assert len(runtime.generate_batch(["a", "b"], max_new_tokens=3)) == 2
+
+
+def test_as_many_sequences_as_stream_no_more_are_chosen(short_target: Path) -> None:
+    """Where device memory is short of a layer with one sequence more; where it is not, 16."""
+
+    def plan_of(count: int | str, vram: int | None) -> RunPlan:
+        with load(short_target, draft="none", context=512, max_batch=count, vram=vram) as runtime:
+            return runtime.plan
+
+    assert plan_of("auto", None).target.batch == 16
+    whole = plan_of(4, None)
+    vram = whole.on_card(0).device_bytes
+    chosen = plan_of("auto", vram)
+    assert not chosen.streamed_bytes and 4 <= chosen.target.batch < 16
+    assert chosen.target.context_tokens == 512
+    with suppress(BudgetError):
+        assert plan_of(chosen.target.batch + 1, vram).streamed_bytes > 0

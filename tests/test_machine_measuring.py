@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from offload_runtime.cli.app import app
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, host_bench, load_profile, save_profile
 from offload_runtime.hardware.gpu_bench import (
@@ -205,3 +207,22 @@ def test_measuring_a_gpu_gives_plausible_figures() -> None:
         assert profile.link_gbps < found.gpu.nvml.link.peak_gbps
     save_profile(profile, "measured")
     assert load_profile("measured") == replace(profile, name="measured")
+
+
+def test_what_may_be_pinned_follows_system_and_free_memory() -> None:
+    assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=True) == 40 * GIB
+    assert host_bench.estimate_pinnable_bytes(replace(HOST, wsl=True), sample_locked=True) == 32 * GIB
+    assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=False) == 8 << 20
+    for host, locked in ((replace(HOST, locked_limit_bytes=None), False), (replace(HOST, available_bytes=GIB), True)):
+        with pytest.raises(CannotMeasureError):
+            host_bench.estimate_pinnable_bytes(host, sample_locked=locked)
+    assert host_bench.sample_bytes(HOST, 2 * GIB) == 2 * GIB
+    assert host_bench.sample_bytes(replace(HOST, available_bytes=GIB), 2 * GIB) == GIB // 8
+
+
+def test_the_command_measures_logical_cards() -> None:
+    """As it measures several, with no figures for a profile."""
+    result = CliRunner().invoke(app, ["profile", "--device", "cpu,cpu", "--quick", "--save", "here"])
+    assert result.exit_code == 0, result.stderr
+    assert "of logical cards that share a device" in " ".join(result.stdout.split())
+    assert load_profile("here").gpus == 0

@@ -260,3 +260,14 @@ def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=32768)
     plan = plan_run(request, machine_figures(load_profile("rtx4090")))
     assert plan.target.chunk_tokens == 1024 and plan.target.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pinned", [None, 4 * GB, 10 * GB, 20 * GB])
+def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: int | None) -> None:
+    """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
+    machine = MachineFigures("some", 24 * GB, GB, 25.0, 1000.0, 30 * GB, {"bf16": 165.0}, pinned)
+    request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=None, max_batch=2, kv="host")
+    plan = plan_run(request, machine)
+    check_limits(plan, machine)
+    assert 100_000 < plan.target.context_tokens < 131_072
+    assert bool(plan.placement.staged_kv_layers) == (pinned is not None)

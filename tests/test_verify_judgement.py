@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,42 @@ def test_fit_of_other_probabilities_is_refused() -> None:
     drawn = torch.multinomial(target_probabilities(row, T1), 1024, replacement=True, generator=generator)
     counts = torch.bincount(drawn, minlength=300)
     assert fit("", counts, target_probabilities(row, SamplingParams(temperature=1.3))).p_value < 1e-6
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.25}, {"top_k": 3, "top_p": 0.99}])
+@pytest.mark.parametrize("excluded_in_plain", [True, False])
+@pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "near-tie"), (0.02, "defect")])
+def test_a_token_at_the_edge_of_a_filter(
+    filters: dict[str, Any], excluded_in_plain: bool, gap: float, verdict: str
+) -> None:
+    """Rounding may also move a token over the threshold that decides whether it is allowed."""
+    base = torch.full((1, 64), -30.0)
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    inside = base.clone()
+    inside[0, :4] = probabilities.log()
+    edge = {"top_k": 3, "top_p": 2, "min_p": 3}[next(iter(filters))]
+    noise = gap * torch.randn(base.shape, generator=torch.Generator().manual_seed(5))
+    rows, other = inside + noise, inside.clone()
+    if "top_k" in filters:
+        rows[0, edge], other[0, edge] = rows[0, 2] - gap, other[0, 2] + gap
+    elif "top_p" in filters:
+        rows[0, 0] = math.log(0.4 + 2 * 0.8 * gap + 0.1)
+        other[0, 0] = math.log(0.4 - 2 * 0.8 * gap + 0.1)
+        rows[0, 3] = other[0, 3] = math.log(1e-9)
+        rows[0, 1], rows[0, 2], other[0, 1], other[0, 2] = (math.log(x) for x in (0.3, 0.2, 0.3, 0.2))
+    else:
+        rows[0, edge] = rows[0, 0] + math.log(0.25) - gap
+        other[0, edge] = other[0, 0] + math.log(0.25) + gap
+    if not excluded_in_plain:
+        rows, other = other, rows
+    for seed in range(400):
+        params = SamplingParams(temperature=1.0, seed=seed, **filters)
+        finding = judge(rows, other, params)
+        if finding.first_difference == 0 and finding.mismatch is not None:
+            chosen = {finding.mismatch.plain_token, finding.mismatch.token}
+            if edge in chosen:
+                assert finding.verdict == verdict, (seed, finding)
+                assert 0 <= finding.mismatch.margin < 4 * gap
+                return
+    raise AssertionError("no seed chooses the token at the edge")

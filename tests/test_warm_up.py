@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine.load_model import warm_up
+from offload_runtime.speculation import DraftProposer, drafting
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
 
@@ -62,6 +64,26 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
 }  # fmt: skip
 LENGTHS = (1, 9, 20, 34, 300, 505, 1100, 2000, 9000)
+
+
+@pytest.mark.parametrize("cache", ["streaming", "retrieval"])
+def test_warming_up_leaves_nothing(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], cache: str) -> None:
+    """On a CPU, where loading has nothing to warm up."""
+    small: dict[str, Any] = {"recent_tokens": 64, "budget_tokens": 64, "chunk_size": 8}
+    options: dict[str, Any] = {"draft": noisy_copy_of(two_layer_target), "resident_layers": 1, "context": 1500}
+    options |= {"tree_nodes": 0, "speculation": SpeculationOptions("chain", cache, **small)}
+    answers = []
+    for warm in (False, True):
+        with load(two_layer_target, **options) as runtime:
+            if warm:
+                warm_up(runtime.parts.target, trees=True)
+                proposer = drafting(runtime.parts.proposer)
+                assert isinstance(proposer, DraftProposer)
+                proposer.model.warm_up()
+            asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 5, "temperature": 0.7, "seed": 2}
+            result = runtime.generate([(7 * i * i) % 290 + 3 for i in range(300)], **asked)
+            answers.append((result.tokens, result.stats.passes))
+    assert answers[0] == answers[1]
 
 
 @pytest.fixture
