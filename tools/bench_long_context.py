@@ -66,13 +66,13 @@ def add_long_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sources(options: argparse.Namespace) -> tuple[CheckpointSource, CheckpointSource]:
-    """Target and draft: the source, stretched by its deltas, widened in memory, and that source itself.
+    """Target and draft: the source, stretched where it is too short or has deltas, widened in memory, and that source.
 
     Raises:
         CheckpointError, OptionError: The files do not go together, or there is no such shape.
     """
     small = open_checkpoint(options.source)
-    if options.delta:
+    if options.delta or options.context + ROOM_TOKENS > small.config().max_position_embeddings:
         small = StretchedCheckpoint(
             small, options.delta, rope=STRETCH, max_position_embeddings=STRETCHED_TOKENS
         ).as_source()
