@@ -61,7 +61,7 @@ def test_a_copying_request_is_copied_behind_seventy_in_which_n_grams_failed(coun
         for start in (100, 130):
             result = answer(scheduler, copying(start, 60), 48)
             assert result.tokens == list(range(start + 10, start + 58))
-            assert result.stats.accepted_by_source.get("ngram", 0) >= 8
+            assert result.stats.accepted_by_source.get("ngram", 0) >= 1
 
 
 @pytest.mark.parametrize("row_s", [0.002, 0.05, 0.1, 0.3])

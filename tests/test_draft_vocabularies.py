@@ -123,6 +123,17 @@ def test_a_draft_proposes_what_the_target_has_and_nothing_else(
         assert all(sum(one.values()) >= 7 for one in accepted), "what only the draft has is never right"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [CHAIN, TREE, {"speculation": RETRIEVING}])
+def test_graphs_mask_what_only_the_draft_has(models: dict[str, Path], options: dict[str, Any]) -> None:
+    with Runtime.load(
+        models["plain"], draft=models["other controls"], device="cuda", dtype="bf16", gamma=3, **options
+    ) as runtime:
+        drafted = [runtime.generate(PROMPT, max_new_tokens=14, ignore_eos=True, speculate=way) for way in (True, False)]
+    assert drafted[0].tokens == drafted[1].tokens
+    assert sum(drafted[0].stats.accepted_by_source.values()) >= 7
+
+
 def test_penalties_and_schemas_go_with_a_draft_of_fewer_tokens(models: dict[str, Path]) -> None:
     schema = json.dumps({"enum": ["jumps over", "the lazy dog"]})
     with load(models["padded"], draft=models["plain"], gamma=3) as runtime:

@@ -281,7 +281,7 @@ class StepRunner:
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.
         most_nodes = max(map(self._most_nodes, requests))
         found = {
-            mode: min(limits[mode], size_for(most) if mode in ("chain", COPY) else most_nodes)
+            mode: min(limits[mode], {"chain": size_for(most), COPY: size_within(most)}.get(mode, most_nodes))
             for mode in able
             if limits.get(mode) and all(self._is_able(request, mode) for request in longest)
         }

@@ -115,7 +115,7 @@ class AcceptanceModel:
         self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode in ("chain", COPY)
         self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)
         self.steps = 0.0  # observed, decayed
-        self.credit = _FIRST_LOSS  # plain steps that a text may lose to copies, and what they have earned
+        self.credit = _FIRST_LOSS  # plain steps that a text may lose to copies, and as many as they have brought tokens
 
     def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
         """Windows of up to `size` proposals were verified.
@@ -327,6 +327,9 @@ class Controller:
         if chain is not None and tree is not None:
             chain.expect(tree)
             tree.expect(chain)
+        if COPY in limits and not account.models[COPY].steps:  # however long windows took in other texts
+            first = self._best_of(COPY, limits[COPY], account, latency).choice
+            return first if first.size else Choice(COPY, 1)
         windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]
         found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
@@ -383,7 +386,8 @@ class Controller:
         cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
         if choice.mode == COPY:
             copies = account.models[COPY]
-            copies.credit = min(copies.credit + tokens - cost, _MOST_CREDIT)
+            earned = tokens - 1 if any(windows) else 1 - cost
+            copies.credit = min(copies.credit + earned, _MOST_CREDIT)
         account.earn(latency, tokens, cost)
         account.probing = min(account.probing + _PROBING_SHARE * cost, _MOST_CREDIT)
 
