@@ -1,17 +1,21 @@
-"""One answer, and what it took.
+"""One answer, what it took, and the same without speculation."""
 
-Run as `python examples/generate.py path/or/hub-id [draft model]`.
-"""
+import argparse
 
-import sys
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", help="a directory, a GGUF file or a hub id")
+parser.add_argument("--draft", default="ngram", help="a small model of the same family, ngram or none")
+parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
+parser.add_argument("--prompt", default="Once upon a time")
+arguments = parser.parse_args()
 
-from offload_runtime import Runtime
+from offload_runtime import Runtime  # noqa: E402 (--help needs none of it)
 
-target, draft = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "ngram"
-with Runtime.load(target, draft=draft) as runtime:
+sampling = {"max_new_tokens": 48, "temperature": 0.6, "seed": 1}
+with Runtime.load(arguments.target, draft=arguments.draft, device=arguments.device) as runtime:
     print(runtime.placement)
-    result = runtime.generate("Once upon a time", max_new_tokens=48, temperature=0.6, seed=1)
-    plain = runtime.generate("Once upon a time", max_new_tokens=48, temperature=0.6, seed=1, speculate=False)
+    result = runtime.generate(arguments.prompt, **sampling)
+    plain = runtime.generate(arguments.prompt, speculate=False, **sampling)
     print(result.text)
     print(f"{result.stats.tok_per_s:.1f} tokens/s, {result.stats.tokens_per_pass:.1f} a pass")
     print(f"without speculation {plain.stats.tok_per_s:.1f} tokens/s; the same tokens: {plain.tokens == result.tokens}")

@@ -1,16 +1,19 @@
-"""A question about a text that is too long for the card: its keys and values live in host memory.
+"""A question about a text that is too long for the card: its keys and values live in host memory."""
 
-Run as `python examples/long_context.py path/or/hub-id book.txt [draft model]`.
-"""
-
-import sys
+import argparse
 from pathlib import Path
 
-from offload_runtime import Runtime
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", help="a directory, a GGUF file or a hub id")
+parser.add_argument("book", type=Path, help="a text in UTF-8")
+parser.add_argument("--draft", default="ngram", help="a small model of the same family, ngram or none")
+parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
+arguments = parser.parse_args()
 
-target, book, draft = sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "ngram"
-with Runtime.load(target, draft=draft, kv="host") as runtime:
-    text = runtime.encode(book.read_text(encoding="utf-8"))[: runtime.context_tokens - 64]
+from offload_runtime import Runtime  # noqa: E402 (--help needs none of it)
+
+with Runtime.load(arguments.target, draft=arguments.draft, device=arguments.device, kv="host") as runtime:
+    text = runtime.encode(arguments.book.read_text(encoding="utf-8"))[: runtime.context_tokens - 64]
     result = runtime.generate(text, max_new_tokens=48)
     print(f"{len(text)} tokens read in {result.stats.time_to_first_token_s:.1f} s")
     print(result.text)

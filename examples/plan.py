@@ -1,20 +1,22 @@
-"""What a run would take and how fast it would be, before anything is loaded: a directory with a config.json is enough.
+"""Whether a model fits and how fast it would be, from a config.json or a GGUF header alone."""
 
-Run as `python examples/plan.py path/or/hub-id [profile]`.
-"""
+import argparse
 
-import sys
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", help="a directory, a GGUF file or a hub id")
+parser.add_argument("--profile", default="rtx4090", help="the machine to plan for")
+parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192], help="tokens of context")
+arguments = parser.parse_args()
 
-from offload_runtime.config import RuntimeConfig, format_bytes
-from offload_runtime.hardware import load_profile
-from offload_runtime.plan import Refusal, describe_models, forecast, machine_figures, plan_or_refuse
+from offload_runtime.config import RuntimeConfig, format_bytes  # noqa: E402 (--help needs none of it)
+from offload_runtime.hardware import load_profile  # noqa: E402
+from offload_runtime.plan import Refusal, describe_models, forecast, machine_figures, plan_or_refuse  # noqa: E402
 
-target, profile = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "rtx4090"
-figures = machine_figures(load_profile(profile))
-for context in (2048, 8192):
-    plan = plan_or_refuse(describe_models(RuntimeConfig(target=target, context=context)), figures)
+figures = machine_figures(load_profile(arguments.profile))
+for context in arguments.contexts:
+    plan = plan_or_refuse(describe_models(RuntimeConfig(target=arguments.target, context=context)), figures)
     if isinstance(plan, Refusal):
-        print(f"{context} tokens: {plan.problem}")
+        print(f"{context} tokens: {plan.error()}")
         continue
     layers = f"{len(plan.placement.streamed_layers)} of {plan.placement.num_layers} layers over the link"
     speed = forecast(plan, figures).plain.seconds

@@ -1,13 +1,15 @@
-"""A chat whose answers appear as they come; keys and values are kept between the turns.
+"""A chat whose answers appear as they come; keys and values are kept between the turns."""
 
-Run as `python examples/stream.py path/or/hub-id`.
-"""
+import argparse
 
-import sys
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", help="a directory, a GGUF file or a hub id, of a model with a chat template")
+parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
+arguments = parser.parse_args()
 
-from offload_runtime import Runtime
+from offload_runtime import Runtime  # noqa: E402 (--help needs none of it)
 
-with Runtime.load(sys.argv[1]) as runtime:
+with Runtime.load(arguments.target, device=arguments.device) as runtime:
     conversation = runtime.conversation(system="You answer in one sentence.")
     for question in ("Why is the sky blue?", "And in the evening?"):
         print(f"> {question}")

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "verify": {"engine", "kv", "model", "runners", "sampling", "speculation"},
     "server": {"engine", "grammar"},
-    "cli": {"engine", "hardware", "plan", "server", "verify", "__init__"},  # of the package itself the version
+    "cli": {"engine", "hardware", "plan", "server", "verify", "weights", "__init__"},  # of itself the version
     "__init__": {"engine"},
     "__main__": {"cli"},
     KERNELS: set(),

@@ -84,7 +84,7 @@ def ignore() -> None:
 def test_generations_are_those_of_plain_decoding(runtime: Runtime) -> None:
     """What defects of many kinds are held against in `tests/mutations.py`: a short part of the report."""
     prompts, settings = {"words": runtime.encode(PROMPT)}, {"top-p": PLAN.settings["top-p"]}
-    runs = verify_identity(runtime, prompts, settings, count=8, on_step=ignore)
+    runs = list(verify_identity(runtime, prompts, settings, count=8, on_step=ignore))
     assert not VerificationReport(False, runs, []).bad_runs
 
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
-from offload_runtime.cli.options import SAMPLING_OPTIONS, ChatOptions, sampling_values, with_sampling_option
+from offload_runtime.cli.options import (
+    SAMPLING_OPTIONS,
+    ChatOptions,
+    refuse_early,
+    sampling_values,
+    with_sampling_option,
+)
 from offload_runtime.config import format_bytes, require, require_unicode
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.params import GenerationParams
@@ -30,6 +36,8 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
     config, params = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+    if engine is None:
+        refuse_early(config)
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
 
     template_options = dict(cast("list[tuple[str, Any]]", options.template_options or []))
@@ -43,7 +51,9 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
     with (
         _only_here(options.session) as held,
         terminal.only_json(options.as_json) as output,
-        load_runtime(config, engine, explain=options.explain, show_progress=show_progress, check=check) as runtime,
+        load_runtime(
+            config, engine, explain=options.explain, show_progress=show_progress, check=check, threads=options.threads
+        ) as runtime,
     ):
         options, line = options.with_defaults(runtime.sampling_defaults)
         if line is not None:

@@ -42,7 +42,7 @@ def demo(options: DemoOptions, *, engine: Any = None) -> None:
     max_gamma = max(RuntimeConfig.max_gamma, options.params.gamma or 0)
     config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
     results: dict[str, GenerationResult] = {}
-    with load_runtime(config, engine, show_progress=show_progress) as runtime:
+    with load_runtime(config, engine, show_progress=show_progress, threads=options.threads) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.

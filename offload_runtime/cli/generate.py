@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions
+from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, refuse_early
 from offload_runtime.cli.plan_details import print_explanation
 from offload_runtime.config import RuntimeConfig, format_bytes, require
 from offload_runtime.errors import BudgetError
@@ -44,6 +44,8 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     require(options.chat or not template_options, needed)
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
+    if engine is None:
+        refuse_early(config)
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
@@ -57,7 +59,9 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     failure: BudgetError | None = None
     with (
         terminal.only_json(options.as_json),
-        load_runtime(config, engine, show_progress=show_progress, explain=options.explain, check=check) as runtime,
+        load_runtime(
+            config, engine, show_progress=show_progress, explain=options.explain, check=check, threads=options.threads
+        ) as runtime,
     ):
         try:
             if is_batch:
@@ -112,13 +116,17 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 @contextmanager
 def load_runtime(
     config: RuntimeConfig, engine: Any = None, *, show_progress: bool, explain: bool = False,
-    check: CheckPrompts | None = None,
+    check: CheckPrompts | None = None, threads: int | None = None,
 ) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
-    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first, and `engine`
-    stands in for the room of that name."""
+    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first, `threads`
+    are PyTorch's on the CPU, and `engine` stands in for the room of that name."""
     from offload_runtime import engine as own
 
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     on_plan = print_explanation if explain else None
     with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
         runtime = (engine or own).Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -30,6 +31,7 @@ from offload_runtime.config import (
     require_unicode,
 )
 from offload_runtime.errors import OptionError
+from offload_runtime.hardware import load_profile
 from offload_runtime.params import GenerationParams, SamplingParams
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -127,7 +129,18 @@ def _tuning(name: str, help: str) -> Any:
     return _count(_proposing, help if default is None else f"{help} auto: {default}.", least=1)
 
 
+def _threads(param: typer.CallbackParam, count: int | None) -> int | None:
+    """Leave a number of threads alone that this machine can run."""
+    there = os.cpu_count() or 1
+    fine = count is None or 1 <= count <= there
+    require(fine, f"{param.opts[0]} {count} is not 1 to {there}: this machine has {there} logical cores")
+    return count
+
+
 # What several commands take; a call names the command's own default.
+_THREADS = _machine(
+    None, metavar="N", callback=_threads, help="CPU threads to compute with; by itself, as many as PyTorch takes."
+)
 _DEVICE = _machine("auto", help="Where the target runs.")
 _DEVICES = partial(_machine, "auto", "--device", "--devices", metavar="DEVICE[,DEVICE]", callback=_devices)
 _TEMPLATE_OPTIONS: Any = _model(
@@ -263,6 +276,7 @@ class LoadOptions(RunOptions):
         help="Where the target runs: auto, cuda, cuda:1 or cpu; or several cards that its layers are dealt out to: "
         "cuda:0,cuda:1."
     )
+    threads: int | None = _THREADS
     emulate: str | None = _machine_profile(help="Play a smaller card, such as rtx4090: its memory and link are limits.")
 
 
@@ -484,7 +498,9 @@ class VerifyOptions(LoadOptions):
     """What `verify` takes."""
 
     prompts: str | None = typer.Option(None, metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
-    tokens: int = typer.Option(64, metavar="N", help="Tokens of every generation compared.")
+    tokens: int | None = typer.Option(
+        None, metavar="N", help="Tokens of every generation compared: 64, or 24 with --quick."
+    )
     seeds: int | None = typer.Option(None, metavar="N", help="Seeds of every test of fit: 256, or 64 with --quick.")
     quick: bool = _switch("--quick", help="Fewer prompts, settings and seeds.")
     as_json: bool = _JSON
@@ -518,6 +534,7 @@ class DemoOptions:
     gamma: int | None = _GAMMA
     device: Device = _DEVICE
     dtype: Dtype = _DTYPE
+    threads: int | None = _THREADS
     no_progress: bool = _NO_PROGRESS
 
     @cached_property
@@ -525,6 +542,19 @@ class DemoOptions:
         """What both answers are asked for; raises `OptionError` for values that make no sense."""
         sampling = SamplingParams(self.temperature, seed=self.seed)
         return GenerationParams(self.max_new_tokens, gamma=self.gamma, sampling=sampling)
+
+
+def refuse_early(config: RuntimeConfig) -> None:
+    """Refuse before torch is imported, which takes seconds, what can be told without it: a profile that is not there, a
+    path with nothing there, a model of a family that does not run. Errors as of `Runtime.load`."""
+    from offload_runtime.weights.sources import refuse_early as refuse_model
+
+    for machine in (config.profile, config.emulate):
+        if machine is not None:
+            load_profile(machine)
+    for model in (config.target, config.draft):
+        if model not in ("ngram", "none", "auto"):
+            refuse_model(model)
 
 
 def with_options(command: Callable[[Any], None]) -> Callable[..., None]:

@@ -14,13 +14,15 @@ from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.options import PlanOptions
+from offload_runtime.cli.options import PlanOptions, refuse_early
 from offload_runtime.cli.plan_details import draw_plan, plan_tables, require_plotting
 from offload_runtime.config import GB, format_bytes, require
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
 if TYPE_CHECKING:
     from offload_runtime.plan import MemoryPart, PassTime, Refusal, RunForecast, RunPlan, Upgrade
+
+_COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
 
 
 def plan(options: PlanOptions) -> None:
@@ -31,6 +33,7 @@ def plan(options: PlanOptions) -> None:
     machine = choose_profile(options.profile)
     if picture is not None:
         require_plotting(picture)
+    refuse_early(config)
     with terminal.only_json(options.as_json):
         from offload_runtime import plan as planning
 
@@ -59,14 +62,12 @@ def plan(options: PlanOptions) -> None:
 def choose_profile(name: str | None) -> MachineProfile:
     """The machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else a
     common card. What was not named is said on stderr."""
-    from offload_runtime.plan import COMMON_PROFILE
-
     if name is not None:
         return load_profile(name)
     own = [path for path in list_profiles().values() if path.parent == own_directory()]
     found = load_profile(own[0]) if len(own) == 1 else None
     if found is None or not found.gpus:
-        found = load_profile(COMMON_PROFILE)
+        found = load_profile(_COMMON_PROFILE)
     how = "choose with --profile, or measure this machine with `offload-runtime profile --save NAME`"
     terminal.status_line(f"planning for {found.name}: {how}")
     return found

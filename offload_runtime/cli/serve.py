@@ -14,7 +14,7 @@ from typing import Any
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
-from offload_runtime.cli.options import ServeOptions
+from offload_runtime.cli.options import ServeOptions, refuse_early
 from offload_runtime.config import require
 from offload_runtime.server import require_extra
 
@@ -26,6 +26,8 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
     config = options.config  # judged before anything is loaded
     fine = options.sessions is not None or options.sessions_bytes is None
     require(fine, "--sessions-size does nothing without --sessions: add it, or drop this")
+    if engine is None:
+        refuse_early(config)
     require_extra()
     from offload_runtime.engine.sessions import prefix_files
     from offload_runtime.server.gate import ServerConfig
@@ -46,7 +48,9 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served, terminal.status_line) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (
-            load_runtime(config, engine, show_progress=not options.no_progress, explain=options.explain) as runtime,
+            load_runtime(
+                config, engine, show_progress=not options.no_progress, explain=options.explain, threads=options.threads
+            ) as runtime,
             server.serving(runtime, *(options.served_model_name or [model_name(options.target)])),
         ):
             at_once = runtime.plan.target.batch

@@ -11,8 +11,15 @@ import typer
 from rich.table import Column, Table
 
 from offload_runtime.cli.generate import load_runtime
-from offload_runtime.cli.options import VerifyOptions
-from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, read_text
+from offload_runtime.cli.options import VerifyOptions, refuse_early
+from offload_runtime.cli.terminal import (
+    INTERRUPTED_EXIT_CODE,
+    ProgressBars,
+    only_json,
+    print_result,
+    read_text,
+    status_line,
+)
 from offload_runtime.config import RuntimeConfig, SpeculationOptions, require
 
 if TYPE_CHECKING:
@@ -30,26 +37,34 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     require(options.speculation != "none", "--speculation none leaves nothing to verify: leave it out")
     proposed = options.draft != "none" or options.speculation == "triforce"
     require(proposed, "--draft none leaves nothing to verify: name a draft model or ngram")
+    if engine is None:
+        refuse_early(config)
     import torch
 
     from offload_runtime import __version__
     from offload_runtime.engine.runtime import device_facts
-    from offload_runtime.verify import VerificationPlan, compare_one_card, decode_plainly, verify
+    from offload_runtime.verify import VerificationPlan, compare_one_card, decode_plainly, expected_s, verify
 
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with (
         only_json(options.as_json),
-        load_runtime(config, engine, show_progress=show_progress, check=plan.encoded) as runtime,
+        load_runtime(
+            config, engine, show_progress=show_progress, check=plan.encoded, threads=options.threads
+        ) as runtime,
         ProgressBars(enabled=show_progress) as bars,
     ):
+        if options.quick:
+            status_line(
+                f"this takes {_in_minutes(expected_s(runtime, plan))}; Ctrl-C ends it with what is there by then"
+            )
         report = verify(runtime, plan, on_progress=bars.update)
-        dealt = runtime.plan.num_cards > 1
+        dealt = runtime.plan.num_cards > 1 and not report.interrupted
         several = decode_plainly(runtime, plan, bars.update, stage="several cards") if dealt else {}
     if several:
         alone = one_card_config(config, runtime)
         with (
             only_json(options.as_json),
-            load_runtime(alone, engine, show_progress=show_progress) as first,
+            load_runtime(alone, engine, show_progress=show_progress, threads=options.threads) as first,
             ProgressBars(enabled=show_progress) as bars,
         ):
             one = decode_plainly(first, plan, bars.update, stage="one card")
@@ -67,6 +82,13 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     )
     if report.verdict == "defect":
         raise typer.Exit(DEFECT_EXIT_CODE)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _in_minutes(seconds: float) -> str:
+    """How long something takes, as well as anybody can say."""
+    return f"about {max(10, round(seconds, -1)):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
 
 
 def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
@@ -163,6 +185,8 @@ def describe_finding(run: IdentityRun) -> str:
 def verdict_line(report: VerificationReport) -> str:
     """Return the verdict in one line."""
     runs, fits = len(report.runs), len(report.fits)
+    if report.interrupted and not runs:
+        return "stopped before anything was compared"
     if report.verdict == "defect":
         bad = f"{len(report.bad_runs)} of {runs} generations differ from plain decoding"
         return f"defect: {bad}, {len(report.bad_fits)} of {fits} tests of the sampled tokens fail"
@@ -171,6 +195,9 @@ def verdict_line(report: VerificationReport) -> str:
     if report.verdict == "near-ties":
         count = sum(run.finding.verdict == "near-tie" for run in report.runs)
         same = f"plain decoding's tokens but for {count} near-ties that rounding explains"
-    least = min(fit.p_value for fit in report.fits)
-    sampled = f"sampled tokens follow the target's probabilities ({fits} tests, least p {least:.2g})"
-    return f"{report.verdict}: {runs} generations, {tokens} tokens: {same}; {sampled}"
+    sampled = "no test of sampled tokens was made"
+    if fits:
+        least = min(fit.p_value for fit in report.fits)
+        sampled = f"sampled tokens follow the target's probabilities ({fits} tests, least p {least:.2g})"
+    verdict = f"stopped early, {report.verdict} so far" if report.interrupted else report.verdict
+    return f"{verdict}: {runs} generations, {tokens} tokens: {same}; {sampled}"

@@ -47,6 +47,7 @@ from offload_runtime.kv import BlockStore
 from offload_runtime.model import Window
 from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
+from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.speculation import OnLogits, Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
@@ -98,6 +99,12 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._lock = threading.Lock()  # for one call at a time
         self._caller = 0  # the thread that is in one
         self._is_served = False  # one thread has the runtime until it says otherwise
+
+    def __repr__(self) -> str:
+        config, devices = self.config, ", ".join(map(str, self.devices))
+        shape = f"{config.num_layers} layers of {config.hidden_size}, {self.context_tokens} tokens of context"
+        state = "" if self._give_back.alive else ", closed"
+        return f"<Runtime: {config.architecture} of {shape}, {DTYPE_NAMES[self.dtype]} on {devices}{state}>"
 
     @classmethod
     def load(

@@ -12,8 +12,10 @@ from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance
 from offload_runtime.trace import DRAFT, LINK, PASSES, covered_seconds, union_seconds
 
+_SHOWN_CHARACTERS = 60  # of an answer, where a result is only named
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class GenerationStats:
     """Figures of one generation.
 
@@ -79,6 +81,10 @@ class GenerationStats:
     windows: dict[str, int] = field(default_factory=dict)
     kept_tokens: int = 0
 
+    def __repr__(self) -> str:
+        first = f"{self.prompt_tokens} + {self.new_tokens} tokens, first after {self.time_to_first_token_s:.2f} s"
+        return f"<GenerationStats: {first}, {self.tok_per_s:.1f} tokens/s, {self.tokens_per_pass:.2f} a pass>"
+
     def to_dict(self) -> dict[str, Any]:
         """The figures by name, ready for JSON."""
         levels = [
@@ -88,7 +94,7 @@ class GenerationStats:
         return {**asdict(self), "acceptance": levels, "accepted_by_depth": list(self.accepted_by_depth)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
     """A finished generation.
 
@@ -103,6 +109,11 @@ class GenerationResult:
     stats: GenerationStats
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
+        speed = f"{self.stats.tok_per_s:.1f} tokens/s"
+        return f"<GenerationResult: {len(self.tokens)} tokens ({self.finish_reason}), {speed}: {text!r}>"
 
 
 @dataclass(frozen=True)

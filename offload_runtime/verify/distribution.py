@@ -7,8 +7,9 @@ top-k, top-p and min-p in transformers' order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 
@@ -126,7 +127,7 @@ def fit_row(name: str, row: torch.Tensor, sampling: SamplingParams, *, position:
 def fit_rows(
     runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, seeds: int,
     on_step: Callable[[], None],
-) -> list[Fit]:  # fmt: skip
+) -> Iterator[Fit]:  # fmt: skip
     """Test the sampler on the logits behind each prompt; one pass of the target per prompt.
 
     Args:
@@ -136,15 +137,15 @@ def fit_rows(
         seeds: Per test.
         on_step: Called after each test.
     """
-    fits: list[Fit] = []
+    numbers = count()
     for prompt_name, prompt in prompts.items():
         row = transcribe(runtime, prompt, GenerationParams(1)).rows[0].to(runtime.device)
         for setting_name, sampling in settings.items():
-            first = _FIRST_ROW_SEED + len(fits) * seeds
+            first = _FIRST_ROW_SEED + next(numbers) * seeds
             name = f"{prompt_name}, {setting_name}"
-            fits.append(fit_row(name, row, sampling, position=len(prompt), seeds=range(first, first + seeds)))
+            found = fit_row(name, row, sampling, position=len(prompt), seeds=range(first, first + seeds))
             on_step()
-    return fits
+            yield found
 
 
 def fit_generations(

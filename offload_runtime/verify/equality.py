@@ -242,9 +242,9 @@ class IdentityRun:
 def verify_identity(
     runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
     on_step: Callable[[], None],
-) -> list[IdentityRun]:  # fmt: skip
-    """Compare with plain decoding all proposers, and what the runtime does by itself, in a batch and as a further turn
-    too. The gammas take turns; each meets every setting and proposer.
+) -> Iterator[IdentityRun]:  # fmt: skip
+    """Compare with plain decoding, one run after the other, all proposers, and what the runtime does by itself, in a
+    batch and as a further turn too. The gammas take turns; each meets every setting and proposer.
 
     Args:
         runtime: Both sides of every comparison.
@@ -253,7 +253,7 @@ def verify_identity(
         count: Tokens of every generation.
         on_step: Called after each generation.
     """
-    loaded, runs = loaded_proposers(runtime), []
+    loaded = loaded_proposers(runtime)
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
             seed, number = prompt_number * len(settings) + setting_number, prompt_number + setting_number
@@ -263,12 +263,11 @@ def verify_identity(
             others = _generate_otherwise(runtime, loaded, plain, prompt, list(prompts.values()), number)
             for name, expected, other in others:
                 finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
-                runs.append(IdentityRun(
+                on_step()
+                yield IdentityRun(
                     prompt_name, setting_name, seed, name, other.params.gamma, len(other.tokens), other.passes,
                     finding, other.params.tree_nodes,
-                ))  # fmt: skip
-                on_step()
-    return runs
+                )  # fmt: skip
 
 
 Plainly = dict[tuple[str, str], Transcript]  # by the names of prompt and setting

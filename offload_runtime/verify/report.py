@@ -12,6 +12,7 @@ Everything is seeded, so a second run on the same machine says the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, count, cycle, islice
@@ -51,7 +52,9 @@ SETTINGS = {
     "T 1": SamplingParams(temperature=1.0),
     "T 0.8, top-k 20": SamplingParams(temperature=0.8, top_k=20),
 }
-QUICK_PROMPTS, QUICK_SETTINGS, QUICK_SEEDS, SEEDS = 3, 3, 64, 256
+TOKENS, SEEDS = 64, 256
+# With these a 135M takes about a minute on two cores.
+QUICK_PROMPTS, QUICK_SETTINGS, QUICK_TOKENS, QUICK_SEEDS, QUICK_LONG_TOKENS = 3, 3, 24, 64, 600
 MIN_TOKENS, MIN_SEEDS = 8, 32
 # All prompts together, over and over, make one of so many tokens: several blocks of keys, and on a GPU enough for the
 # attention of long prompts. It meets the first setting only.
@@ -60,6 +63,8 @@ LONG_PROMPT, LONG_TOKENS = "long", 1200
 FAMILY_LEVEL = 1e-4
 
 _FIT_PROMPTS = 4
+# Of a token's time that one of a comparison takes on a CPU, prompts and tests of fit included (SmolLM2-135M, 2 cores).
+_CPU_SHARE = 1.3
 _ONE_CARD_SETTINGS = 2
 _GENERATION_SAMPLING = SamplingParams(temperature=1.0)
 
@@ -82,14 +87,15 @@ class VerificationPlan:
 
     @classmethod
     def built_in(
-        cls, *, quick: bool, tokens: int, seeds: int | None, extra: Mapping[str, str] | None = None
+        cls, *, quick: bool, tokens: int | None, seeds: int | None, extra: Mapping[str, str] | None = None
     ) -> VerificationPlan:
         """The built-in prompts and settings, or with `quick` the first few, and `extra` prompts by name."""
         prompts = dict(islice(PROMPTS.items(), QUICK_PROMPTS if quick else None))
         settings = dict(islice(SETTINGS.items(), QUICK_SETTINGS if quick else None))
-        if seeds is None:
-            seeds = QUICK_SEEDS if quick else SEEDS
-        return cls({**prompts, **(extra or {})}, settings, tokens, seeds, LONG_TOKENS)
+        tokens = (QUICK_TOKENS if quick else TOKENS) if tokens is None else tokens
+        seeds = (QUICK_SEEDS if quick else SEEDS) if seeds is None else seeds
+        long_tokens = QUICK_LONG_TOKENS if quick else LONG_TOKENS
+        return cls({**prompts, **(extra or {})}, settings, tokens, seeds, long_tokens)
 
     def encoded(self, room: PromptRoom) -> dict[str, list[int]]:
         """Token ids of the prompts by name.
@@ -103,13 +109,14 @@ class VerificationPlan:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerificationReport:
-    """Everything that was found."""
+    """Everything that was found, or what there was until Ctrl-C, if it is `interrupted`."""
 
     bitwise: bool
     runs: list[IdentityRun]
     fits: list[Fit]
+    interrupted: bool = False
 
     @property
     def level(self) -> float:
@@ -137,8 +144,8 @@ class VerificationReport:
         """Plain values, ready for JSON."""
         fits = [{**asdict(fit), "p_value": fit.p_value} for fit in self.fits]
         return {
-            "verdict": self.verdict, "bitwise_compared": self.bitwise, "identity": [asdict(run) for run in self.runs],
-            "fit_level": self.level, "fit": fits,
+            "verdict": self.verdict, "interrupted": self.interrupted, "bitwise_compared": self.bitwise,
+            "identity": [asdict(run) for run in self.runs], "fit_level": self.level, "fit": fits,
         }  # fmt: skip
 
 
@@ -152,31 +159,70 @@ def verify(
         plan: What to compare.
         on_progress: Called with (stage, done, all) after each generation or test.
 
+    Returns:
+        Everything, or at Ctrl-C what there is by then.
+
     Raises:
         ContextLengthError: A prompt and its tokens exceed the runtime's context.
         NumericalError: The target's logits are NaN.
     """
     prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
-    loaded, long_tokens = loaded_proposers(runtime), min(plan.long_tokens, runtime.context_tokens - plan.tokens)
+    report = VerificationReport(runtime.device.type == "cuda", [], [])
+    try:
+        _compare(runtime, plan, prompts, report, on_progress)
+        _fit(runtime, plan, prompts, report, on_progress)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def _compare(
+    runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]], report: VerificationReport,
+    on_progress: OnProgress,
+) -> None:  # fmt: skip
+    """Add every generation beside plain decoding to a report."""
+    long_tokens = min(plan.long_tokens, runtime.context_tokens - plan.tokens)
     rounds = len(prompts) * len(plan.settings) + (long_tokens > 0)
-    on_step = _counter("identity", rounds * (len(loaded) + 4), on_progress)
-    runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens, on_step=on_step)
+    on_step = _counter("identity", rounds * (len(loaded_proposers(runtime)) + 4), on_progress)
+    work = [(prompts, plan.settings)]
     if long_tokens > 0:
         tokens = islice(cycle(chain.from_iterable(prompts.values())), long_tokens)
-        first = dict(islice(plan.settings.items(), 1))
-        runs += verify_identity(runtime, {LONG_PROMPT: list(tokens)}, first, count=plan.tokens, on_step=on_step)
-    # Whether sampling follows the target: single rows of logits, all of them together, and whole generations.
+        work.append(({LONG_PROMPT: list(tokens)}, dict(islice(plan.settings.items(), 1))))
+    for texts, settings in work:
+        for run in verify_identity(runtime, texts, settings, count=plan.tokens, on_step=on_step):
+            report.runs.append(run)
+
+
+def _fit(
+    runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]], report: VerificationReport,
+    on_progress: OnProgress,
+) -> None:  # fmt: skip
+    """Add to a report whether sampling follows the target: single rows of logits, all together, whole generations."""
     contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
     settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
     on_step = _counter("sampling", len(contexts) * len(settings) + plan.seeds, on_progress)
-    rows = fit_rows(runtime, contexts, settings, seeds=plan.seeds, on_step=on_step)
+    for fit in fit_rows(runtime, contexts, settings, seeds=plan.seeds, on_step=on_step):
+        report.fits.append(fit)
+    report.fits.append(total("rows of logits together", report.fits))
     prompt = next(iter(contexts.values()))
     likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
     script = ScriptedProposer([*prompt, *likeliest], runtime.config.vocab_size, accuracy=1.0, seed=0)
-    proposers = [script, *loaded.values()]
+    proposers = [script, *loaded_proposers(runtime).values()]
     places = fit_generations(runtime, prompt, _GENERATION_SAMPLING, proposers, seeds=plan.seeds, on_step=on_step)
-    fits = [*rows, total("rows of logits together", rows), *places, total("answers together", places)]
-    return VerificationReport(runtime.device.type == "cuda", runs, fits)
+    report.fits += [*places, total("answers together", places)]
+
+
+def expected_s(runtime: Runtime, plan: VerificationPlan) -> float:
+    """About how many seconds `verify` takes, from a short plain answer that is timed."""
+    encoded = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+    prompt, params = next(iter(encoded.values())), GenerationParams(MIN_TOKENS, ignore_eos=True)
+    transcribe(runtime, prompt, params)  # what is made once is not timed
+    begun_s = time.monotonic()
+    transcribe(runtime, prompt, params)
+    token_s = (time.monotonic() - begun_s) / MIN_TOKENS
+    generations = (len(encoded) * len(plan.settings) + 1) * (len(loaded_proposers(runtime)) + 4)
+    of_cpu = _CPU_SHARE if runtime.device.type == "cpu" else 1.0
+    return token_s * of_cpu * (generations * plan.tokens + plan.seeds * GENERATION_TOKENS)
 
 
 def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProgress, *, stage: str) -> Plainly:

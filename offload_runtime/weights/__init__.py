@@ -4,12 +4,39 @@ How a matrix is stored is known here alone: others see a `Weight`, which multipl
 knows nothing of devices, copies and plans.
 """
 
-from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, sampling_defaults
-from offload_runtime.weights.encoding import Weight
-from offload_runtime.weights.fields import Fields
-from offload_runtime.weights.hub import fetch_demo_model
-from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
-from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
-from offload_runtime.weights.neighbours import FoundDraft, find_drafts, usual_draft
-from offload_runtime.weights.sources import describe_model, open_checkpoint
-from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, sampling_defaults
+    from offload_runtime.weights.encoding import Weight
+    from offload_runtime.weights.fields import Fields
+    from offload_runtime.weights.hub import fetch_demo_model
+    from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
+    from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
+    from offload_runtime.weights.neighbours import FoundDraft, find_drafts, usual_draft
+    from offload_runtime.weights.sources import describe_model, open_checkpoint
+    from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
+
+# Whose module has each name. Nothing is imported before it is asked for: what a path or a configuration is refused for
+# needs no torch, whose import takes seconds.
+_HOMES = {
+    "checkpoint": "CheckpointSource DescribedModel sampling_defaults",
+    "encoding": "Weight",
+    "fields": "Fields",
+    "hub": "fetch_demo_model",
+    "layout": "ModelLayout checkpoint_tensors layer_layout",
+    "loader": "HostWeights MatricesNotCodable load_weights",
+    "neighbours": "FoundDraft find_drafts usual_draft",
+    "sources": "describe_model open_checkpoint",
+    "vocabulary": "SharedVocabulary share_vocabulary",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

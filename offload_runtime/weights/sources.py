@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
+from offload_runtime.weights.architectures import language_settings, model_config_from_json
 from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.files import GGUF_MAGIC, first_bytes, refuse_other_file
-from offload_runtime.weights.gguf import describe_gguf, gguf_parts, open_gguf
 from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model
-from offload_runtime.weights.safetensors import describe_safetensors, open_safetensors, weight_files
 from offload_runtime.weights.vocabulary import directory_vocabulary
+
+# What reads weights is imported where it is needed: `refuse_early` does without torch.
+if TYPE_CHECKING:
+    from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 
 _SUFFIXES = (".gguf", ".safetensors")
 # org/name, org/name:Q4_K_M
@@ -40,6 +44,9 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         UnsupportedArchitectureError: A model the decoder does not implement.
         HubError: The model could not be fetched.
     """
+    from offload_runtime.weights.gguf import open_gguf
+    from offload_runtime.weights.safetensors import open_safetensors
+
     name = str(reference)
     with _located(reference, CHECKPOINT_FILES) as path:
         return open_safetensors(path, reference=name) if path.is_dir() else open_gguf(path, reference=name)
@@ -56,6 +63,9 @@ def describe_model(reference: str | Path) -> DescribedModel:
     Raises:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
+    from offload_runtime.weights.gguf import describe_gguf
+    from offload_runtime.weights.safetensors import describe_safetensors
+
     with _located(reference, CONFIGURATION_FILES) as path:
         if not path.is_dir():
             return describe_gguf(path)
@@ -66,6 +76,26 @@ def describe_model(reference: str | Path) -> DescribedModel:
     return replace(
         found, read_vocabulary=cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
     )
+
+
+def refuse_early(reference: str | Path) -> None:
+    """Refuse what can be told without torch, whose import takes seconds: a path with nothing there, and a directory
+    with a model of a family that does not run. A hub is not asked.
+
+    Raises:
+        CheckpointError, UnsupportedArchitectureError: As `open_checkpoint`.
+    """
+    path, name = Path(reference), _HUB_PREFIX.sub("", str(reference))
+    with suppress(RuntimeError):
+        path = path.expanduser()
+    if not path.exists() and _HUB_ID.fullmatch(name) and path.suffix.lower() not in _SUFFIXES:
+        return
+    with _located(reference, ()) as found:
+        if found.is_dir() and (found / "config.json").is_file():
+            with suppress(ValueError, RecursionError):  # told by whoever reads all of it
+                settings = json.loads((found / "config.json").read_bytes())
+                if isinstance(settings, dict):
+                    model_config_from_json(language_settings(settings, str(found)), str(found))
 
 
 @contextmanager
@@ -126,6 +156,8 @@ def _of_file(path: Path) -> Path:
     directory = path.parent
     if path.suffix.lower() != ".safetensors":
         raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a GGUF file")
+    from offload_runtime.weights.safetensors import weight_files
+
     meant = weight_files(directory)
     if meant and path not in meant:
         names = shortened([file.name for file in meant])
@@ -135,6 +167,8 @@ def _of_file(path: Path) -> Path:
 
 def _only_model(where: str, files: Sequence[Path]) -> Path:
     """The first file of the one model that these files are of."""
+    from offload_runtime.weights.gguf import gguf_parts
+
     models = sorted({gguf_parts(file)[0] for file in files})
     if len(models) != 1:
         names = shortened([model.name for model in models])
