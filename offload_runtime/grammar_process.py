@@ -153,6 +153,8 @@ class GrammarProcess:
                 message = self._connection.recv_bytes().decode()
             except (EOFError, OSError):
                 died = signal.Signals(-code).name if (code := self._process.wait()) < 0 else f"exit code {code}"
+                if not self._is_ready:
+                    raise UnavailableError(f"{what}: the process that compiles grammars has ended ({died})") from None
                 limits = f"{_MOST_SECONDS} s, {_MOST_BYTES >> 20} MiB and {_STACK_BYTES >> 20} MiB of stack"
                 way_out = "use smaller numbers, less of it in one another, or fewer rules"
                 raise OptionError(f"{what}: compiling it takes more than {limits} ({died}): {way_out}") from None
