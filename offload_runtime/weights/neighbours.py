@@ -134,7 +134,11 @@ def _entries(directory: Path) -> list[Path]:
 def _may_be_model(path: Path) -> bool:
     """Whether a file, or something in a directory, is named like a model."""
     with suppress(OSError):
-        return path.is_file() or (path / "config.json").exists() or any(path.glob("*.gguf"))
+        return (
+            path.is_file()
+            or (path / "config.json").exists()
+            or any(one.suffix.lower() == ".gguf" for one in _entries(path))
+        )
     return False
 
 
@@ -143,7 +147,7 @@ def _weight_bytes(path: Path) -> int:
     with suppress(OSError):
         if path.is_file():
             return sum(part.stat().st_size for part in gguf_parts(path))
-        files: Iterable[Path] = [one for one in _entries(path) if one.suffix in (".safetensors", ".gguf")]
+        files: Iterable[Path] = [one for one in _entries(path) if one.suffix.lower() in (".safetensors", ".gguf")]
         return sum(file.stat().st_size for file in files)
     return 0
 
