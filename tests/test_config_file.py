@@ -52,7 +52,7 @@ def test_a_checkpoint_with_weights_is_described_as_it_is_opened(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, UnsupportedArchitectureError, "LlamaForCausal"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, UnsupportedArchitectureError, "Llama, "),
         ({"quantization_config": {"quant_method": "hqq"}}, CheckpointError, r"quantised \('hqq'\)"),
         ({"hidden_size": None}, CheckpointError, "no usable hidden_size"),
         ({"max_position_embeddings": "long"}, CheckpointError, "max_position_embeddings 'long', where an integer"),
