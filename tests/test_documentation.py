@@ -138,7 +138,7 @@ def figures_of(cell: str, title: str) -> Iterator[tuple[str, str]]:
     prose = re.sub(
         r"(T =|[Nn]oise|temperature|needle at|transformers|accelerate|Qwen|Llama-|arXiv)\s?[\d., and]+", "", prose
     )
-    for listed, unit in re.findall(rf"((?:\d+(?:\.\d+)?(?:, | and | to |\s)*)+)({UNIT})?", prose):
+    for listed, unit in re.findall(rf"((?:\d+(?:\.\d+)?(?:,\s|\sand\s|\sto\s|\s)*)+)({UNIT})?", prose):
         unit = unit or "".join(re.findall(UNIT, title)[:1])
         yield from ((unit, one) for one in re.findall(r"\d+\.\d+", listed))
 
