@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
-from typer.testing import CliRunner
 
-from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
 from offload_runtime.engine import GenerationResult, Runtime
@@ -233,12 +231,6 @@ def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path
     ):
         with pytest.raises(StorageError, match=words):
             Runtime.load(tmp_path / "no model", device="cpu", trace=place)
-        if "\0" in str(place) or "\ud800" in str(place):  # the command line has said so already
-            continue
-        result = CliRunner().invoke(
-            app, ["generate", "--target", str(tmp_path / "no model"), "--prompt", "a", "--trace", str(place)]
-        )
-        assert result.exit_code == 2 and words in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file"] and fifo.is_fifo()
 
 
