@@ -184,9 +184,11 @@ def test_the_command_serves_until_sigterm(short_target: Path) -> None:
         (["--port", "70000"], "port must be in"),
     ],
 )
-def test_the_command_refuses_before_it_loads(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_refuses_before_it_loads(
+    short_target: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OFFLOAD_RUNTIME_API_KEY", raising=False)
-    result = CliRunner().invoke(app, ["serve", "--target", "nowhere", *words])
+    result = CliRunner().invoke(app, ["serve", "--target", str(short_target), "--device", "cpu", *words])
     assert result.exit_code == 2 and message in result.stderr
 
 
@@ -214,8 +216,8 @@ def test_a_process_stops_at_once_at_the_second_signal(long_target: Path, signals
                 assert process.wait(60) == 0
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_said(short_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "fastapi" else there(name, *of))
-    result = CliRunner().invoke(app, ["serve", "--target", "nowhere"])
+    result = CliRunner().invoke(app, ["serve", "--target", str(short_target)])
     assert result.exit_code == 2 and "fastapi: pip install 'offload-runtime[server]'" in result.stderr
