@@ -14,30 +14,34 @@ from offload_runtime.weights.fields import shortened
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # which towers for images call otherwise
 _OF_MODEL = re.compile(r"(?:layers|embed_tokens|norm)\.")
+_OF_HEAD = re.compile(r"((?:.+\.)?)lm_head\.[^.]+")
 _COMPARED_BYTES = 8 << 20
 
 
 def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of the language model by their usual names, `model.layers.0...` and `lm_head...`, whatever comes
     before: nothing in what a base model saved, `language_model.model.` or `model.language_model.` in models that read
-    images. Others keep their names.
+    images. The head may lie beside the model, in it, or further out. Others keep their names.
 
     Raises:
-        CheckpointError: It holds several language models.
+        CheckpointError: It holds several language models, or heads of one.
     """
     prefixes = [name.removesuffix(_FIRST_NORM) for name in stored if name.endswith(_FIRST_NORM)]
-    if not prefixes or "model." in prefixes:
+    if not prefixes:
         return dict(stored)
-    if len(prefixes) > 1:
+    if len(prefixes) > 1 and "model." not in prefixes:
         names = shortened([prefix or "no prefix" for prefix in prefixes])
         raise CheckpointError(f"{where} holds {len(prefixes)} language models ({names}): give a checkpoint of one")
-    prefix = prefixes[0]
-    heads = (prefix.removesuffix("model.") + "lm_head.", "lm_head.")
+    prefix = "model." if "model." in prefixes else prefixes[0]
+    outside = dict.fromkeys(match[1] for name in stored if (match := _OF_HEAD.fullmatch(name)))
+    heads = [f"{before}lm_head." for before in outside if prefix.startswith(before)]
+    if len(heads) > 1:
+        raise CheckpointError(f"{where} holds {len(heads)} heads ({shortened(heads)}): give a checkpoint with one")
     found = dict[str, StoredTensor]()
     for name, tensor in stored.items():
-        rest, head = name.removeprefix(prefix), next((head for head in heads if name.startswith(head)), None)
-        if head is not None:
-            name = "lm_head." + name.removeprefix(head)
+        rest = name.removeprefix(prefix)
+        if heads and name.startswith(heads[0]):
+            name = "lm_head." + name.removeprefix(heads[0])
         elif name.startswith(prefix) and _OF_MODEL.match(rest):
             name = "model." + rest
         found[name] = replace(tensor, name=name)
