@@ -86,15 +86,21 @@ def test_a_tied_head_is_what_is_stored(tied: Path, change: Any) -> None:
     close(ours(tied), theirs(tied))
 
 
-@pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model.", "_orig_mod.model."])
-def test_names_of_tensors_may_begin_otherwise(tied: Path, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("", ""), ("language_model.model.", "language_model."), ("model.language_model.", ""), ("model.", "model."),
+        ("_orig_mod.model.", "_orig_mod."), ("language_model.", "language_model."),
+    ],
+)  # fmt: skip
+def test_names_of_tensors_may_begin_otherwise(tied: Path, prefix: str, head: str) -> None:
+    rewrite(tied, HEADS["a head of its own"])
     right = ours(tied)
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
-            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
-        head = prefix.removesuffix("model.") if prefix.startswith("language_model") else ""
-        tensors[f"{head}lm_head.weight"] = tensors[f"{prefix}embed_tokens.weight"].clone()
+            to = head + name if name == HEAD else prefix + name.removeprefix("model.")
+            tensors[to] = tensors.pop(name)
 
     rewrite(tied, change)
     close(ours(tied), right)
@@ -140,6 +146,7 @@ def test_an_old_index_does_not_decide(untied: Path, shards_are_there: bool) -> N
         ("config.json", {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
                          "moe_intermediate_size": 768, "hidden_size": 2048, "num_hidden_layers": 48},
          "mixture of experts.*Qwen3-8B"),
+        ("config.json", {"model_type": None}, "does not say what model it is"),
         ("config.json", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
         ("config.json", {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "hybrid"),
         ("config.json", {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
@@ -166,6 +173,9 @@ def test_what_is_no_model_of_ours_is_refused_by_what_it_is(untied: Path, name: s
         ({"model_index.json": b"{}"}, "makes images"),
         ({"snapshots/abc/config.json": b"{}"}, "snapshots/abc has one"),
         ({"model.safetensors": b"x"}, "no config.json beside model.safetensors"),
+        ({"config.json": b"{}", "model-00001-of-00002.safetensors": b"x"}, "no model.safetensors.index.json"),
+        ({"Q4_K_M/x.gguf": b"GGUF"}, r"in it Q4_K_M/x.gguf: give that"),
+        ({"blobs/sha256-abc": b"GGUF"}, r"in it blobs/sha256-abc: give that"),
         ({}, "has no config.json"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 
 from offload_runtime.errors import CheckpointError
@@ -12,6 +13,7 @@ from offload_runtime.weights.fields import shortened, shown
 
 GGUF_MAGIC = b"GGUF"
 _HEAD_BYTES = 64
+_MOST_ENTRIES = 2000  # of a directory that are looked at for a sentence about it
 _CONVERT = (
     "which is not read: take the model's safetensors, or write them with transformers "
     "(from_pretrained, then save_pretrained), or take a GGUF file"
@@ -74,10 +76,11 @@ def _what_lies_there(directory: Path) -> Iterator[str]:
     """What a directory without `config.json` may be, the most telling first."""
     if (directory / "model_index.json").exists():
         yield "is a pipeline that makes images or sound, not a language model: give a language model's directory"
-    nested = [path.parent for path in (*directory.glob("snapshots/*/config.json"), *directory.glob("*/config.json"))]
-    if nested:
-        names = shortened([str(path.relative_to(directory)) for path in nested])
-        yield f"has no config.json, and in it {names} has one: give that directory"
+    for pattern in ("*/config.json", "snapshots/*/config.json", "*/snapshots/*/config.json"):
+        if nested := [str(path.parent.relative_to(directory)) for path in sorted(directory.glob(pattern))]:
+            yield f"has no config.json, and in it {shortened(nested)} has one: give that directory"
+    if files := _gguf_files(directory):
+        yield f"has no config.json, and in it {shortened(files)}: give that file"
     if (directory / "params.json").exists():
         yield (
             "has its weights in the makers' own format (params.json), which is not read: take the model's checkpoint "
@@ -86,6 +89,17 @@ def _what_lies_there(directory: Path) -> Iterator[str]:
     weights = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
     if weights:
         yield f"has no config.json beside {shortened(weights)}: give the whole directory of a transformers checkpoint"
+
+
+def _gguf_files(directory: Path) -> list[str]:
+    """GGUF files without such a name, and in directories below: of a repository with a directory for each
+    quantisation, or ollama's blobs."""
+    found = list[str]()
+    for path in islice(chain(directory.glob("*"), directory.glob("*/*")), _MOST_ENTRIES):
+        with suppress(OSError):
+            if path.is_file() and first_bytes(path).startswith(GGUF_MAGIC):
+                found.append(str(path.relative_to(directory)))
+    return sorted(found)
 
 
 def no_config(directory: Path) -> CheckpointError:
@@ -101,6 +115,12 @@ def no_config(directory: Path) -> CheckpointError:
 def no_weights(directory: Path) -> CheckpointError:
     """The error for a checkpoint without safetensors, which says what it has instead."""
     others = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
+    ours = [name for name in others if name.lower().endswith(".safetensors")]
+    if ours:
+        return CheckpointError(
+            f"{directory} has {shortened(ours)} and no model.safetensors.index.json, which says what belongs to the "
+            "model: download that too, or call a file that holds all of it model.safetensors"
+        )
     if others:
         return CheckpointError(f"{directory} has its weights as {shortened(others)}, {_CONVERT}")
     return CheckpointError(

@@ -104,6 +104,11 @@ def unsupported_model(fields: Fields) -> UnsupportedArchitectureError:
     part, classes = fields.mapping("text_config"), fields.items("architectures", str)
     outer, inner = fields.text("model_type", ""), part.get("model_type")
     what = ", ".join(shown(name)[1:-1] for name in classes[:3]) or f"model_type {shown(outer)}"
+    if not (classes or outer or inner):
+        return UnsupportedArchitectureError(
+            f"{fields.where} does not say what model it is (no model_type, no general.architecture): give a checkpoint "
+            "of transformers, or a GGUF file of a model"
+        )
     values, names = {**fields.values, **part}, [outer, *([inner] if isinstance(inner, str) else []), *classes]
     which = f"{what}'s text part ({shown(inner)[1:-1]})" if part and isinstance(inner, str) else what
     return UnsupportedArchitectureError(
