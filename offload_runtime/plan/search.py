@@ -8,7 +8,6 @@ as fast with more device memory or faster, and none is lost by it, so that the f
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -231,19 +230,10 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     """The fastest of all ways to place a plan; one that host memory has room for, if there is one.
 
     Raises:
-        BudgetError: Nothing fits the device or what can be page-locked; says for how many sequences something would.
-            Or TriForce was asked for and does not fit.
+        BudgetError: Nothing fits the device or what can be page-locked, or TriForce was asked for and does not.
         OptionError: It was, and cannot be here whatever the memory.
     """
-    try:
-        ways, obstacle = find_candidates(plan)
-    except (BudgetError, OptionError) as error:
-        batch = plan.target.batch
-        fewer = range(1, min(batch, most_sequences(plan.request, plan.limits) + 1))
-        fitting = bisect_left(fewer, True, key=lambda sequences: _refuses(plan.of_batch(sequences)))
-        if not fitting:
-            raise
-        raise type(error)(f"{error}; {fitting} prompts at once would fit, {batch} do not") from error
+    ways, obstacle = find_candidates(plan)
     levels = [[way for way in ways if way.has_verifier is verified] for verified in (False, True)]
     best = [_fastest(level, machine) for level in levels if level]
     if len(best) == 1:
@@ -266,14 +256,6 @@ def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
     dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))
     each_bytes = kv_cache_bytes(request.target.config(), dtype, capacity_tokens=1, batch=1)
     return min(request.max_batch, limits.all_device_bytes // each_bytes)
-
-
-def _refuses(plan: RunPlan) -> bool:
-    try:
-        find_candidates(plan)
-    except (BudgetError, OptionError):
-        return True
-    return False
 
 
 def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
