@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,8 @@ def put_trouble_beside(target: Path, family: Path) -> None:
     (models / "notes.txt").write_text("nothing")
     (models / "empty").mkdir()
     (models / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    for number in range(12):
+        (models / f"half {number}.gguf").write_bytes(b"GGUF\x03")
     for name, file, content in (
         ("truncated", "model.safetensors", (family / "small" / "model.safetensors").read_bytes()[:-9]),
         ("no json", "config.json", b"{"),
@@ -90,12 +93,13 @@ def test_nothing_that_lies_there_ends_the_loading(family: Path, tmp_path: Path, 
         assert runtime.generate(PROMPT, max_new_tokens=3).finish_reason == "length"
 
 
-def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) -> tuple[str, dict[str, object]]:
+def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as ended:
         app(["plan", "--target", str(target), "--profile", "rtx4090", "--context", "4096", "--json", *options])
     told = capsys.readouterr()
     assert ended.value.code == 0, told.err
-    return told.err, json.loads(told.out)
+    assert "draft" not in told.err  # the answer comes first
+    return json.loads(told.out)
 
 
 def test_a_plan_finds_it_too_and_says_what_it_brings(
@@ -104,10 +108,24 @@ def test_a_plan_finds_it_too_and_says_what_it_brings(
     """By configurations and tokenizers alone; without a vocabulary to compare nothing is taken."""
     for name in ("qwen2.5-32b", "qwen2.5-0.5b"):
         shutil.copytree(CONFIGS / name, tmp_path / name)
-    said, record = run_plan(capsys, tmp_path / "qwen2.5-32b")
+    record = run_plan(capsys, tmp_path / "qwen2.5-32b")
     assert record["draft_cache"] is None
-    assert "drafting from the text itself; Qwen2.5-0.5B-Instruct beside the target would draft about 4x as well" in said
+    assert (
+        "from the text itself; Qwen2.5-0.5B-Instruct beside the target would draft about 4x as well"
+        in record["draft_note"]
+    )
     for name in ("qwen2.5-32b", "qwen2.5-0.5b"):
         shutil.copy(family / "small" / "tokenizer.json", tmp_path / name)
-    said, record = run_plan(capsys, tmp_path / "qwen2.5-32b")
-    assert record["draft_cache"] is not None and "drafting with qwen2.5-0.5b, predicted to be " in said
+    record = run_plan(capsys, tmp_path / "qwen2.5-32b")
+    assert record["draft_cache"] is not None and "drafting with qwen2.5-0.5b, predicted to be " in record["draft_note"]
+
+
+@pytest.mark.parametrize("downloaded", [True, False])
+def test_a_draft_without_its_weights_is_not_promised(
+    downloaded: bool, family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = placed(family, tmp_path, draft="small")
+    if not downloaded:
+        (target.parent / "small" / "model.safetensors").unlink()
+    note = run_plan(capsys, target, "--context", "64")["draft_note"]
+    assert (note is not None and "small" in note) is downloaded

@@ -46,14 +46,14 @@ def plan(options: PlanOptions) -> None:
         lines = refusal_lines(outcome, explain=options.explain)
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
-    if note:
-        terminal.status_line(note)
     predicted = planning.forecast(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
-    record = plan_record(outcome, predicted, gains) | {"target": config.target, "profile": machine.name}
-    screen = [*answer_lines(outcome, predicted), *gain_lines(gains), *memory_lines(outcome, machine)]
+    record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
+    record["draft_note"] = note or None
+    answer = [*answer_lines(outcome, predicted), *drafting_lines(note)]
+    screen = [*answer, *gain_lines(gains), *memory_lines(outcome, machine)]
     if options.explain:
         screen += ["", *plan_tables(outcome, predicted, machine=machine)]
     terminal.print_result(record, screen, as_json=options.as_json)
@@ -100,6 +100,11 @@ def answer_lines(plan: RunPlan, predicted: RunForecast) -> list[str]:
             f"Each pass brings {format_bytes(plan.streamed_bytes)} of {what} from RAM, for which the card has no room."
         )
     return lines
+
+
+def drafting_lines(note: str) -> list[str]:
+    """Who was found to draft, or what would draft better, where the user left that open."""
+    return [f"{note[0].upper()}{note[1:]}."] if note else []
 
 
 def _context(tokens: int) -> str:

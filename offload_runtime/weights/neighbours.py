@@ -60,13 +60,16 @@ def find_drafts(
         target: The same, opened or described.
         read: Opens what is found; None leaves it described.
     """
-    own, found = _path_of(reference), list[FoundDraft]()
+    own, found, described = _path_of(reference), list[FoundDraft](), 0
     sized = sorted((_weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
-    most_bytes = (_weight_bytes(own) if own is not None else 0) or math.inf
-    parameters = num_parameters(target)
-    for _, path in islice((one for one in sized if one[0] < most_bytes), _MOST_HEADERS):
+    own_bytes, parameters = math.inf if own is None else _weight_bytes(own), num_parameters(target)
+    # Beside a target that is a configuration alone drafts may be that, too.
+    for path in (path for nbytes, path in sized if own_bytes == 0 or 0 < nbytes < own_bytes):
+        if described == _MOST_HEADERS or len(found) == _MOST_DRAFTS:
+            break
         try:
             model = describe_model(path)
+            described += 1
             share = num_parameters(model) / parameters
             near = abs(model.config().vocab_size - target.config().vocab_size) <= _MOST_PADDING
             shared = share_vocabulary(target, model) if near and share <= _MOST_SHARE else None
@@ -74,8 +77,6 @@ def find_drafts(
                 found.append(FoundDraft(_name(path), read(str(path)) if read else model, shared, share))
         except Exception as error:  # whatever is wrong with it, nobody has asked for this one
             logging.getLogger(__name__).debug("%s is no draft: %s", path, error)
-        if len(found) == _MOST_DRAFTS:
-            break
     return found
 
 
