@@ -499,7 +499,7 @@ class VerifyOptions(LoadOptions):
 
     prompts: str | None = typer.Option(None, metavar="FILE", help="More prompts, one a line of UTF-8; - is stdin.")
     tokens: int | None = typer.Option(
-        None, metavar="N", help="Tokens of every generation compared: 64, or 24 with --quick."
+        None, metavar="N", help="Tokens of every generation compared: 64, or 16 with --quick."
     )
     seeds: int | None = typer.Option(None, metavar="N", help="Seeds of every test of fit: 256, or 64 with --quick.")
     quick: bool = _switch("--quick", help="Fewer prompts, settings and seeds.")

@@ -43,7 +43,7 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
 
     from offload_runtime import __version__
     from offload_runtime.engine.runtime import device_facts
-    from offload_runtime.verify import VerificationPlan, compare_one_card, decode_plainly, expected_s, verify
+    from offload_runtime.verify import VerificationPlan, compare_one_card, decode_plainly, verify
 
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with (
@@ -53,11 +53,7 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
         ) as runtime,
         ProgressBars(enabled=show_progress) as bars,
     ):
-        if options.quick:
-            status_line(
-                f"this takes {_in_minutes(expected_s(runtime, plan))}; Ctrl-C ends it with what is there by then"
-            )
-        report = verify(runtime, plan, on_progress=bars.update)
+        report = verify(runtime, plan, on_progress=bars.update, on_expected=_say_how_long if options.quick else None)
         dealt = runtime.plan.num_cards > 1 and not report.interrupted
         several = decode_plainly(runtime, plan, bars.update, stage="several cards") if dealt else {}
     if several:
@@ -86,9 +82,10 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
-def _in_minutes(seconds: float) -> str:
-    """How long something takes, as well as anybody can say."""
-    return f"about {max(10, round(seconds, -1)):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
+def _say_how_long(seconds: float) -> None:
+    """Print how long a verification takes, as well as anybody can say."""
+    about = f"{max(10, round(seconds, -1)):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+    status_line(f"this takes about {about}; Ctrl-C ends it with what is there by then")
 
 
 def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:

@@ -6,4 +6,4 @@ goodness of fit of what is sampled.
 
 from offload_runtime.verify.distribution import Fit
 from offload_runtime.verify.equality import IdentityRun, compare_one_card
-from offload_runtime.verify.report import VerificationPlan, VerificationReport, decode_plainly, expected_s, verify
+from offload_runtime.verify.report import VerificationPlan, VerificationReport, decode_plainly, verify

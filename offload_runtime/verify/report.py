@@ -54,7 +54,7 @@ SETTINGS = {
 }
 TOKENS, SEEDS = 64, 256
 # With these a 135M takes about a minute on two cores.
-QUICK_PROMPTS, QUICK_SETTINGS, QUICK_TOKENS, QUICK_SEEDS, QUICK_LONG_TOKENS = 3, 3, 24, 64, 600
+QUICK_PROMPTS, QUICK_SETTINGS, QUICK_TOKENS, QUICK_SEEDS, QUICK_LONG_TOKENS = 3, 3, 16, 64, 600
 MIN_TOKENS, MIN_SEEDS = 8, 32
 # All prompts together, over and over, make one of so many tokens: several blocks of keys, and on a GPU enough for the
 # attention of long prompts. It meets the first setting only.
@@ -150,14 +150,16 @@ class VerificationReport:
 
 
 def verify(
-    runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress = lambda stage, done, steps: None
-) -> VerificationReport:
+    runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress = lambda stage, done, steps: None,
+    on_expected: Callable[[float], None] | None = None,
+) -> VerificationReport:  # fmt: skip
     """Compare speculation with plain decoding, and sampled tokens with the target's probabilities.
 
     Args:
         runtime: Loaded with the draft under test; it must allow a gamma of 63, and ends its current generation.
         plan: What to compare.
         on_progress: Called with (stage, done, all) after each generation or test.
+        on_expected: Called before the first of them with about how many seconds all of it takes.
 
     Returns:
         Everything, or at Ctrl-C what there is by then.
@@ -166,9 +168,11 @@ def verify(
         ContextLengthError: A prompt and its tokens exceed the runtime's context.
         NumericalError: The target's logits are NaN.
     """
-    prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
     report = VerificationReport(runtime.device.type == "cuda", [], [])
     try:
+        prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+        if on_expected is not None:
+            on_expected(_expected_s(runtime, plan))
         _compare(runtime, plan, prompts, report, on_progress)
         _fit(runtime, plan, prompts, report, on_progress)
     except KeyboardInterrupt:
@@ -212,7 +216,7 @@ def _fit(
     report.fits += [*places, total("answers together", places)]
 
 
-def expected_s(runtime: Runtime, plan: VerificationPlan) -> float:
+def _expected_s(runtime: Runtime, plan: VerificationPlan) -> float:
     """About how many seconds `verify` takes, from a short plain answer that is timed."""
     encoded = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
     prompt, params = next(iter(encoded.values())), GenerationParams(MIN_TOKENS, ignore_eos=True)
