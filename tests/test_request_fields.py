@@ -53,7 +53,15 @@ def served(directory: Path) -> Iterator[Served]:
         {"max_tokens": -1, "max_completion_tokens": 4, "service_tier": "auto", "prediction": None, "audio": None},
         {"tools": [], "functions": None, "function_call": "none", "n": None, "stream_options": None, "stop": None},
         {"typical_p": 1.0, "mirostat": 0, "repeat_last_n": -1, "cache_prompt": True, "skip_special_tokens": True},
-        {"verbosity": "medium", "parallel_tool_calls": None, "temperature": None, "reasoning_effort": None},
+        {
+            "n": 1,
+            "best_of": 1,
+            "top_logprobs": 0,
+            "verbosity": "medium",
+            "parallel_tool_calls": None,
+            "temperature": None,
+            "reasoning_effort": None,
+        },
     ],
 )
 def test_values_that_change_nothing_are_taken(served: Served, fields: dict[str, Any]) -> None:
@@ -72,6 +80,25 @@ def test_other_values_of_them_are_refused_by_name(served: Served, fields: dict[s
     response = served.chat(**fields)
     (name,) = fields
     assert response.status_code == 400 and response.json()["error"]["param"] == name
+
+
+def test_a_completion_without_a_limit_is_longer_than_the_usual_one(served: Served) -> None:
+    asked = {"prompt": [65], "ignore_eos": True, "n": 2, "best_of": 2, "stop": "no such text"}
+    for fields, count in (({}, 32), ({"max_tokens": -1}, 2 * 99), ({"n_predict": -1, "max_tokens": None}, 2 * 99)):
+        asked["prompt"] = [65] * (served.runtime.context_tokens - 99)
+        answer = served.http.post("/v1/completions", json={**asked, **fields})
+        assert answer.json()["usage"]["completion_tokens"] == count
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"stop": [None]}, "stop"), ({"stop": 1}, "stop"), ({"prompt": ["a", [1]]}, "prompt"), ({"n": "x"}, "n"),
+    ({"echo": True, "stream": True}, "echo"), ({"max_tokens": 0}, "max_tokens"), ({"n": 2, "best_of": 3}, "best_of"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
+    response = served.http.post("/v1/completions", json={"prompt": "a", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param) and "Value error" not in error["message"]
 
 
 def test_other_names_of_what_is_here(served: Served) -> None:

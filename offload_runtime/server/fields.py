@@ -16,7 +16,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": _ANY, "prompt_cache_retention": _ANY,
     "modalities": (["text"],), "audio": (None,), "prediction": (None,), "web_search_options": (None,),
     "verbosity": ("medium",), "functions": ([],), "function_call": ("none", "auto"),
-    "best_of": (1,), "suffix": ("",), "echo": (False,), "logprobs": (False,), "top_logprobs": (None,),
+    "best_of": (1,), "suffix": ("",), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
     "max_tokens": (-1,), "max_completion_tokens": (-1,),
     # of vLLM and SGLang
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
@@ -49,6 +49,8 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
             found[own] = value
         elif value is not None and value != found[own]:
             raise ValueError(f"{name} says another {own} than the body does: give one of them")
+    if found.get("best_of") == found.get("n"):
+        found.pop("best_of", None)  # the best of them are all of them
     return found
 
 

@@ -30,6 +30,9 @@ _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _SEEDS = 1 << 53  # what every JSON reader keeps exactly
 _COMPLETION_TOKENS = 16  # OpenAI's
+_OF_SEVERAL_KINDS = {
+    "stop": "a text or a list of texts", "prompt": "a text, a list of token ids, or a list of either kind",
+}  # fmt: skip
 
 
 class RequestError(OptionError):
@@ -56,15 +59,26 @@ class _Body(BaseModel):
         try:
             return cls.model_validate(renamed(body) if isinstance(body, dict) else body)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])[:200]
-            if first["type"] == "extra_forbidden" and where in HARMLESS:
-                raise RequestError(f"{where} is taken only where it changes nothing: leave it out", where) from error
-            if first["type"] == "extra_forbidden":
-                raise RequestError(f"{where} is not a field that this server knows", where) from error
-            raise RequestError(f"{where or 'the body'}: {first['msg']}", where or None) from error
+            raise _request_error(error) from error
         except ValueError as error:
             raise RequestError(str(error)) from error
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    """What is wrong with a body, in our words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, RequestError):
+        return own
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if name in _OF_SEVERAL_KINDS and first["type"] != "missing":
+        return RequestError(f"{name} is not {_OF_SEVERAL_KINDS[name]}", name)
+    where = ".".join(str(part) for part in first["loc"])[:200]
+    if first["type"] == "extra_forbidden" and where in HARMLESS:
+        return RequestError(f"{where} is taken only where it changes nothing: leave it out", where)
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"{where} is not a field that this server knows", where)
+    return RequestError(f"{where or 'the body'}: {first['msg']}", where or None)
 
 
 class StreamOptions(_Body):
@@ -88,7 +102,8 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _has_its_own(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema has a schema where it is the type, and only there")
+            what = "response_format.json_schema has a schema where it is the type, and only there"
+            raise RequestError(what, "response_format.json_schema")
         return self
 
     @property
@@ -264,8 +279,10 @@ class ChatBody(AnswerBody):
             return answer
         functions = [tool["function"] for tool in self.tools or []]
         if isinstance(choice, dict):
-            named = choice.get("function")
-            functions = [one for one in functions if isinstance(named, dict) and one["name"] == named.get("name")]
+            functions = [
+                one for one in functions
+                if choice == {"type": "function", "function": {"name": one["name"]}}
+            ]  # fmt: skip
         elif choice not in (None, "auto", "required"):
             functions = []
         if not functions:
@@ -283,18 +300,19 @@ class ChatBody(AnswerBody):
 class CompletionBody(AnswerBody):
     """`/v1/completions`."""
 
-    harmless = {**HARMLESS, "add_special_tokens": (True,)}
+    # max_tokens -1, which is no limit, is not what a completion has where it says nothing.
+    harmless = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)
     echo: bool = False
 
     @model_validator(mode="after")
     def _echoes_whole_answers(self) -> CompletionBody:
         if self.echo and self.stream:
-            raise ValueError("echo is for answers that do not stream")
+            raise RequestError("echo is for answers that do not stream", "echo")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens 0 is for an echo of the prompt alone")
+            raise RequestError("max_tokens 0 is for an echo of the prompt alone", "max_tokens")
         return self
 
     def prompts(self, runtime: Runtime) -> list[Any]:
@@ -308,6 +326,8 @@ class CompletionBody(AnswerBody):
     def wanted_tokens(self, most: int) -> int:
         if self.max_tokens == 0:
             return 1  # which is left out
+        if self.max_tokens == -1:
+            return most
         return self.max_tokens or min(most, max(self.min_tokens, _COMPLETION_TOKENS))
 
     @property
