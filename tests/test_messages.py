@@ -170,6 +170,27 @@ def test_messages_that_are_none_are_refused(message: dict[str, Any]) -> None:
         text_of(CHATML, [{"role": "assistant", **message}])
 
 
+@pytest.mark.parametrize(
+    ("template", "messages", "number"),
+    [
+        (DROPS.replace("'system', ", ""), [{"role": "system", "content": "be"}, USER], 0),
+        (DROPS.replace("'system', ", ""), DEVELOPER, 0),
+        (DROPS.replace("m.role in", "m.role == 'user' or loop.first and m.role in"), [USER, DEVELOPER[0], USER], 1),
+        (DROPS, [USER, {"role": "function", "name": "f", "content": "42"}], 1),
+        (LOOP + "{% if m.role != 'critic' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}" + END,
+         [USER, {"role": "critic", "content": [{"type": "text", "text": "no"}]}], 1),
+    ],
+)  # fmt: skip
+def test_instructions_that_a_template_leaves_out_are_refused(template: str, messages: Any, number: int) -> None:
+    with pytest.raises(MessageError, match=rf"messages\.{number} has the role .* leaves it out"):
+        text_of(template, messages)
+
+
+def test_instructions_that_a_template_words_otherwise_are_not_left_out() -> None:
+    template = LOOP + "{{ m.content | upper | replace('NEEDLETEXT', 'needletext') | replace('/THINK', '') }}" + END
+    assert text_of(template, [{"role": "system", "content": "be /think"}, USER]) == "BE HI"
+
+
 def test_a_template_that_knows_no_calls_is_told_them_in_words() -> None:
     text = text_of(KNOWN, called('{"x": 1}', content="So."))
     assert text == '<user>hi<assistant>So.\n{"name": "f", "arguments": {"x": 1}}<user>Result of the call:\n42'

@@ -133,6 +133,22 @@ class ChatTemplate:
                 message["content"] = forms.content(message["role"], message["content"])
         return found
 
+    def require_shown(self, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> None:
+        """Refuse instructions that the template leaves out of its text of messages (`MessageError`): those of a system
+        behind the first message, or of a role that it does not know. Whether one that is not there as it was sent is
+        left out is seen by another text in its place."""
+        texts = {
+            number: content if isinstance(content := message.get("content") or "", str) else content[0].get("text", "")
+            for number, message in enumerate(messages) if message["role"] not in ("user", "assistant", "tool")
+        }  # fmt: skip
+        for number in (number for number, said in texts.items() if said.strip() not in text):
+            content = _TEXT if isinstance(messages[number]["content"], str) else [{"type": "text", "text": _TEXT}]
+            probe = [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]]
+            if _TEXT not in self.render(probe, options):
+                role = f"has the role {messages[number]['role']!r}"[:100]
+                what = f" {role}, and this model's chat template leaves it out there: say it in another message"
+                raise MessageError(f"messages.{number}", what)
+
     def _adapted(self, where: str, given: Mapping[str, Any], forms: _Forms) -> Message:
         """A message with its role, its calls and the lack of content as the template takes them."""
         message = {

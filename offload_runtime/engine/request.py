@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import ModelConfig, is_of_type, require, require_unicode
-from offload_runtime.engine.chat_template import ChatTemplate
+from offload_runtime.engine.chat_template import ChatTemplate, MessageError
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
 from offload_runtime.params import GenerationParams
@@ -270,6 +270,9 @@ class PromptRoom:
         hidden = given if self.allow_special_tokens else self._spelled.hide(given)
         try:
             text = self.chat_template.render(*hidden)
+            self.chat_template.require_shown(hidden[0], hidden[1], text)
+        except MessageError:
+            raise
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
         shown = text if hidden == given else self._spelled.show(text)
