@@ -13,7 +13,7 @@ import torch
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.server import Served, serving
+from tests.helpers.server import Served, events_of, serving
 
 PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown"
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -142,3 +142,16 @@ def test_an_echo_has_the_prompt_and_its_log_probabilities(served: Served, alone:
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"echo": True, "stream": True}])
 def test_an_echo_does_not_stream_and_nothing_is_no_answer(served: Served, fields: dict[str, Any]) -> None:
     assert served.http.post("/v1/completions", json={"prompt": PROMPT, **fields}).status_code == 400
+
+
+def test_a_stream_tells_places_of_tokens_within_its_text(served: Served) -> None:
+    """As the whole answer does, also of tokens that turn out to be those of a stop string."""
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    whole = served.http.post("/v1/completions", json=asked).json()["choices"][0]
+    places = whole["logprobs"]["text_offset"]
+    for stop in (whole["text"][places[2] : places[6]], "no such text"):
+        whole = served.http.post("/v1/completions", json={**asked, "stop": stop}).json()["choices"][0]
+        response = served.http.post("/v1/completions", json={**asked, "stop": stop, "stream": True})
+        parts = [event["choices"][0]["logprobs"] for event in events_of(response)]
+        for name, values in whole["logprobs"].items():
+            assert [value for part in parts if part is not None for value in part[name]] == values

@@ -96,6 +96,8 @@ class Envelope:
         self._is_chat, self._spelling = is_chat, spelling
         self._offsets = defaultdict[int, TextOffsets](lambda: TextOffsets(spelling))  # by choice
         self._num_shown = Counter[int]()  # by choice, characters of its text
+        # By choice, tokens that begin behind the text that is shown, and where.
+        self._held = defaultdict[int, list[tuple[TokenLogprobs, int]]](list)
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._model, self._created = model, int(time.time())
 
@@ -149,33 +151,37 @@ class Envelope:
         return {**self._around([choice], is_chunk=True), **sources}
 
     def _logprobs(self, index: int, delta: Delta, *, is_all: bool) -> dict[str, Any] | None:
-        """Those of the tokens that have come of a choice, which is whole then or not; None where nobody asked for
-        any."""
-        self._num_shown[index] += len(delta.text)
-        if not delta.logprobs:
-            return None
+        """Those of the tokens that have come of a choice, which is whole then or not; of a completion those whose text
+        has come, as it may turn out to be that of a stop string. None where there are none."""
         if self._is_chat:
+            if not delta.logprobs:
+                return None
             content = [
                 {**self._likely(one.token, one.logprob), "top_logprobs": [self._likely(*pair) for pair in one.top]}
                 for one in delta.logprobs
             ]
             return {"content": content, "refusal": None}
-        spelling, offsets = self._spelling, [self._offsets[index].push(one.token, delta.text) for one in delta.logprobs]
-        if is_all:  # tokens of a stop string are behind the text's end
-            offsets = [min(offset, self._num_shown[index]) for offset in offsets]
+        self._num_shown[index] += len(delta.text)
+        spelling, held, end = self._spelling, self._held[index], self._num_shown[index]
+        held += [(one, self._offsets[index].push(one.token, delta.text)) for one in delta.logprobs]
+        told = [(one, min(offset, end)) for one, offset in held if is_all or offset < end]
+        if not told:
+            return None
+        del held[: len(told)]
+        tokens = [one for one, _ in told]
         likeliest = [
             None
             if math.isnan(one.logprob)
             else dict(
                 zip(spelling.keys_of([token for token, _ in one.top]), [logprob for _, logprob in one.top], strict=True)
             )
-            for one in delta.logprobs
+            for one in tokens
         ]
         return {
-            "tokens": [spelling.text_of(one.token, prefix="bytes:") for one in delta.logprobs],
-            "token_logprobs": [None if math.isnan(one.logprob) else one.logprob for one in delta.logprobs],
+            "tokens": [spelling.text_of(one.token, prefix="bytes:") for one in tokens],
+            "token_logprobs": [None if math.isnan(one.logprob) else one.logprob for one in tokens],
             "top_logprobs": likeliest,
-            "text_offset": offsets,
+            "text_offset": [offset for _, offset in told],
         }  # fmt: skip
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
