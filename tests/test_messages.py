@@ -235,6 +235,7 @@ MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
         ("hermes", hermes('{"a": "1\n2"}'), ("", "", [("f", '{"a": "1\\n2"}')])),
         ("hermes", f'{hermes("{}")[:12]}"{hermes("{}")[12:]} {hermes("{}")}', None),
         ("hermes", f"a{hermes('{')} {hermes('{}')} b", ("", f"a{hermes('{')} b", [("f", "{}")])),
+        ("hermes", f"""{hermes('{"a": "x}')} {hermes("{}")}""", ("", hermes('{"a": "x}'), [("f", "{}")])),
         ("hermes", hermes("{}", "unknown"), ("", hermes("{}", "unknown"), [])),
         ("mistral", f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]g{{}}", ("", "", [("f", MARKED), ("g", "{}")])),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] So.', ("", "So.", [("f", "{}")])),

@@ -257,9 +257,13 @@ class ToolCallParser:
         self._num_searched = end
         if _ends_in_string(self._held[len(written.start) : at]):
             return "", []  # an argument has the mark: it goes on to the next one
-        whole, self._held = self._held[:end], self._held[end:]
+        found = self._read(self._held[:end], written)
+        if found is None:  # nor was the text to the first mark a call
+            end = self._held.index(written.end, len(written.start)) + len(written.end)
+            found = self._held[:end], []
+        self._held = self._held[end:]
         self._leave()
-        return self._read(whole, written) or (whole, [])
+        return found
 
     def _step_outside(self, written: _Format) -> tuple[str, list[ToolCall]] | None:
         held = self._held
