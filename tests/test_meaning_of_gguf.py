@@ -132,18 +132,21 @@ def test_rotations_are_llama_cpps(
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensor", "words"),
+    ("fields", "tensors", "words"),
     [
-        (lambda w: _type(w, "longrope", 4.0), None, "longrope .with its factors"),
-        (lambda w: _type(w, "ntk", 4.0), None, "RoPE scaling 'ntk'"),
-        (lambda w: w.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0), None, "yarn_beta_fast is 16"),
-        (lambda w: w.add_float32("llama.rope.scaling.yarn_log_multiplier", 0.1), None, r"yarn_log_multiplier is 0\.1"),
-        (lambda w: w.add_float32("llama.rope.scaling.factor", -2.0), None, "factor"),
-        (lambda w: None, FREQS[:5], "5 numbers in rope_freqs.weight, expected 16"),
+        (lambda w: _type(w, "longrope", 4.0), {}, "longrope .with its factors"),
+        (lambda w: _type(w, "ntk", 4.0), {}, "RoPE scaling 'ntk'"),
+        (lambda w: w.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0), {}, "yarn_beta_fast is 16"),
+        (lambda w: w.add_float32("llama.rope.scaling.yarn_log_multiplier", 0.1), {}, r"yarn_log_multiplier is 0\.1"),
+        (lambda w: w.add_float32("llama.rope.scaling.factor", -2.0), {}, "factor"),
+        (lambda w: None, {"rope_freqs": FREQS[:5]}, "5 numbers in rope_freqs.weight, expected 16"),
+        (lambda w: None, {"rope_factors_long": FREQS}, "no rope_factors_short.weight"),
     ],
 )
-def test_other_scalings_are_refused(fields: Fields, tensor: list[float] | None, words: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", build(), fields, **({"rope_freqs": tensor} if tensor else {}))
+def test_other_scalings_are_refused(
+    fields: Fields, tensors: dict[str, list[float]], words: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", build(), fields, **tensors)
     with pytest.raises(CheckpointError, match=words):
         ours(path)
 

@@ -74,9 +74,11 @@ def _stored_divisors(
     """What each frequency is divided by in short texts and in long ones: Llama 3's scaling, whose parameters are not in
     the file, or Phi's."""
     names = (ROPE_TENSORS[0],) * 2 if ROPE_TENSORS[0] in vectors else (_SHORT, _LONG)
-    if not vectors.keys() >= {*names}:
+    if not vectors.keys() & {*names}:
         return None
     for name in names:
+        if name not in vectors:
+            raise CheckpointError(f"{where} has no {name} beside its like: download or convert it again")
         if len(vectors[name]) != num_pairs:
             raise CheckpointError(
                 f"{where} has {len(vectors[name])} numbers in {name}, expected {num_pairs}, half of a head's channels: "
