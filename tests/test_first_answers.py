@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ ANSWERS = {
     "plan --target UNKNOWN --profile rtx4090": "NoSuchForCausalLM",
     "generate --target UNKNOWN --prompt x": "NoSuchForCausalLM",
     "verify --target UNKNOWN": "NoSuchForCausalLM",
+    "generate --target UNKNOWN/files/nosuch.gguf --prompt x": "model_type 'nosuch' has layers",
+    f"plan --target {CONFIG} --draft UNKNOWN/files/nosuch.gguf --profile rtx4090": "nosuch.gguf: model_type 'nosuch'",
     "serve --target nowhere/there/is": "nowhere/there/is does not exist",
     "chat --target ./missing.gguf": "missing.gguf does not exist",
     "generate --target ./missing --prompt x --threads 0": "--threads 0 is not 1 to ",
@@ -52,7 +55,11 @@ ANSWERS = {
 
 def test_what_needs_no_torch_is_answered_without_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(UNKNOWN_FAMILY))
-    asked = [[str(tmp_path) if word == "UNKNOWN" else word for word in words.split()] for words in ANSWERS]
+    keys = b"".join(struct.pack("<Q", len(text)) + text for text in (b"general.architecture", b"nosuch"))
+    keys = keys.replace(b"architecture", b"architecture\x08\0\0\0", 1)  # a string
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "nosuch.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + keys)
+    asked = [words.replace("UNKNOWN", str(tmp_path)).split() for words in ANSWERS]
     examples = sorted((ROOT / "examples").glob("*.py"))
     asked += [["python", str(path), "--help"] for path in examples]
     command = [sys.executable, "-c", ASKED.replace("sys.argv = words", "sys.argv = words[words[0] == 'python':]")]

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 from offload_runtime.weights.checkpoint import DescribedModel
-from offload_runtime.weights.gguf import gguf_parts
+from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.sources import describe_model
 from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary

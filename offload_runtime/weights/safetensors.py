@@ -20,16 +20,11 @@ import torch
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import language_settings, model_config_from_json
-from offload_runtime.weights.checkpoint import (
-    CheckpointSource,
-    DescribedModel,
-    StoredTensor,
-    match_tensors,
-    open_header,
-)
+from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.weights.files import first_bytes, no_config, no_weights, refuse_adapter, refuse_other_file
+from offload_runtime.weights.header import StoredTensor, open_header
 from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
 from offload_runtime.weights.quantised import Quantisation, QuantisedTensor, gather, quantisation_of, refuse_unsaid
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or

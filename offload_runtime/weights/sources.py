@@ -79,8 +79,8 @@ def describe_model(reference: str | Path) -> DescribedModel:
 
 
 def refuse_early(reference: str | Path) -> None:
-    """Refuse what can be told without torch, whose import takes seconds: a path with nothing there, and a directory
-    with a model of a family that does not run. A hub is not asked.
+    """Refuse what can be told without torch, whose import takes seconds: a path with nothing there, and a directory or
+    a GGUF file with a model of a family that does not run. A hub is not asked.
 
     Raises:
         CheckpointError, UnsupportedArchitectureError: As `open_checkpoint`.
@@ -91,7 +91,11 @@ def refuse_early(reference: str | Path) -> None:
     if not path.exists() and _HUB_ID.fullmatch(name) and path.suffix.lower() not in _SUFFIXES:
         return
     with _located(reference, ()) as found:
-        if found.is_dir() and (found / "config.json").is_file():
+        if found.is_file():
+            from offload_runtime.weights.gguf_header import read_gguf_header, supported_family
+
+            supported_family(read_gguf_header(found))
+        elif (found / "config.json").is_file():
             with suppress(ValueError, RecursionError):  # told by whoever reads all of it
                 settings = json.loads((found / "config.json").read_bytes())
                 if isinstance(settings, dict):
@@ -167,7 +171,7 @@ def _of_file(path: Path) -> Path:
 
 def _only_model(where: str, files: Sequence[Path]) -> Path:
     """The first file of the one model that these files are of."""
-    from offload_runtime.weights.gguf import gguf_parts
+    from offload_runtime.weights.gguf_header import gguf_parts
 
     models = sorted({gguf_parts(file)[0] for file in files})
     if len(models) != 1:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.checkpoint import StoredTensor
 from offload_runtime.weights.fields import shortened
+from offload_runtime.weights.header import StoredTensor
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # which towers for images call otherwise

@@ -22,7 +22,7 @@ from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encodings.gguf_rows import file_bytes, row_bytes
-from offload_runtime.weights.gguf import read_gguf_header
+from offload_runtime.weights.gguf_header import read_gguf_header
 from offload_runtime.weights.loader import Progress
 
 PACKED = ("Q8_0", "Q4_0")  # that gguf packs, and llama.cpp's quantiser stores nearly everything of such a file as

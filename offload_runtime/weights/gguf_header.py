@@ -1,0 +1,183 @@
+"""Headers of GGUF files: metadata, tensors, and the family of the model; needs no torch.
+
+The `gguf` package's reader makes numpy arrays of every token of the vocabulary, which takes seconds; here the header is
+walked, and a truncated file is refused with the number of missing bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
+from offload_runtime.weights.fields import Fields, HeaderError, shortened, shown
+from offload_runtime.weights.files import GGUF_MAGIC
+from offload_runtime.weights.header import HeaderReader, StoredTensor, open_header
+from offload_runtime.weights.unsupported import unsupported_model
+
+# By `general.architecture`, the family; the text parts of those that read images are the same.
+GGUF_ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "qwen2vl": "qwen2", "qwen3vl": "qwen3",
+}  # fmt: skip
+_VERSIONS = (2, 3)
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})((?i:\.gguf))")
+# What a file is by its `general.type`, where that is no model.
+_NO_MODELS = {
+    "adapter": "an adapter (LoRA), and adapters are not read: merge it into its model (llama-export-lora)",
+    "mmproj": "what turns images into tokens (mmproj), and images are not read: give the model's own file",
+    "imatrix": "an importance matrix for quantising: give the model's own file",
+}
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """All of the metadata, tensors by name in the order of the file; their `dtype` is the name of a quantisation."""
+
+    fields: Fields
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def arch(self) -> str:
+        """The architecture, which all keys about the model begin with."""
+        return self.fields.text("general.architecture", "")
+
+    def of_model(self) -> Fields:
+        """The metadata of the architecture; a per-layer list counts as one value where all layers agree."""
+        prefix, values = f"{self.arch}.", dict(self.fields.values)
+        for key, value in self.fields.values.items():
+            if key.startswith(prefix) and isinstance(value, list) and value and value.count(value[0]) == len(value):
+                values[key] = value[0]
+        return Fields(self.fields.where, values, prefix)
+
+
+def _string(reader: HeaderReader) -> str:
+    return reader.take(reader.number("<Q")).decode("utf-8", errors="replace")
+
+
+def _value(reader: HeaderReader, kind: int) -> Any:
+    if kind == gguf.GGUFValueType.STRING:
+        return _string(reader)
+    if kind == gguf.GGUFValueType.ARRAY:
+        kind, count = reader.number("<I"), reader.number("<Q")
+        if kind in _SCALARS:
+            data = reader.take(count * struct.calcsize(_SCALARS[kind]))
+            return list(struct.unpack(f"<{count}{_SCALARS[kind][1]}", data))
+        return [_value(reader, kind) for _ in range(count)]
+    if kind not in _SCALARS:
+        raise HeaderError(f"unknown metadata type {kind}")
+    return reader.number(_SCALARS[kind])
+
+
+def _stored_tensor(reader: HeaderReader) -> StoredTensor:
+    """One entry of the tensor table; the offset is still relative to the data section."""
+    name, num_dims = _string(reader), reader.number("<I")
+    if num_dims > 4:
+        raise HeaderError(f"{shown(name)} has {num_dims} dimensions")
+    shape = tuple(reversed([reader.number("<Q") for _ in range(num_dims)]))  # GGUF lists the fastest one first
+    number, offset_bytes = reader.number("<I"), reader.number("<Q")
+    if number not in gguf.GGML_QUANT_SIZES:  # dropped by llama.cpp, or newer than the package
+        raise CheckpointError(
+            f"{reader.path}: {shown(name)} is quantised as type {number}, which the gguf package does not know: use "
+            "another file, such as one of Q4_K_M, or upgrade the package"
+        )
+    kind = gguf.GGMLQuantizationType(number)
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if not shape or 0 in shape or shape[-1] % block_elements:
+        raise HeaderError(f"rows of {shown(name)} {list(shape)} are not whole blocks of {block_elements}")
+    nbytes = math.prod(shape) // block_elements * block_bytes
+    return StoredTensor(reader.path, name, kind.name, shape, offset_bytes, nbytes)
+
+
+def _other_version(path: Path, version: int) -> str:
+    if not version & 0xFFFF:  # the bytes of a small number in the other order
+        return (
+            f"{path} is a big-endian GGUF file, and only little-endian ones are read: take the usual file of the "
+            "model, or convert it with gguf-py's gguf_convert_endian.py"
+        )
+    newer = version > max(_VERSIONS)
+    way_out = "upgrade this program, or take an older file" if newer else "take one that was converted lately"
+    return f"{path} is a GGUF file of version {version}, and only versions 2 and 3 are read: {way_out}"
+
+
+def _read_file(path: Path) -> GgufHeader:
+    """Metadata and tensor table of one file."""
+    with open_header(path) as reader:
+        if reader.size_bytes < len(GGUF_MAGIC) or reader.take(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: give one, or a directory with safetensors")
+        version = reader.number("<I")
+        if version not in _VERSIONS:
+            raise CheckpointError(_other_version(path, version))
+        num_tensors, num_keys = reader.number("<Q"), reader.number("<Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = _string(reader)
+            metadata[key] = _value(reader, reader.number("<I"))
+        relative = [_stored_tensor(reader) for _ in range(num_tensors)]
+        fields = Fields(path, metadata)
+        alignment = fields.integer("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        data_start = -(-reader.position // alignment) * alignment
+        tensors = {t.name: replace(t, offset_bytes=data_start + t.offset_bytes) for t in relative}
+        reader.check_complete(tensors.values())
+    return GgufHeader(fields, tensors)
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of the model that a file is a part of, by its name; else the file alone."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    parts = [
+        path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}{named[3]}") for number in range(1, int(named[2]) + 1)
+    ]
+    return parts if path in parts else [path]
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read metadata and the tensor table, checking that every tensor's bytes are there; of a model in several files
+    (`-00001-of-00002.gguf`) the metadata of the first and the tensors of all, whichever is named.
+
+    Raises:
+        CheckpointError: Not a GGUF file, a corrupt header, a truncated file, or a missing one.
+    """
+    parts = gguf_parts(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {len(missing)} of {len(parts)} files of the model ({shortened(missing)}): "
+            "finish the download"
+        )
+    headers = [_read_file(part) for part in parts]
+    first = headers[0]
+    count = first.fields.integer("split.count", 1, at_least=0) or 1
+    if count != len(parts):
+        raise UnsupportedArchitectureError(
+            f"{parts[0]} is one of {count} files by its content and of {len(parts)} by its name: give the files "
+            "their names, which end in -00001-of-00002.gguf, or merge them with `llama-gguf-split --merge`"
+        )
+    return replace(first, tensors={name: tensor for header in headers for name, tensor in header.tensors.items()})
+
+
+def supported_family(header: GgufHeader) -> str:
+    """The family of a model by the name that transformers has for it, or whose text part it is.
+
+    Raises:
+        CheckpointError: It is an adapter, or another file that is no model.
+        UnsupportedArchitectureError: The decoder does not implement it.
+    """
+    path, fields = header.fields.where, header.of_model()
+    no_model = _NO_MODELS.get(header.fields.text("general.type", "model"))
+    if no_model is not None:
+        raise CheckpointError(f"{path} is {no_model}")
+    family = GGUF_ARCHITECTURES.get(header.arch)
+    if family is None or fields.integer("expert_count", 0, at_least=0):
+        prefix = f"{header.arch}."
+        stated = {key.removeprefix(prefix): value for key, value in fields.values.items() if key.startswith(prefix)}
+        raise unsupported_model(Fields(path, {**stated, "model_type": header.arch}))
+    return family
