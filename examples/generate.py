@@ -4,7 +4,7 @@ import argparse
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("target", help="a directory, a GGUF file or a hub id")
-parser.add_argument("--draft", default="ngram", help="a small model of the same family, ngram or none")
+parser.add_argument("--draft", default="auto", help="auto, a small model of the same family, ngram or none")
 parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
 parser.add_argument("--prompt", default="Once upon a time")
 arguments = parser.parse_args()

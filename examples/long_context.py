@@ -6,7 +6,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("target", help="a directory, a GGUF file or a hub id")
 parser.add_argument("book", type=Path, help="a text in UTF-8")
-parser.add_argument("--draft", default="ngram", help="a small model of the same family, ngram or none")
+parser.add_argument("--draft", default="auto", help="auto, a small model of the same family, ngram or none")
 parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
 arguments = parser.parse_args()
 
