@@ -51,11 +51,11 @@ CHANGES = {
     "TriForce by itself": "--speculation none --gamma auto",
     "a draft's chain": "--draft ngram --sink-tokens auto",
     "several at once": "--batch 1 --kv auto --speculation auto --draft ngram --draft-cache auto",
-    "more than the card has": "--vram 25.7GB --context 11520",
+    "more than the card has": "--vram 25.7GB --context 14848",
     "more of both than there is": "--vram 25.7GB --ram 68.7GB",
-    "more host memory than there is": "--ram 68.7GB --context 76032",
+    "more host memory than there is": "--ram 68.7GB --context 72448",
     "less host memory than is needed": "--ram 13.9GB",
-    "less of all than is needed": "--vram 7.2GB --ram 15.0GB --pinned 75.5MB",
+    "less of all than is needed": "--vram 6.3GB --ram 15.0GB --pinned 75.5MB",
     "less than a larger machine needs": "--ram 137.4GB on a machine with 137.4 GB of host memory",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -88,7 +89,7 @@ def refuse_early(reference: str | Path) -> None:
     path, name = Path(reference), _HUB_PREFIX.sub("", str(reference))
     with suppress(RuntimeError):
         path = path.expanduser()
-    if not path.exists() and _HUB_ID.fullmatch(name) and path.suffix.lower() not in _SUFFIXES:
+    if not os.path.exists(path) and _HUB_ID.fullmatch(name) and path.suffix.lower() not in _SUFFIXES:
         return
     with _located(reference, ()) as found:
         if found.is_file():
