@@ -94,6 +94,7 @@ def play(runner: ModelRunner, passes: Sequence[tuple[list[Window], list[int]]]) 
     return [*found, *kv_of(runner)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_captured_passes_say_what_others_say(runner: ModelRunner, seed: int) -> None:
     passes = random_passes(seed)

@@ -99,6 +99,7 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert len(errors) == 1 and message in errors[0]
 
 
+@pytest.mark.slow
 def test_staging_and_what_it_costs_are_said() -> None:
     arguments = ("llama-3.1-8b", "--profile", "rtx4090", "--vram", "8GB", "--context", "2048", "--pinned", "4GB")
     result = plan(*arguments, "--explain")
@@ -113,6 +114,7 @@ def test_staging_and_what_it_costs_are_said() -> None:
     assert predicted["bound_by"] == "staging" and predicted["seconds"] == predicted["staging_s"] > predicted["link_s"]
 
 
+@pytest.mark.slow
 def test_triforce_without_enough_page_locked_memory() -> None:
     draft = str(CONFIGS / "llama-3.2-1b")
     arguments = ("--draft", draft, "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--pinned", "8GB")
@@ -163,6 +165,7 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     assert float(said[1]) == pytest.approx(parse_bytes(streamed[1]) / 100, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

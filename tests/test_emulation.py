@@ -28,6 +28,7 @@ def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
 
 
+@pytest.mark.slow
 def _generate(runtime: Runtime) -> list[int]:
     return runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3).tokens
 

@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRun
     host.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelRunner], data: st.DataObject) -> None:

@@ -65,7 +65,7 @@ def no_profiles_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG_DIR", str(tmp_path))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_proposed_can_be_typed(name: str, tmp_path: Path) -> None:
     refused = plan(REFUSED[name])

@@ -33,6 +33,7 @@ def request(target: str, mix: str | None = None, **options: object) -> RuntimeCo
     return replace(described, target=next(so for name, _, so in smaller_formats(described.target) if name == mix))
 
 
+@pytest.mark.slow
 def test_the_answer_comes_first_and_details_only_when_asked_for() -> None:
     draft = ("--draft", str(CONFIGS / "llama-3.2-1b"))
     short, explained = plan("llama-3.1-8b", *draft), plan("llama-3.1-8b", *draft, "--explain")
@@ -65,6 +66,7 @@ def test_what_is_offered_for_more_brings_at_least_a_tenth() -> None:
     assert not any("--draft" in gain.what for gain in upgrades(declined, forecast(declined, CARD), CARD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [

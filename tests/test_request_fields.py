@@ -71,6 +71,7 @@ def test_values_that_change_nothing_are_taken(served: Served, fields: dict[str, 
     assert response.status_code == 200 and response.json()["choices"][0]["message"] == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [{"modalities": ["text", "audio"]}, {"best_of": 2}, {"best_of": True}, {"suffix": "x"}, {"mirostat": 2},

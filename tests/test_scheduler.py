@@ -192,6 +192,7 @@ def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: 
         play(runtime, make_tasks(runtime, windows, 7, seed=len(proposals), longest=12), seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposals", ["chain", "triforce"])
 def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, proposals: str) -> None:
     """A draft that took one text for another would be right less often. Beside it somebody decodes plainly."""

@@ -81,6 +81,7 @@ def test_one_that_waits_for_a_whole_answer_frees_it_as_well(served: Served) -> N
     assert served.http.post("/v1/completions", json={**ENDLESS, "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.slow
 def test_beyond_what_may_wait_requests_are_told_to_come_back(served: Served) -> None:
     with ExitStack() as streams:
         first = streams.enter_context(ExitStack())

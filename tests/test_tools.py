@@ -155,6 +155,7 @@ def test_systems_run_in_processes_of_their_own(tmp_path: Path) -> None:
     assert found["results"]["ours-plain"]["tok_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_trees(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--source", target, "--text", text, "--code", text, "--shape", "none", "--noises", "0.05", *ON_CPU, *SHORT]
     given += ["--context", 512, "--resident-layers", 1, "--prompt-tokens", 30, "--gammas", 3, "--nodes", 6]
@@ -202,6 +203,7 @@ def test_sweeps(
     assert all(row.get("identical_to_plain", True) for row in rows)
 
 
+@pytest.mark.slow
 def test_results_of_sweeps_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [ROOT / "tools" / "results" / f"sweep-{name}-h200.json" for name in ("needle", "gamma", "resident")]

@@ -39,6 +39,7 @@ def matrix(height: int, columns: int, exceptions: int) -> torch.Tensor:
     return sprinkled(gaussian(height, columns), UNUSUAL, exceptions)
 
 
+@pytest.mark.few(1)
 # None that is listed but by chance, in some rows, and in all programs'.
 @pytest.mark.parametrize("exceptions", [0, 2, 9])
 def test_products_are_those_of_the_matrix(exceptions: int) -> None:
