@@ -64,6 +64,7 @@ def test_a_copying_request_is_copied_behind_seventy_in_which_n_grams_failed(coun
             assert result.stats.accepted_by_source.get("ngram", 0) >= 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("row_s", [0.002, 0.05, 0.1, 0.3])
 @pytest.mark.parametrize("known", [False, True])
 def test_however_dear_a_row_is_a_copy_is_tried_at_once(row_s: float, known: bool) -> None:

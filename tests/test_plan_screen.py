@@ -66,6 +66,7 @@ def test_what_is_offered_for_more_brings_at_least_a_tenth() -> None:
     assert not any("--draft" in gain.what for gain in upgrades(declined, forecast(declined, CARD), CARD))
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options", "said"),

@@ -44,7 +44,7 @@ def products(
     )  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_products_are_those_of_the_decoded_matrix(kind: str, dtype: torch.dtype) -> None:
