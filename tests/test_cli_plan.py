@@ -165,7 +165,6 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     assert float(said[1]) == pytest.approx(parse_bytes(streamed[1]) / 100, rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

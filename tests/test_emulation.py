@@ -28,11 +28,11 @@ def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
 
 
-@pytest.mark.slow
 def _generate(runtime: Runtime) -> list[int]:
     return runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3).tokens
 
 
+@pytest.mark.slow
 def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path) -> None:
     with load(target, kv="host", resident_layers=0, draft="none") as plain:
         expected = _generate(plain)

@@ -93,7 +93,6 @@ def test_nothing_that_lies_there_ends_the_loading(family: Path, tmp_path: Path, 
         assert runtime.generate(PROMPT, max_new_tokens=3).finish_reason == "length"
 
 
-@pytest.mark.slow
 def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as ended:
         app(["plan", "--target", str(target), "--profile", "rtx4090", "--context", "4096", "--json", *options])
@@ -103,6 +102,7 @@ def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) ->
     return json.loads(told.out)
 
 
+@pytest.mark.slow
 def test_a_plan_finds_it_too_and_says_what_it_brings(
     family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

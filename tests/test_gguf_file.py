@@ -105,7 +105,6 @@ def test_nothing_half_written_stays(words: Path, tmp_path: Path, monkeypatch: py
         write_gguf(made, tmp_path / "a.gguf", kinds, words=words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

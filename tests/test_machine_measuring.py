@@ -209,7 +209,6 @@ def test_measuring_a_gpu_gives_plausible_figures() -> None:
     assert load_profile("measured") == replace(profile, name="measured")
 
 
-@pytest.mark.slow
 def test_what_may_be_pinned_follows_system_and_free_memory() -> None:
     assert host_bench.estimate_pinnable_bytes(HOST, sample_locked=True) == 40 * GIB
     assert host_bench.estimate_pinnable_bytes(replace(HOST, wsl=True), sample_locked=True) == 32 * GIB

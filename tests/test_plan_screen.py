@@ -33,7 +33,6 @@ def request(target: str, mix: str | None = None, **options: object) -> RuntimeCo
     return replace(described, target=next(so for name, _, so in smaller_formats(described.target) if name == mix))
 
 
-@pytest.mark.slow
 def test_the_answer_comes_first_and_details_only_when_asked_for() -> None:
     draft = ("--draft", str(CONFIGS / "llama-3.2-1b"))
     short, explained = plan("llama-3.1-8b", *draft), plan("llama-3.1-8b", *draft, "--explain")
@@ -49,6 +48,7 @@ def test_the_answer_comes_first_and_details_only_when_asked_for() -> None:
     assert "for more" not in short.stdout  # nothing would bring a tenth more
 
 
+@pytest.mark.slow
 def test_what_is_offered_for_more_brings_at_least_a_tenth() -> None:
     """Told to take it, somebody gets what was promised."""
     asked = request("llama-3.1-70b", "Q4_K_M")
@@ -66,8 +66,6 @@ def test_what_is_offered_for_more_brings_at_least_a_tenth() -> None:
     assert not any("--draft" in gain.what for gain in upgrades(declined, forecast(declined, CARD), CARD))
 
 
-@pytest.mark.few(2)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [

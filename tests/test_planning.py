@@ -210,7 +210,6 @@ def placements(deep_target: Path) -> Iterator[tuple[str, dict[str, Any], tuple[b
     yield "auto under a limit", {"kv": "auto", "vram": floor + 2 * layer}, (True, False)
 
 
-@pytest.mark.slow
 def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
     """What one decoding pass behind `tokens` tokens streams, as the streamer counts it."""
     runner = runtime.parts.target.runner

@@ -71,7 +71,6 @@ def test_values_that_change_nothing_are_taken(served: Served, fields: dict[str, 
     assert response.status_code == 200 and response.json()["choices"][0]["message"] == plain
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [{"modalities": ["text", "audio"]}, {"best_of": 2}, {"best_of": True}, {"suffix": "x"}, {"mirostat": 2},
@@ -83,6 +82,7 @@ def test_other_values_of_them_are_refused_by_name(served: Served, fields: dict[s
     assert response.status_code == 400 and response.json()["error"]["param"] == name
 
 
+@pytest.mark.slow
 def test_a_completion_without_a_limit_is_longer_than_the_usual_one(served: Served) -> None:
     asked = {"prompt": [65], "ignore_eos": True, "n": 2, "best_of": 2, "stop": "no such text"}
     for fields, count in (({}, 32), ({"max_tokens": -1}, 2 * 99), ({"n_predict": -1, "max_tokens": None}, 2 * 99)):

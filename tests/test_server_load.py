@@ -81,7 +81,6 @@ def test_one_that_waits_for_a_whole_answer_frees_it_as_well(served: Served) -> N
     assert served.http.post("/v1/completions", json={**ENDLESS, "max_tokens": 2}).status_code == 200
 
 
-@pytest.mark.slow
 def test_beyond_what_may_wait_requests_are_told_to_come_back(served: Served) -> None:
     with ExitStack() as streams:
         first = streams.enter_context(ExitStack())
@@ -95,6 +94,7 @@ def test_beyond_what_may_wait_requests_are_told_to_come_back(served: Served) -> 
         assert next(second).startswith("data: ")  # which has a slot then
 
 
+@pytest.mark.slow
 def test_after_its_time_an_answer_ends_as_it_is(long_target: Path) -> None:
     with serving(long_target, max_seconds=1.0) as served:
         answer = served.http.post("/v1/completions", json={**ENDLESS, "max_tokens": 8000}).json()

@@ -79,7 +79,6 @@ def test_heavy_tailed_matrices_are_full_and_have_a_code() -> None:
     assert encode_rows(values, row, torch.empty(512, row.nbytes, dtype=torch.uint8), torch.device("cpu")) == 0
 
 
-@pytest.mark.slow
 def test_shapes_whose_rows_are_no_whole_blocks_take_smaller_ones_or_are_refused() -> None:
     tiny = model("q4_k_m", shape_named("tiny"))
     assert set(tiny.kinds.values()) == {"Q5_0", "Q8_0"}
@@ -89,6 +88,7 @@ def test_shapes_whose_rows_are_no_whole_blocks_take_smaller_ones_or_are_refused(
         model("q7")
 
 
+@pytest.mark.slow
 def test_a_script_decides_how_many_tokens_a_pass_gives() -> None:
     given = ["--shape", "tiny", "--layers", "2", "--stored", "q4_k_m", "--device", "cpu", "--dtype", "fp32"]
     given += ["--prompt-tokens", "6", "--new-tokens", "10", "--warmup-new-tokens", "2", "--repeats", "1"]

@@ -166,6 +166,7 @@ def test_trees(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {ratio["best"] for ratio in found["auto"]} <= {"chain 3", "tree 6"}
 
 
+@pytest.mark.slow
 def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--target", target, "--text", text, "--draft", "none", *ON_CPU, "--vram", "all", "--requests", "1,2"]
     code = call("bench_serving", *given, "--minutes", 0.02, "--prompt-tokens", "8,16", "--new-tokens", 6)
@@ -211,6 +212,7 @@ def test_results_of_sweeps_are_drawn(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.svg")} == {path.stem for path in files}
 
 
+@pytest.mark.slow
 def test_a_commit_is_held_against_another(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, given = tmp_path / "before.json", ["--model", target, "--tokens", 8]
     assert call("check_identity", *given, "--out", before) == 0
