@@ -14,15 +14,13 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OffloadError
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE, expected_tokens
 from offload_runtime.plan.memory import RunPlan
-from offload_runtime.plan.offers import best_tok_per_s
+from offload_runtime.plan.offers import LEAST_GAIN, best_tok_per_s
 from offload_runtime.plan.request import MachineFigures
 from offload_runtime.plan.search import plan_run
 from offload_runtime.weights import DescribedModel, FoundDraft, find_drafts, usual_draft
 
 Planned: TypeAlias = Callable[[RuntimeConfig], RunPlan]
 
-# Predictions are not exact enough to tell a smaller gain.
-_LEAST_GAIN = 1.1
 # Of a machine of which nothing is known nothing is predicted: there a draft has to be so much smaller.
 _SURE_SHARE = 1 / 10
 _USUAL_GAMMA = 8
@@ -46,7 +44,7 @@ def plan_fastest_draft(
         BudgetError, OptionError, ContextLengthError: As `planned`, of n-grams.
     """
     plain = planned(request)
-    before, least = best_tok_per_s(plain, machine), _LEAST_GAIN
+    before, least = best_tok_per_s(plain, machine), LEAST_GAIN
     best, taken = plain, ""
     for draft in drafts:
         with suppress(OffloadError):

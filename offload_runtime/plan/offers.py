@@ -18,7 +18,7 @@ from offload_runtime.weights import DescribedModel
 from offload_runtime.weights.mixes import MIXES, stored_kinds
 
 # Of a tenth and more: predictions are not exact enough to tell less.
-_LEAST_GAIN = 1.1
+LEAST_GAIN = 1.1
 # What is offered as a draft for a target of at least so many parameters: layers, hidden and inner size, heads of
 # queries and of keys. These are Llama-3.2-1B's and Qwen2.5-0.5B's.
 _DRAFTS = ((6e9, "1B", (16, 2048, 8192, 32, 8)), (2.5e9, "0.5B", (24, 896, 4864, 14, 2)))
@@ -107,7 +107,7 @@ def formats_that_fit(request: RuntimeConfig, machine: MachineFigures) -> Iterato
         size, drafted = "", None
         if (likely := with_likely_draft(so)) is not None:
             size, drafted = likely[0], plan_or_none(likely[1], machine)
-            if drafted and tok_per_s(drafted, machine) < _LEAST_GAIN * best_tok_per_s(plan, machine):
+            if drafted and tok_per_s(drafted, machine) < LEAST_GAIN * best_tok_per_s(plan, machine):
                 drafted = None
         yield FormatOffer(mix, nbytes, plan, size, drafted)
 
@@ -119,7 +119,7 @@ def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tu
     for what, request, better, note in _offers(plan, machine):
         if (faster := plan_or_none(request, better)) is not None:
             after = best_tok_per_s(faster, better)
-            if after >= _LEAST_GAIN * before:
+            if after >= LEAST_GAIN * before:
                 found.append(Upgrade(what, before, after, note))
     return tuple(found)
 
