@@ -139,9 +139,28 @@ def test_an_echo_has_the_prompt_and_its_log_probabilities(served: Served, alone:
     assert plain["choices"][0]["text"].startswith(PROMPT) and plain["choices"][0]["logprobs"] is None
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"echo": True, "stream": True}])
-def test_an_echo_does_not_stream_and_nothing_is_no_answer(served: Served, fields: dict[str, Any]) -> None:
-    assert served.http.post("/v1/completions", json={"prompt": PROMPT, **fields}).status_code == 400
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 4, "n": 2}, {"logprobs": None, "max_tokens": 4}])
+def test_an_echo_streams_as_it_comes_whole(served: Served, fields: dict[str, Any]) -> None:
+    """The prompt first, with its log-probabilities where they are asked for, then the answer."""
+    asked = {"prompt": [PROMPT, "a"], "echo": True, "logprobs": 1, "temperature": 1, "seed": 4, **fields}
+    whole = served.http.post("/v1/completions", json=asked).json()
+    usage = {"stream_options": {"include_usage": True}}
+    with served.http.stream("POST", "/v1/completions", json={**asked, "stream": True, **usage}) as response:
+        *chunks, last = events_of(response)
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert own[0]["text"].startswith(PROMPT if choice["index"] < len(whole["choices"]) / 2 else "a")
+        assert "".join(one["text"] for one in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        parts = [one["logprobs"] for one in own if one["logprobs"]]
+        for name, values in (choice["logprobs"] or {}).items():
+            assert [value for part in parts for value in part[name]] == values
+        assert bool(parts) == (choice["logprobs"] is not None)
+
+
+def test_no_answer_is_for_an_echo_alone(served: Served) -> None:
+    assert served.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 0}).status_code == 400
 
 
 def test_a_stream_tells_places_of_tokens_within_its_text(served: Served) -> None:

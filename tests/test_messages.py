@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.engine.chat_template import ChatTemplate, MessageError
+from offload_runtime.engine.chat_template import ChatTemplate
 from offload_runtime.engine.request import PromptRoom
+from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import OptionError
 from offload_runtime.server.answer_parser import AnswerParser
 from offload_runtime.weights import describe_model
@@ -173,8 +174,6 @@ def test_messages_that_are_none_are_refused(message: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "number"),
     [
-        (DROPS.replace("'system', ", ""), [{"role": "system", "content": "be"}, USER], 0),
-        (DROPS.replace("'system', ", ""), DEVELOPER, 0),
         (DROPS.replace("m.role in", "m.role == 'user' or loop.first and m.role in"), [USER, DEVELOPER[0], USER], 1),
         (DROPS, [USER, {"role": "function", "name": "f", "content": "42"}], 1),
         (LOOP + "{% if m.role != 'critic' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}" + END,
@@ -184,6 +183,50 @@ def test_messages_that_are_none_are_refused(message: dict[str, Any]) -> None:
 def test_instructions_that_a_template_leaves_out_are_refused(template: str, messages: Any, number: int) -> None:
     with pytest.raises(MessageError, match=rf"messages\.{number} has the role .* leaves it out"):
         text_of(template, messages)
+
+
+ALTERNATING = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+NO_SYSTEM = {
+    "gemma": "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + LOOP + ALTERNATING + "<{{ 'model' if m.role == 'assistant' else m.role }}>{{ m.content | trim }}" + END,
+    "mistral": LOOP + ALTERNATING + "<{{ m.role }}>{{ m.content }}" + END,
+    "drops": LOOP + "{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}" + END,
+    "parts": LOOP + "{% if m.role == 'user' %}<user>{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}" + END,
+}  # fmt: skip
+BE, SO = {"role": "system", "content": "be"}, {"role": "assistant", "content": "so"}
+
+
+@pytest.mark.parametrize("name", NO_SYSTEM)
+@pytest.mark.parametrize(
+    "messages", [[BE, USER], DEVELOPER, [{**BE, "content": [{"type": "text", "text": "be"}]}, USER]]
+)
+def test_who_has_no_system_is_told_by_the_user(name: str, messages: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert text_of(NO_SYSTEM[name], messages) == "<user>be\n\nhi"
+    (record,) = caplog.records
+    assert "no system message" in record.message
+
+
+@pytest.mark.parametrize(("messages", "expected"), [
+    ([BE], "<user>be"), ([BE, BE, USER, SO, USER], "<user>be\n\nbe\n\nhi<model>so<user>hi"),
+    ([USER, SO, BE, USER], "<user>hi<model>so<user>be\n\nhi"), ([BE, SO, USER], "<user>be<model>so<user>hi"),
+])  # fmt: skip
+def test_a_system_is_told_before_what_the_user_says_next(messages: Any, expected: str) -> None:
+    assert text_of(NO_SYSTEM["gemma"], messages) == expected
+
+
+def test_who_has_a_system_where_a_user_follows_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    """As Llama 2 and later Mistrals have it, within the user's message."""
+    template = "{% set s = messages[0].content %}{% for m in messages[1:] %}[{{ s }}|{{ m.content }}]{% endfor %}"
+    assert text_of(template, [BE, USER]) == "[be|hi]" and not caplog.records
+
+
+def test_options_are_read_where_they_are_variables() -> None:
+    """And not where a word of the template spells one."""
+    template = (
+        "{% if thinking is not defined %}{% set thinking = true %}{% endif %}{# effort #}{% generation %}" + CHATML
+    )
+    template += "{%- endgeneration -%}{% for x in tools %}{% if loop.first %}{% continue %}{% endif %}{% endfor %}"
+    assert template_of(template).unread(["thinking", "effort", "role", "m", "tools"]) == ["effort", "role", "m"]
 
 
 def test_instructions_that_a_template_words_otherwise_are_not_left_out() -> None:
@@ -220,6 +263,12 @@ def hermes(arguments: str, name: str = "f") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def several(form: str) -> str:
+    """What is in one pair of marks: objects of two calls, as a format has them."""
+    objects = [f'{{"name": "{name}", "arguments": {MARKED}}}' for name in "fg"]
+    return f"<tool_call>\n{form.format(*objects)}\n</tool_call>"
+
+
 MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
 
 
@@ -237,6 +286,12 @@ MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
         ("hermes", f"a{hermes('{')} {hermes('{}')} b", ("", f"a{hermes('{')} b", [("f", "{}")])),
         ("hermes", f"""{hermes('{"a": "x}')} {hermes("{}")}""", ("", hermes('{"a": "x}'), [("f", "{}")])),
         ("hermes", hermes("{}", "unknown"), ("", hermes("{}", "unknown"), [])),
+        ("hermes", several("[{0}, {1}]"), ("", "", [("f", MARKED), ("g", MARKED)])),
+        ("hermes", several("{0}\n{1}"), ("", "", [("f", MARKED), ("g", MARKED)])),
+        ("hermes", several("{0}, {1};") + several("[{1}]"), ("", "", [("f", MARKED), ("g", MARKED), ("g", MARKED)])),
+        ("hermes", several("[{0}, {1}]")[:-12], ("", "", [("f", MARKED), ("g", MARKED)])),
+        ("hermes", several("{0} and {1}"), ("", several("{0} and {1}"), [])),
+        ("hermes", several("[]") + hermes("{}"), ("", several("[]"), [("f", "{}")])),
         ("mistral", f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]g{{}}", ("", "", [("f", MARKED), ("g", "{}")])),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] So.', ("", "So.", [("f", "{}")])),
         ("mistral", "[THINK]a[/THINK][TOOL_CALLS]f{}", None),
@@ -248,6 +303,9 @@ MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
             ("", "", [("f", "{}"), ("g", "{}")]),
         ),
         ("generic", '```json\n{"name": "f", "arguments": {}}\n```', ("", "", [("f", "{}")])),
+        ("generic", '[{"name": "f", "arguments": {}}, {"name": "g"}]', ("", "", [("f", "{}"), ("g", "{}")])),
+        ("generic", "[1, 2] are two.", ("", "[1, 2] are two.", [])),
+        ("llama", '[{"name": "f", "parameters": {}}]', ("", "", [("f", "{}")])),
         ("generic", "```python\n1\n```", ("", "```python\n1\n```", [])),
     ],
 )
@@ -270,6 +328,7 @@ def test_a_template_may_have_begun_the_thinking() -> None:
 @pytest.mark.parametrize(("kind", "answer"), [
     ("hermes", f"{hermes('{}')}\n{hermes('{}', 'g')}"), ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]g{}"),
     ("llama", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}'),
+    ("hermes", '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>'),
 ])  # fmt: skip
 def test_one_call_is_one(kind: str, answer: str) -> None:
     assert parse(TEMPLATES[kind], answer, most_calls=1) == ("", "", [("f", "{}")])

@@ -93,7 +93,7 @@ def test_a_completion_without_a_limit_is_longer_than_the_usual_one(served: Serve
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"stop": [None]}, "stop"), ({"stop": 1}, "stop"), ({"prompt": ["a", [1]]}, "prompt"), ({"n": "x"}, "n"),
-    ({"echo": True, "stream": True}, "echo"), ({"max_tokens": 0}, "max_tokens"), ({"n": 2, "best_of": 3}, "best_of"),
+    ({"max_tokens": 0}, "max_tokens"), ({"n": 2, "best_of": 3}, "best_of"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
@@ -160,13 +160,16 @@ def test_a_model_may_have_several_names_and_each_request_a_line(directory: Path)
     ):
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["one", "two"]
         asked = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0}
+        options = {"enable_thinking": True, "thinking": False}  # of which the template reads one
         for name, stream in (("one", False), ("two", False), ("two", True)):
-            answer = http.post("/v1/chat/completions", json={**asked, "model": name, "stream": stream})
+            body = {**asked, "model": name, "stream": stream, "chat_template_kwargs": options}
+            answer = http.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200 and '"model":"one"' in answer.text.replace(" ", "")
         assert http.post("/v1/chat/completions", json={**asked, "model": "three"}).status_code == 404
         assert http.get("/v1/models/two").json()["id"] == "two"
     assert [line.split(" · ")[0] for line in lines[:3]] == ["POST /v1/chat/completions 200"] * 3
     assert all("3 tokens · " in line and "tokens/s" in line and line.endswith(" s") for line in lines[:3])
+    assert all("the template does not read: enable_thinking ·" in line for line in lines[:3])
     assert "404" in lines[3] and "'three'" in lines[3]
 
 
@@ -183,7 +186,7 @@ def test_options_of_the_template_on_the_command_line(directory: Path, alone: Run
         app, ["chat", *command[1:-4], "--draft", "none", "--temperature", "0", *words], input="the fox\n"
     )
     assert json.loads(chatted.stdout)["tokens"] == answer["tokens"]
-    for wrong in ("reasoning_effor=1", "thinking"):
+    for wrong in ("reasoning_effor=1", "thinking", "role=1"):
         refused = CliRunner().invoke(app, [*command, "--chat", "--template-option", wrong])
         assert refused.exit_code == 2 and wrong.partition("=")[0] in refused.stderr
     assert CliRunner().invoke(app, [*command, *words]).exit_code == 2

@@ -14,7 +14,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from offload_runtime.engine import EndEvent, GenerationResult, SchedulerCounters, TokenEvent
+from offload_runtime.engine import EndEvent, ErrorEvent, GenerationResult, Runtime, SchedulerCounters, TokenEvent
+from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
 from offload_runtime.server.gate import ServerConfig
@@ -182,6 +183,33 @@ def test_a_client_gets_calls_whole_and_streamed(calling: Path) -> None:
     assert [call.index for call in streamed] == [0, 1]
     assert [(call.function.name, json.loads(call.function.arguments)) for call in streamed] == BOTH
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+class Failing:
+    """A scheduler that fails at every request."""
+
+    counters = SchedulerCounters()
+
+    def submit(self, prompt: list[int], params: GenerationParams, *, on_event: Any) -> Any:
+        on_event(ErrorEvent(UnavailableError("the card has gone"), None))
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def test_the_line_of_a_stream_says_why_it_has_ended(calling: Path) -> None:
+    lines = list[str]()
+
+    async def ask(runtime: Runtime) -> str:
+        service = Service(ServerConfig(), lines.append)
+        service.begin(runtime, Failing(), MODEL)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(make_app(service, ServerConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            asked = {"messages": [{"role": "user", "content": "hot?"}], "stream": True}
+            return (await http.post("/v1/chat/completions", json=asked)).text
+
+    with load(calling, draft="none") as runtime:
+        assert "the card has gone" in asyncio.run(ask(runtime))
+    (line,) = lines
+    assert line.startswith("POST /v1/chat/completions 503 · the card has gone · ")
 
 
 def test_tools_that_may_not_be_called_are_not_shown(calling: Path) -> None:

@@ -1,25 +1,25 @@
 """Chat messages in the form that a model's chat template takes.
 
 Templates disagree about what messages look like: content is a text or a list of parts, arguments of calls are a JSON
-text or an object, a turn of calls alone has no content, and not all know every role. What a template takes is found out
-as llama.cpp does: it renders small conversations in each form, and the one that is whole in the text is taken.
+text or an object, a turn of calls alone has no content, and not all know every role. `TemplateForms` finds out.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from offload_runtime.config import is_of_type, require
+from jinja2 import Environment, meta
+
+from offload_runtime.config import is_of_type
+from offload_runtime.engine.template_forms import TEXT, TOOLS, Message, MessageError, TemplateForms, joined
 from offload_runtime.errors import OptionError
 
-Message = dict[str, Any]
-
-MOST_LEVELS = 32  # of lists and objects in one another; no message and no tool has as many
 # What messages and their parts may have, beside the fields that a template names; and what they may have that is empty.
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 _EMPTY_FIELDS = frozenset({"refusal", "audio", "function_call", "annotations", "reasoning"})
@@ -28,22 +28,6 @@ _FIELDS_OF_CALLS, _FIELDS_OF_FUNCTIONS = (
     frozenset({"id", "type", "function", "index"}),
     frozenset({"name", "arguments"}),
 )
-
-# What the small conversations say, to be found in their text.
-_USER, _TEXT, _PARTS = "needleuser", "needletext", ("needlea", "needleb")
-_NAME, _RESULT, _ARGUMENTS = "needlename", "needleresult", '{"needlekey": "needlevalue"}'
-_ID = "call00001"  # as Mistral's templates demand
-_PARAMETERS = {"type": "object", "properties": {"needlekey": {"type": "string", "description": "-"}}, "required": []}
-_TOOLS = [{"type": "function", "function": {"name": "needletool", "description": "-", "parameters": _PARAMETERS}}]
-_NO_CONTENT: dict[str, Message] = {"null": {"content": None}, "absent": {}, "empty": {"content": ""}}
-
-
-class MessageError(OptionError):
-    """A message is not what it should be; `param` names the place."""
-
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(f"{where}{what}")
-        self.param = where
 
 
 class ChatTemplate:
@@ -58,7 +42,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.source = tokenizer, template_source(tokenizer)
-        self._forms = {False: _Forms(self.render, {}), True: _Forms(self.render, {"tools": _TOOLS})}
+        self._has_said = False
+        self._forms = {False: TemplateForms(self.render, {}), True: TemplateForms(self.render, {"tools": TOOLS})}
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """The text of messages as they are, with the beginning of an answer; raises whatever the template does.
@@ -76,16 +61,24 @@ class ChatTemplate:
         )  # fmt: skip
         return str(rendered[0])
 
-    def names(self, word: str) -> bool:
-        """Whether a word is in the template, such as that of a variable or field that it reads."""
-        return re.search(rf"\b{re.escape(word)}\b", self.source, re.ASCII) is not None
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """What the template reads of all that it is given; of several, what any of them does."""
+        templates = self._tokenizer.chat_template
+        reading = Environment(extensions=["jinja2.ext.loopcontrols"])
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        # transformers' own tag marks what an assistant says.
+        plain = (re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", text) for text in texts)
+        return frozenset().union(*(meta.find_undeclared_variables(reading.parse(text)) for text in plain))
+
+    def unread(self, options: Iterable[str]) -> list[str]:
+        """Names of options that the template does not read, and which change nothing."""
+        return [name for name in options if name not in self._variables]
 
     def require_options(self, names: Iterable[str]) -> None:
-        """Refuse options that the template does not read (`OptionError`): they would change nothing."""
-        for name in names:
-            require(
-                self.names(name), f"this model's chat template does not read {name!r}: drop it, or see its spelling"
-            )
+        """Refuse options that the template does not read (`OptionError`)."""
+        for name in self.unread(names):
+            raise OptionError(f"this model's chat template does not read {name!r}: drop it, or see its spelling")
 
     def require_fields(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse messages with a field that neither has a meaning nor is read by the template (`MessageError`)."""
@@ -128,10 +121,19 @@ class ChatTemplate:
         found = [self._adapted(f"messages.{number}", message, forms) for number, message in enumerate(messages)]
         if any(message["role"] == "tool" for message in found) and not forms.shows_results:
             found = _results_as_questions(found)
+        if any(message["role"] == "system" for message in found) and not forms.takes_system:
+            self._say_once()
+            found = _systems_in_questions(found)
         for message in found:
             if isinstance(message.get("content"), str | list):
                 message["content"] = forms.content(message["role"], message["content"])
         return found
+
+    def _say_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            what = "this model's chat template takes no system message: it is put before the user's next one"
+            logging.getLogger(__name__).warning(what)
 
     def require_shown(self, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> None:
         """Refuse instructions that the template leaves out of its text of messages (`MessageError`): those of a system
@@ -142,14 +144,14 @@ class ChatTemplate:
             for number, message in enumerate(messages) if message["role"] not in ("user", "assistant", "tool")
         }  # fmt: skip
         for number in (number for number, said in texts.items() if said.strip() not in text):
-            content = _TEXT if isinstance(messages[number]["content"], str) else [{"type": "text", "text": _TEXT}]
+            content = TEXT if isinstance(messages[number]["content"], str) else [{"type": "text", "text": TEXT}]
             probe = [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]]
-            if _TEXT not in self.render(probe, options):
+            if TEXT not in self.render(probe, options):
                 role = f"has the role {messages[number]['role']!r}"[:100]
                 what = f" {role}, and this model's chat template leaves it out there: say it in another message"
                 raise MessageError(f"messages.{number}", what)
 
-    def _adapted(self, where: str, given: Mapping[str, Any], forms: _Forms) -> Message:
+    def _adapted(self, where: str, given: Mapping[str, Any], forms: TemplateForms) -> Message:
         """A message with its role, its calls and the lack of content as the template takes them."""
         message = {
             name: value for name, value in given.items()
@@ -166,7 +168,7 @@ class ChatTemplate:
         if role == "developer" and not forms.has_role("developer"):
             message["role"] = "system"
         if checked and not forms.shows_calls:
-            text = [_joined(content)] if content else []
+            text = [joined(content)] if content else []
             return {**message, "content": "\n".join(text + [_call_as_text(call) for call in checked])}
         if checked:
             message["tool_calls"] = [
@@ -178,157 +180,10 @@ class ChatTemplate:
         return message
 
 
-class _Forms:
-    """What a template takes, with tools or without any: found out once it matters.
-
-    Args:
-        render: `ChatTemplate.render`.
-        options: What the template is given beside messages.
-    """
-
-    def __init__(self, render: Callable[[Sequence[Message], Mapping[str, Any]], str], options: Message) -> None:
-        self._render, self._options = render, options
-        self._content, self._roles = dict[str, tuple[bool, bool, bool]](), dict[str, bool]()
-
-    def _text(self, *messages: Message) -> str:
-        """The template's text of messages; empty where it refuses them."""
-        try:
-            return self._render(messages, self._options)
-        except Exception:  # templates raise whatever they like
-            return ""
-
-    def has_role(self, role: str) -> bool:
-        """Whether a role that may come first has a form of its own: neither refused, nor dropped, nor that of any
-        unknown role."""
-        if role not in self._roles:
-            own, unknown = (self._text({"role": role, "content": _TEXT}, {"role": "user", "content": _USER})
-                            for role in (role, "needlerole"))  # fmt: skip
-            self._roles[role] = _TEXT in own and own != unknown
-        return self._roles[role]
-
-    def content(self, role: str, content: str | list[Message]) -> Any:
-        """A text or parts as the template takes them: texts of parts are never glued to one another."""
-        if role not in self._content:
-            self._content[role] = self._content_forms(role)
-        takes_texts, takes_part, takes_several = self._content[role]
-        if isinstance(content, list) and takes_several:
-            return content
-        text = _joined(content)
-        return text if takes_texts or not takes_part else [{"type": "text", "text": text}]
-
-    def _content_forms(self, role: str) -> tuple[bool, bool, bool]:
-        """Whether messages of a role may have a text, a part, and several parts, between which something stands."""
-        text = self._text(*self._around(role, _TEXT))
-        one, several = (self._text(*self._around(role, [{"type": "text", "text": part} for part in parts]))
-                        for parts in ([_TEXT], _PARTS))  # fmt: skip
-        # A list that is written as it stands shows its keys, too.
-        written_out = re.compile("['\"]type['\"]: ?['\"]text")
-        first, second = (several.find(part) for part in _PARTS)
-        is_apart = first >= 0 and second > first + len(_PARTS[0]) and not written_out.search(several)
-        return _TEXT in text, _TEXT in one and not written_out.search(one), is_apart
-
-    def _around(self, role: str, content: Any) -> list[Message]:
-        """A conversation in which a message of a role has its place."""
-        user, message = {"role": "user", "content": _USER}, {"role": role, "content": content}
-        if role == "tool":
-            no_content = self.no_content("null", with_calls=True)
-            called = self._calling(no_content, as_object=self.takes_objects)
-            return [user, called, {**message, "name": _NAME, "tool_call_id": _ID}]
-        return [message] if role == "user" else [user, message, user] if role == "assistant" else [message, user]
-
-    # --- calls
-
-    def _calling(self, content: Message, *, as_object: bool) -> Message:
-        """A turn of one call."""
-        arguments = json.loads(_ARGUMENTS) if as_object else _ARGUMENTS
-        call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-        return {"role": "assistant", **content, "tool_calls": [call]}
-
-    @cached_property
-    def _texts_of_calls(self) -> dict[tuple[str, bool], str]:
-        """Conversations with a call, by the form of no content and whether its arguments are an object; empty where
-        they are refused, or the call changes nothing."""
-        user, found = {"role": "user", "content": _USER}, dict[tuple[str, bool], str]()
-        result = {"role": "tool", "name": "needlefunction", "tool_call_id": _ID, "content": _RESULT}
-        for form, content in _NO_CONTENT.items():
-            for as_object in (False, True):
-                calling = self._calling(content, as_object=as_object)
-                without = {name: value for name, value in calling.items() if name != "tool_calls"}
-                text = self._text(user, calling, result)
-                is_shown = text != self._text(user, without, result)
-                if not text:
-                    text = self._text(user, calling)
-                    is_shown = text != self._text(user, without)
-                found[form, as_object] = text if is_shown else ""
-        return found
-
-    @cached_property
-    def takes_objects(self) -> bool:
-        """Whether arguments of calls are objects to it. One that inserts a text writes an object as Python does, or not
-        at all; one that takes both for the same is given the text, as it was sent."""
-        as_text, as_object = ([self._texts_of_calls[form, kind] for form in _NO_CONTENT] for kind in (False, True))
-        inserts_text = any(_ARGUMENTS in text for text in as_text)
-        reads_object = any("needlekey" in text and "'needlekey'" not in text for text in as_object)
-        return not inserts_text or (reads_object and as_text != as_object)
-
-    def _text_of_call(self, form: str) -> str:
-        return self._texts_of_calls[form, self.takes_objects]
-
-    @cached_property
-    def shows_calls(self) -> bool:
-        """Whether calls are in its text."""
-        return any(self._text_of_call(form) for form in _NO_CONTENT)
-
-    @cached_property
-    def shows_results(self) -> bool:
-        """Whether results of calls are in its text, in a role of their own."""
-        if self.shows_calls:
-            return any(_RESULT in self._text_of_call(form) for form in _NO_CONTENT)
-        answer = {"role": "assistant", "content": _TEXT}
-        return _RESULT in self._text({"role": "user", "content": _USER}, answer, {"role": "tool", "content": _RESULT})
-
-    def no_content(self, sent: str, *, with_calls: bool) -> Message:
-        """What stands for no content of an assistant's message: what was sent, if that shows the call and is not
-        written out, or another form that is right."""
-        user = {"role": "user", "content": _USER}
-        texts = {
-            form: self._text_of_call(form) if with_calls else self._text(user, {"role": "assistant", **content}, user)
-            for form, content in _NO_CONTENT.items()
-        }
-        fine = {form for form, text in texts.items() if text and text.count("None") <= texts["empty"].count("None")}
-        order = dict.fromkeys((sent, *_NO_CONTENT))
-        return dict(_NO_CONTENT[next((form for form in order if form in fine), sent)])
-
-    def call(self, where: str, call: Message) -> Message:
-        """A call of an earlier turn with its arguments as the template takes them."""
-        arguments = call["function"]["arguments"]
-        if self.takes_objects and isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-                require_shallow(arguments)
-            except (ValueError, RecursionError) as error:
-                what = " has arguments that are not JSON, which this model's chat template takes them for"
-                raise MessageError(where, what) from error
-        elif not self.takes_objects and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
 def template_source(tokenizer: Any) -> str:
     """The text of a tokenizer's chat template; of several, of all."""
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else json.dumps(template, default=str)
-
-
-def require_shallow(value: Any) -> None:
-    """Raise `OptionError` for values in one another deeper than anybody means, before anything follows them."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        level = [item for one in level if isinstance(one, dict | list)
-                 for item in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
-        if not level:
-            return
-    raise OptionError(f"the body has values in one another more than {MOST_LEVELS} levels deep")
 
 
 def _list(value: Any) -> list[Any]:
@@ -371,11 +226,21 @@ def _results_as_questions(messages: Sequence[Message]) -> list[Message]:
             found += some
             continue
         texts = [(message.get("name") or "the call", message["content"]) for message in some]
-        lines = [f"Result of {name}:\n{_joined(content)}" for name, content in texts]
+        lines = [f"Result of {name}:\n{joined(content)}" for name, content in texts]
         found.append({"role": "user", "content": "\n".join(lines)})
     return found
 
 
-def _joined(content: str | list[Message]) -> str:
-    """The text of content that may come in parts, a line for each."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _systems_in_questions(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which what a system says is the beginning of the user's next message, with an empty line behind it;
+    where none comes next it is one of the user's itself."""
+    found, is_begun = list[Message](), False  # the last one is what a system says
+    for message in messages:
+        is_system = message["role"] == "system"
+        if is_begun and message["role"] in ("system", "user"):
+            content = "\n\n".join([found[-1]["content"], joined(message["content"])])
+            found[-1] = {**message, "role": "user", "content": content}
+        else:
+            found.append({**message, "role": "user", "content": joined(message["content"])} if is_system else message)
+        is_begun = is_system
+    return found

@@ -74,12 +74,14 @@ class TokenEvent:
         source: Who proposed it: `ngram`, `draft` or `retrieval` (the verifier over retrieved chunks); `target` where it
             is the target's own.
         logprobs: Its log-probability and the likeliest tokens', where they are wanted.
+        prompt_logprobs: With the first token, where they are wanted: those of the prompt's tokens behind the first.
     """
 
     token: int
     text: str
     source: str
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 Answered = tuple[Request, TokenEvent]  # whose token it is
@@ -290,7 +292,9 @@ class Generation:
                 self._parts.sampling.adjustments.first_ends.pop(request.slot, None)
             if request.finish_reason is not None:
                 self._end(request)
-            yield request, TokenEvent(token, text, source, logprobs[number] if logprobs else None)
+            is_first = request.new_tokens == 1 and request.params.prompt_logprobs is not None
+            of_prompt = request.prompt_logprobs if is_first else None
+            yield request, TokenEvent(token, text, source, logprobs[number] if logprobs else None, of_prompt)
 
     def _fail(self, request: Request, error: OffloadError) -> None:
         """End a request by an error that is its own."""

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import ModelConfig, is_of_type, require, require_unicode
-from offload_runtime.engine.chat_template import ChatTemplate, MessageError
+from offload_runtime.engine.chat_template import ChatTemplate
+from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
 from offload_runtime.params import GenerationParams

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent
+from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent, TokenLogprobs
 from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
-from offload_runtime.server.protocol import Delta, Ending, ending_of
+from offload_runtime.server.protocol import Delta, Ending, echo_of, ending_of
 
 if TYPE_CHECKING:
     from offload_runtime.server.answer_parser import AnswerParser
@@ -65,7 +65,7 @@ class Answers:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, _Event]]()
         self._began_s, self._tickets = time.perf_counter(), list[Ticket]()
         self._timer = self._loop.call_later(max_seconds, self.cancel)
-        self._has_tokens = False
+        self._has_tokens, self._has_begun = False, set[int]()
 
     def submit(self) -> None:
         """Ask for all of them, once; any thread may.
@@ -125,21 +125,33 @@ class Answers:
                 raise event.error
             if isinstance(event, TokenEvent):
                 self._has_tokens = True
+                self._begin(index, delta, event.prompt_logprobs)
+                if choice.is_echo_alone:
+                    continue
                 logprobs = [] if event.logprobs is None else [event.logprobs]
                 parts = parser.push(event.text, event.token) if parser is not None else ("", event.text, [])
                 delta.add(Delta(*parts, [(event.text, event.source)], logprobs))
                 continue
             if event.result.finish_reason == "interrupted" and not event.result.tokens and not self._has_tokens:
                 raise UnavailableError("the server is stopping, or the request has waited too long: send it again")
+            self._begin(index, delta, event.result.prompt_logprobs)
             if parser is None:
                 delta.text += event.text
             else:
                 delta.add(Delta(*parser.push(event.text)))
                 delta.add(Delta(*parser.finish()))
-            delta.prompt_logprobs += event.result.prompt_logprobs or ()
             has_calls, sampling = parser is not None and parser.num_calls > 0, choice.params.sampling
             ending = ending_of(event.result, has_calls=has_calls, seed=sampling.seed, noise_id=sampling.noise_id)
+            if choice.is_echo_alone:
+                ending = replace(ending, finish_reason="length", completion_tokens=0)
         return Part(index, delta, ending, first_call)
+
+    def _begin(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Put a prompt that is echoed before the first that comes of its answer."""
+        choice = self._choices[index]
+        if choice.echo is not None and index not in self._has_begun:
+            delta.add(echo_of(choice.echo, choice.prompt, logprobs))
+        self._has_begun.add(index)
 
     async def whole(self) -> list[tuple[Delta, Ending]]:
         """All of every choice, once they have ended."""
@@ -149,12 +161,6 @@ class Answers:
             deltas[part.index].add(part.delta)
             if part.ending is not None:
                 endings[part.index] = part.ending
-        for index, (choice, delta) in enumerate(zip(self._choices, deltas, strict=True)):
-            if choice.is_echo_alone:
-                delta.text, delta.logprobs = "", []
-                endings[index] = replace(endings[index], completion_tokens=0)
-            if choice.echo is not None:
-                delta.add_echo(choice.echo, choice.prompt, has_logprobs=choice.params.prompt_logprobs is not None)
         return [(delta, endings[index]) for index, delta in enumerate(deltas)]
 
 

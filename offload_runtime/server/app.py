@@ -57,7 +57,7 @@ _PAGE = {
 _PING_S = 15  # proxies give up on silent connections after a minute
 _SEND_S = 60  # for a client that reads no more
 _RETRY_S = 5  # while a model is loaded
-_GONE = 499  # as nginx says of a client that has left
+_GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class Service:
         runtime, scheduler = self._ready()
         began_s = time.perf_counter()
         body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
-        tell = partial(self._tell, request, began_s, body.n)
+        tell = partial(self._tell, request, began_s, body.n, body.unread_options(runtime))
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
@@ -172,22 +172,27 @@ class Service:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices), tell), answers)
         whole = await unless_gone(answers.whole(), request.receive)
         if whole is None:
-            tell(_GONE, [])
+            tell(_GONE, [], _HAS_LEFT)
             return Response(status_code=_GONE)  # nobody reads it
         endings = [ending for _, ending in whole]
         tell(200, endings)
         return JSONResponse(envelope.whole(whole, usage_of(endings, body.n)))
 
-    def _tell(self, request: Request, began_s: float, num_choices: int, status: int, endings: Sequence[Ending]) -> None:
-        """Log a line about a request that was answered, or whose client has left."""
+    def _tell(
+        self, request: Request, began_s: float, num_choices: int, unread: Sequence[str], status: int,
+        endings: Sequence[Ending], message: str = "",
+    ) -> None:  # fmt: skip
+        """Log a line about a request that was answered, or why it was not."""
         parts = [f"{request.method} {request.url.path} {status}"]
         if endings:
             usage = usage_of(endings, num_choices)
             tok_per_s = sum(ending.stats["tok_per_s"] or 0 for ending in endings)
             parts += [f"prompt {usage['prompt_tokens']} tokens", f"{usage['completion_tokens']} tokens"]
             parts.append(f"{tok_per_s:.1f} tokens/s")
-        elif status == _GONE:
-            parts.append("the client has left")
+        elif status != 200:
+            parts.append(message)
+        if unread:
+            parts.append(f"chat_template_kwargs that the template does not read: {', '.join(unread)[:100]}")
         self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
     def _choices(self, body: AnswerBody) -> tuple[AnswerBody, list[Choice]]:
@@ -221,10 +226,10 @@ class Service:
 
     async def _chunks(
         self, answers: Answers, envelope: Envelope, body: AnswerBody, count: int,
-        tell: Callable[[int, Sequence[Ending]], None],
+        tell: Callable[[int, Sequence[Ending], str], None],
     ) -> AsyncIterator[dict[str, str]]:  # fmt: skip
         """The events of a stream; an error is the last one of them."""
-        endings, status = list[tuple[int, Ending]](), _GONE
+        endings, status, message = list[tuple[int, Ending]](), _GONE, _HAS_LEFT
         try:
             for index in range(count) if isinstance(body, ChatBody) else ():
                 yield _event(envelope.opening(index))
@@ -247,12 +252,13 @@ class Service:
             yield {"data": "[DONE]"}
         except Exception as error:
             status, body_of_error, _ = _error_of(error)
+            message = body_of_error["error"]["message"]
             self.metrics.refused(status)
             yield _event(body_of_error)
             if not isinstance(error, OffloadError):
                 raise
         finally:
-            tell(status, [ending for _, ending in endings] if status == 200 else [])
+            tell(status, [ending for _, ending in endings] if status == 200 else [], message)
 
     # --- what else there is to ask
 

@@ -34,7 +34,6 @@ class Delta:
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[tuple[str, str]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, other: Delta) -> None:
         """Put what came later behind it."""
@@ -43,14 +42,13 @@ class Delta:
         self.calls += other.calls
         self.tokens += other.tokens
         self.logprobs += other.logprobs
-        self.prompt_logprobs += other.prompt_logprobs
 
-    def add_echo(self, text: str, prompt: Sequence[int], *, has_logprobs: bool) -> None:
-        """Put a prompt before it, with the log-probabilities of its tokens; the first one has none."""
-        self.text = text + self.text
-        if has_logprobs:
-            first = replace(_NOTHING_BEFORE, token=prompt[0])
-            self.logprobs = [first, *self.prompt_logprobs, *self.logprobs]
+
+def echo_of(text: str, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> Delta:
+    """A prompt as the beginning of its answer, with the log-probabilities of its tokens behind the first, which has
+    none, where they are wanted."""
+    first = [] if logprobs is None else [replace(_NOTHING_BEFORE, token=prompt[0])]
+    return Delta(text=text, logprobs=[*first, *(logprobs or ())])
 
 
 @dataclass(frozen=True)

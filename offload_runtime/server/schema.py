@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from offload_runtime.engine.chat_template import require_shallow
+from offload_runtime.engine.template_forms import require_shallow
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
 from offload_runtime.params import MOST_LOGPROBS, GenerationParams, SamplingParams
@@ -209,6 +209,10 @@ class AnswerBody(_Body):
         """What the chat template is given beside the messages."""
         return {}
 
+    def unread_options(self, runtime: Runtime) -> list[str]:
+        """Names of what it has for the chat template that this one does not read, and which changes nothing."""
+        return []
+
     def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
         """What takes an answer to this prompt apart; None where it is a text as it is."""
         return None
@@ -250,11 +254,14 @@ class ChatBody(AnswerBody):
             raise RequestError("tools is a field of its own: not of chat_template_kwargs", "chat_template_kwargs")
         if effort is not None and options.setdefault("reasoning_effort", effort) != effort:
             raise RequestError("chat_template_kwargs says another reasoning_effort than the body", "reasoning_effort")
-        if effort is not None and not runtime.chat_template.names("reasoning_effort"):
+        if effort is not None and runtime.chat_template.unread(["reasoning_effort"]):
             hint = "chat_template_kwargs may have what it reads, such as enable_thinking"
             what = "is not read by this model's chat template: leave it out"
             raise RequestError(f"reasoning_effort {what} ({hint})", "reasoning_effort")
         return {**options, "tools": self.tools} if self.tool_names else options
+
+    def unread_options(self, runtime: Runtime) -> list[str]:
+        return runtime.chat_template.unread(self.chat_template_kwargs or {})
 
     def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
         most_calls = 1 if self.parallel_tool_calls is False else None
@@ -308,9 +315,7 @@ class CompletionBody(AnswerBody):
     echo: bool = False
 
     @model_validator(mode="after")
-    def _echoes_whole_answers(self) -> CompletionBody:
-        if self.echo and self.stream:
-            raise RequestError("echo is for answers that do not stream", "echo")
+    def _says_something(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens 0 is for an echo of the prompt alone", "max_tokens")
         return self

@@ -2,7 +2,8 @@
 written; other text stays text.
 
 Hermes and Qwen: `<tool_call>{"name": …, "arguments": …}</tool_call>`, in the midst of text. Llama 3: the whole answer
-is one object `{"name": …, "parameters": …}`, or several with `;` between them, behind `<|python_tag|>` or not. Mistral:
+is one object `{"name": …, "parameters": …}`, or several with `;` between them, behind `<|python_tag|>` or not. Of both,
+several objects one after another and lists of them are read, too. Mistral:
 `[TOOL_CALLS]` and a list of objects, or since its eleventh tokenizer `[TOOL_CALLS]name[ARGS]{…}` for each. A model
 whose template knows nothing of tools is told about them in words, and answers with objects as Llama 3 does.
 
@@ -76,24 +77,29 @@ def _read_json(text: str) -> tuple[Any, str]:
     return value, text.lstrip()[end:].lstrip()
 
 
-def _read_hermes(text: str) -> tuple[list[ToolCall], str]:
-    value, rest = _read_json(text)
-    if rest:
-        raise ValueError("more than a call")
-    return [_call(value, "arguments", "parameters")], ""
-
-
-def _read_objects(text: str) -> tuple[list[ToolCall], str]:
-    found, rest = list[ToolCall](), text.strip()
-    fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", rest, re.DOTALL)
-    rest = fenced[1] if fenced else rest
-    while rest.startswith("{"):
+def _read_values(text: str) -> tuple[list[Any], str]:
+    """The objects that a text begins with, one after the other or in lists, and what follows them."""
+    found, rest = list[Any](), text.strip()
+    while rest.startswith(("{", "[")):
         value, rest = _read_json(rest)
-        found.append(_call(value, "parameters", "arguments"))
-        rest = rest.removeprefix(";").lstrip()
+        found += value if isinstance(value, list) else [value]
+        rest = re.sub(r"^(;|,(?=\s*[{\[]))\s*", "", rest)
     if not found:
         raise ValueError("no call")
     return found, rest
+
+
+def _read_hermes(text: str) -> tuple[list[ToolCall], str]:
+    values, rest = _read_values(text)
+    if rest:
+        raise ValueError("more than calls")
+    return [_call(value, "arguments", "parameters") for value in values], ""
+
+
+def _read_objects(text: str) -> tuple[list[ToolCall], str]:
+    fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", text.strip(), re.DOTALL)
+    values, rest = _read_values(fenced[1] if fenced else text)
+    return [_call(value, "parameters", "arguments") for value in values], rest
 
 
 def _read_mistral(text: str) -> tuple[list[ToolCall], str]:
@@ -115,9 +121,9 @@ def _read_mistral(text: str) -> tuple[list[ToolCall], str]:
 
 
 _HERMES = _Format("<tool_call>", "</tool_call>", (), _read_hermes)
-_LLAMA = _Format("<|python_tag|>", "", ("{",), _read_objects)
+_LLAMA = _Format("<|python_tag|>", "", ("{", "["), _read_objects)
 _MISTRAL = _Format("[TOOL_CALLS]", "", (), _read_mistral, inner=("[CALL_ID]", "[ARGS]"))
-_GENERIC = _Format("", "", ("{", "```"), _read_objects)
+_GENERIC = _Format("", "", ("{", "[", "```"), _read_objects)
 
 
 def _format_of(text: str) -> _Format | None:
@@ -299,12 +305,12 @@ class ToolCallParser:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether a text is the beginning of a JSON value that breaks off within a string."""
+    """Whether a text is the beginning of JSON values that break off within a string."""
     try:
-        json.loads(text, strict=False)
+        _read_values(text)
     except json.JSONDecodeError as error:
         return error.msg.startswith("Unterminated string")
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     return False
 
