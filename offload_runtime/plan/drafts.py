@@ -79,8 +79,8 @@ def _way_to_more(target: DescribedModel, drafts: Sequence[FoundDraft]) -> str:
     if drafts:
         names = " and ".join(draft.name for draft in drafts)
         return f"drafting from the text itself: a gain by {names} is not predicted (--draft takes one all the same)"
-    if (name := usual_draft(target)) is None:
+    if (draft := usual_draft(target)) is None or draft.name is None:
         return ""
     drafted, looked_up = (expected_tokens(USUAL_ACCEPTANCE[who], _USUAL_GAMMA) for who in ("full", "n-grams"))
     gain = f"{drafted / looked_up:.0f}x as well"
-    return f"drafting from the text itself; {name} beside the target would draft about {gain}"
+    return f"drafting from the text itself; {draft.name} beside the target would draft about {gain}"

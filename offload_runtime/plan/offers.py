@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
-from offload_runtime.config import ModelConfig, RuntimeConfig, format_bytes
+from offload_runtime.config import GB, RuntimeConfig, format_bytes
 from offload_runtime.errors import OffloadError
 from offload_runtime.plan.cost import pass_time, tok_per_s
 from offload_runtime.plan.forecast import RunForecast
 from offload_runtime.plan.memory import RunPlan
 from offload_runtime.plan.request import MachineFigures
 from offload_runtime.plan.search import plan_run
-from offload_runtime.weights import DescribedModel
+from offload_runtime.weights import DescribedModel, UsualDraft, usual_draft
 from offload_runtime.weights.mixes import MIXES, stored_kinds
+from offload_runtime.weights.neighbours import USUAL_MIX
 
 # Of a tenth and more: predictions are not exact enough to tell less.
 LEAST_GAIN = 1.1
-# What is offered as a draft for a target of at least so many parameters: layers, hidden and inner size, heads of
-# queries and of keys. These are Llama-3.2-1B's and Qwen2.5-0.5B's.
-_DRAFTS = ((6e9, "1B", (16, 2048, 8192, 32, 8)), (2.5e9, "0.5B", (24, 896, 4864, 14, 2)))
-_DRAFT_MIX = "Q8_0"
 _LEAST_CONTEXT = 2048  # less is no way out for anybody
 # A format that takes more than this of what is there now is not worth another file.
 _SMALLER = 0.9
@@ -45,7 +40,7 @@ class FormatOffer:
     mix: str
     nbytes: int
     plan: RunPlan
-    draft: str = ""
+    draft: UsualDraft | None = None
     drafted: RunPlan | None = None
 
 
@@ -68,23 +63,12 @@ def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | N
         return None
 
 
-def with_likely_draft(request: RuntimeConfig) -> tuple[str, RuntimeConfig] | None:
-    """The size of a draft of the target's family that people would take, and the request with it; None where one
-    drafts already, was declined, or where the target itself is that small."""
-    config = request.target.config()
-    open_to_all = request.speculation.mode in ("auto", "chain") and request.draft == "ngram"
-    if not open_to_all or request.gamma is not None:
-        return None
-    elements = _elements(request.target)
-    for least, size, (layers, hidden, inner, heads, kv_heads) in _DRAFTS:
-        if elements >= least:
-            shape = ModelConfig(
-                config.architecture, hidden, inner, layers, heads, kv_heads, 64, config.vocab_size,
-                config.max_position_embeddings, config.rms_norm_eps, config.rope_parameters, tie_word_embeddings=True,
-            )  # fmt: skip
-            draft = DescribedModel(shape, torch.bfloat16, kinds=stored_kinds(shape, _DRAFT_MIX))
-            return size, replace(request, draft=draft)
-    return None
+def with_likely_draft(request: RuntimeConfig) -> tuple[UsualDraft, RuntimeConfig] | None:
+    """The draft that people would take, and the request with it; None where one drafts already, was declined, or where
+    the target itself is small."""
+    open_to_all = request.speculation.mode in ("auto", "chain") and request.draft == "ngram" and request.gamma is None
+    draft = usual_draft(request.target) if open_to_all else None
+    return None if draft is None else (draft, replace(request, draft=draft.model))
 
 
 def smaller_formats(model: DescribedModel) -> Iterator[tuple[str, int, DescribedModel]]:
@@ -104,12 +88,12 @@ def formats_that_fit(request: RuntimeConfig, machine: MachineFigures) -> Iterato
     )
     found = [(*way, plan) for way in ways if (plan := plan_or_none(way[2], machine)) is not None]
     for mix, nbytes, so, plan in found[:1] + found[1:][-1:]:
-        size, drafted = "", None
+        draft, drafted = None, None
         if (likely := with_likely_draft(so)) is not None:
-            size, drafted = likely[0], plan_or_none(likely[1], machine)
+            draft, drafted = likely[0], plan_or_none(likely[1], machine)
             if drafted and tok_per_s(drafted, machine) < LEAST_GAIN * best_tok_per_s(plan, machine):
                 drafted = None
-        yield FormatOffer(mix, nbytes, plan, size, drafted)
+        yield FormatOffer(mix, nbytes, plan, draft, drafted)
 
 
 def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tuple[Upgrade, ...]:
@@ -127,9 +111,9 @@ def upgrades(plan: RunPlan, current: RunForecast, machine: MachineFigures) -> tu
 def _offers(plan: RunPlan, machine: MachineFigures) -> Iterable[tuple[str, RuntimeConfig, MachineFigures, str]]:
     request, limits = plan.request, plan.limits
     if (likely := with_likely_draft(request)) is not None:
-        size, drafted = likely
-        nbytes = drafted.draft.layout(drafted.draft.native_dtype).total_bytes
-        yield f"--draft MODEL, {size} of the same family in {_DRAFT_MIX} ({format_bytes(nbytes)})", drafted, machine, ""
+        draft, drafted = likely
+        size = draft.model.layout(draft.model.native_dtype).total_bytes / GB
+        yield f"--draft MODEL, {draft.size} {draft.example} in {USUAL_MIX} ({size:.1f} GB)", drafted, machine, ""
     if plan.streamed_bytes and request.encode == "none" and not request.target.kinds:
         yield "--encode auto", replace(request, encode="auto"), machine, "the same bits"
     if request.vram_bytes is not None:
@@ -158,9 +142,3 @@ def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[Runtim
     limit = request.vram_bytes
     limit = limit[0] if isinstance(limit, tuple) else limit
     return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)
-
-
-def _elements(model: DescribedModel) -> int:
-    """Weights of a model's matrices."""
-    layout = model.layout(model.native_dtype)
-    return sum(block.matrix_elements for block in (*layout.layers, layout.shared))

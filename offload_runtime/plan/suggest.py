@@ -73,7 +73,9 @@ class Refusal:
         said = f"as {offer.mix} (about {offer.nbytes / GB:.0f} GB) it fits{self._speed(offer.plan, self.machine)}"
         if offer.drafted is None or not self.machine.is_known:
             return said
-        return f"{said} plain, about {rounded(tok_per_s(offer.drafted, self.machine))} with a {offer.draft} draft"
+        assert offer.draft is not None
+        faster = rounded(tok_per_s(offer.drafted, self.machine))
+        return f"{said} plain, about {faster} with a {offer.draft.size} draft {offer.draft.example}"
 
     def _speed(self, plan: RunPlan, machine: MachineFigures) -> str:
         return f": {rounded(best_tok_per_s(plan, machine))} tokens/s" if machine.is_known else ""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from offload_runtime.weights.hub import fetch_demo_model
     from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
     from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
-    from offload_runtime.weights.neighbours import FoundDraft, find_drafts, usual_draft
+    from offload_runtime.weights.neighbours import FoundDraft, UsualDraft, find_drafts, usual_draft
     from offload_runtime.weights.sources import describe_model, open_checkpoint
     from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
 
@@ -29,7 +29,7 @@ _HOMES = {
     "hub": "fetch_demo_model",
     "layout": "ModelLayout checkpoint_tensors layer_layout",
     "loader": "HostWeights MatricesNotCodable load_weights",
-    "neighbours": "FoundDraft find_drafts usual_draft",
+    "neighbours": "FoundDraft UsualDraft find_drafts usual_draft",
     "sources": "describe_model open_checkpoint",
     "vocabulary": "SharedVocabulary share_vocabulary",
 }

@@ -11,13 +11,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.mixes import stored_kinds
 from offload_runtime.weights.sources import describe_model
 from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
 
@@ -28,15 +29,24 @@ _MOST_SHARE = 1 / 3
 _MOST_ENTRIES, _MOST_HEADERS, _MOST_DRAFTS = 256, 8, 3
 # Vocabularies of one family are padded to other sizes.
 _MOST_PADDING = 1024
-# Small models that are usual with a family, by architecture and rows of the embedding, and their parameters.
-_USUAL = {
-    ("Qwen2ForCausalLM", 151936): ("Qwen2.5-0.5B-Instruct", 494_000_000),
-    ("Qwen2ForCausalLM", 152064): ("Qwen2.5-0.5B-Instruct", 494_000_000),
-    ("Qwen3ForCausalLM", 151936): ("Qwen3-0.6B", 596_000_000),
-    ("LlamaForCausalLM", 128256): ("Llama-3.2-1B-Instruct", 1_236_000_000),
-    ("LlamaForCausalLM", 49152): ("SmolLM2-135M-Instruct", 135_000_000),
-    ("LlamaForCausalLM", 32000): ("TinyLlama-1.1B-Chat-v1.0", 1_100_000_000),
+# The draft that is usual with a family, by the target's architecture and rows of the embedding: its name, and its shape
+# in the order of `_SHAPE`. It is planned with as `USUAL_MIX`, for targets of so many times its parameters.
+_SHAPE = (
+    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+_LLAMA, _QWEN = (16, 2048, 8192, 32, 8, 64, True), (24, 896, 4864, 14, 2, 64, True)
+_MISTRAL = ("Mistral-7B-Instruct-v0.3", (32, 4096, 14336, 32, 8, 128, False))
+_USUAL: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {
+    ("LlamaForCausalLM", 128256): ("Llama-3.2-1B-Instruct", _LLAMA),
+    ("LlamaForCausalLM", 32000): ("TinyLlama-1.1B-Chat-v1.0", (22, 2048, 5632, 32, 4, 64, False)),
+    ("LlamaForCausalLM", 49152): ("SmolLM2-135M-Instruct", (30, 576, 1536, 9, 3, 64, True)),
+    ("LlamaForCausalLM", 32768): _MISTRAL,  # GGUF files of Mistral's models say llama
+    ("MistralForCausalLM", 32768): _MISTRAL,
+    ("Qwen2ForCausalLM", 151936): ("Qwen2.5-0.5B-Instruct", _QWEN),
+    ("Qwen2ForCausalLM", 152064): ("Qwen2.5-0.5B-Instruct", _QWEN),
+    ("Qwen3ForCausalLM", 151936): ("Qwen3-0.6B", (28, 1024, 3072, 16, 8, 128, True)),
 }
+USUAL_MIX, _USUAL_TIMES = "Q8_0", 4
 
 
 @dataclass(frozen=True)
@@ -80,12 +90,35 @@ def find_drafts(
     return found
 
 
-def usual_draft(target: DescribedModel) -> str | None:
-    """The small model that is usual with a target's family; None for a family that has none, and for a target with less
-    than four times its parameters."""
+@dataclass(frozen=True)
+class UsualDraft:
+    """A small model that people take to draft for a family: its name, None where none is known and it stands for one
+    that may exist; and what a plan has to know of it in Q8_0."""
+
+    name: str | None
+    model: DescribedModel
+
+    @property
+    def size(self) -> str:
+        """Its parameters as people say them."""
+        billions = num_parameters(self.model) / 1e9
+        return f"{billions:.0f}B" if billions >= 1 else f"{billions:.1f}B"
+
+    @property
+    def example(self) -> str:
+        """What to look for."""
+        return f"such as {self.name}" if self.name else "of the same vocabulary (if any)"
+
+
+def usual_draft(target: DescribedModel) -> UsualDraft | None:
+    """What is usual with a target's family; None for a target with less than four times its parameters."""
     config = target.config()
-    name, size = _USUAL.get((config.architecture, config.vocab_size), (None, 0))
-    return name if num_parameters(target) >= 4 * size else None
+    name, shape = _USUAL.get((config.architecture, config.vocab_size), (None, _LLAMA))
+    if config.vocab_size == 32000 and config.num_heads == 4 * config.num_kv_heads:
+        name = None  # the first of Mistral's models, whose tokens are not Llama 2's
+    small = replace(config, layer_windows=(), layer_rope=(), **dict(zip(_SHAPE, shape, strict=True)))
+    model = DescribedModel(small, target.native_dtype, kinds=stored_kinds(small, USUAL_MIX))
+    return UsualDraft(name, model) if num_parameters(target) >= _USUAL_TIMES * num_parameters(model) else None
 
 
 def num_parameters(model: DescribedModel) -> int:
