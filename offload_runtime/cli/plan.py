@@ -27,7 +27,7 @@ _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config, picture = options.config, options.plot
+    config, picture, named = options.config, options.plot, options.profile is not None
     no_cpu = "nothing predicts how fast a CPU is: drop --device cpu to plan for a GPU, such as --profile rtx4090"
     require(config.devices[0] != "cpu", no_cpu)
     machine = choose_profile(options.profile)
@@ -43,7 +43,7 @@ def plan(options: PlanOptions) -> None:
             request, note = planning.with_found_draft(request, config.target, figures)
         outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
-        lines = refusal_lines(outcome, explain=options.explain)
+        lines = [*refusal_lines(outcome, explain=options.explain), *machine_lines(machine, named=named)]
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
     predicted = planning.forecast(outcome, figures)
@@ -53,7 +53,8 @@ def plan(options: PlanOptions) -> None:
     record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
     record["draft_note"] = note or None
     answer = [*answer_lines(outcome, predicted), *drafting_lines(note)]
-    screen = [*answer, *gain_lines(gains), *memory_lines(outcome, machine)]
+    kept_bytes = (machine.vram_others_bytes or 0) if config.vram_bytes is None else 0
+    screen = [*answer, *gain_lines(gains), *memory_lines(outcome), *machine_lines(machine, kept_bytes, named=named)]
     if options.explain:
         screen += ["", *plan_tables(outcome, predicted, machine=machine)]
     terminal.print_result(record, screen, as_json=options.as_json)
@@ -61,16 +62,12 @@ def plan(options: PlanOptions) -> None:
 
 def choose_profile(name: str | None) -> MachineProfile:
     """The machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else a
-    common card. What was not named is said on stderr."""
+    common card."""
     if name is not None:
         return load_profile(name)
     own = [path for path in list_profiles().values() if path.parent == own_directory()]
     found = load_profile(own[0]) if len(own) == 1 else None
-    if found is None or not found.gpus:
-        found = load_profile(_COMMON_PROFILE)
-    how = "choose with --profile, or measure this machine with `offload-runtime profile --save NAME`"
-    terminal.status_line(f"planning for {found.name}: {how}")
-    return found
+    return found if found is not None and found.gpus else load_profile(_COMMON_PROFILE)
 
 
 # --- the first screen
@@ -130,8 +127,8 @@ _USES = {
 }  # fmt: skip
 
 
-def memory_lines(plan: RunPlan, machine: MachineProfile) -> list[Table | str]:
-    """What is held where, in GB, and of which machine."""
+def memory_lines(plan: RunPlan) -> list[Table | str]:
+    """What is held where, in GB."""
     card, ram = _by_use(plan.device), _by_use(plan.host)
     cards = plan.num_cards
     table = _table("GB", "card" if cards == 1 else f"{cards} cards", "RAM")
@@ -140,11 +137,16 @@ def memory_lines(plan: RunPlan, machine: MachineProfile) -> list[Table | str]:
     table.add_section()
     table.add_row("together", _gigabytes(plan.device_bytes), _gigabytes(plan.host_bytes))
     table.add_row("there is", _gigabytes(plan.limits.all_device_bytes or 0), _gigabytes(plan.limits.ram_bytes))
-    kept, memory = "", format_bytes(machine.vram_bytes or 0)
-    if machine.vram_others_bytes and plan.request.vram_bytes is None:
-        kept = f", of which {format_bytes(machine.vram_others_bytes)} are left to the desktop"
-    where = f"for {machine.gpu_name} with {memory}{kept}; details with --explain"
-    return ["", table, "", where]
+    return ["", table]
+
+
+def machine_lines(machine: MachineProfile, kept_bytes: int = 0, *, named: bool) -> list[str]:
+    """Whose figures these are, and how to get others where the user has not named a machine."""
+    kept = f", of which {format_bytes(kept_bytes)} are left to the desktop" if kept_bytes else ""
+    vram, ram = format_bytes(machine.vram_bytes or 0), format_bytes(machine.ram_bytes)
+    lines = ["", f"for {machine.gpu_name} with {vram}{kept}, and {ram} of RAM; details with --explain"]
+    how = "another with --profile NAME, this machine's own after `offload-runtime profile --save NAME`"
+    return lines if named else [*lines, f"by the profile {machine.name}; {how}"]
 
 
 def _by_use(parts: Iterable[MemoryPart]) -> Counter[str]:
