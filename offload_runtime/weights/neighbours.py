@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.gguf_header import gguf_parts
@@ -116,7 +117,7 @@ def usual_draft(target: DescribedModel) -> UsualDraft | None:
     name, shape = _USUAL.get((config.architecture, config.vocab_size), (None, _LLAMA))
     if config.vocab_size == 32000 and config.num_heads == 4 * config.num_kv_heads:
         name = None  # the first of Mistral's models, whose tokens are not Llama 2's
-    small = replace(config, layer_windows=(), layer_rope=(), **dict(zip(_SHAPE, shape, strict=True)))
+    small = replace(config, layer_windows=(), layer_rope=(), **dict[str, Any](zip(_SHAPE, shape, strict=True)))
     model = DescribedModel(small, target.native_dtype, kinds=stored_kinds(small, USUAL_MIX))
     return UsualDraft(name, model) if num_parameters(target) >= _USUAL_TIMES * num_parameters(model) else None
 
