@@ -63,3 +63,53 @@ def test_the_note_and_the_gains_name_one_draft(tmp_path: Path, settings: dict[st
     assert told.exit_code == 0, told.output
     assert f"--draft MODEL, {named} " in told.stdout
     assert ("Llama-3.2-1B-Instruct beside the target" in told.stdout) == (not settings)
+
+
+def cut(path: Path, content: bytes, *names: str) -> None:
+    """Write a file as pieces of these names, with no header each."""
+    size = -(-len(content) // len(names))
+    for number, name in enumerate(names):
+        path.with_name(name).write_bytes(content[number * size : (number + 1) * size])
+
+
+@pytest.mark.parametrize(
+    ("names", "given"),
+    [
+        (["m.gguf.part1of2", "m.gguf.part2of2"], "m.gguf.part1of2"),
+        (["m.gguf.part1of2", "m.gguf.part2of2"], "m.gguf.part2of2"),
+        (["m.gguf-split-a", "m.gguf-split-b"], "m.gguf"),
+        (["m.gguf.aa", "m.gguf.ab", "m.gguf.ac"], "m.gguf.ab"),
+        ([f"m.gguf.{number}" for number in range(8, 12)], "."),
+    ],
+)
+def test_pieces_of_a_file_are_put_together_first(tmp_path: Path, names: list[str], given: str) -> None:
+    cut(tmp_path / "m.gguf", b"GGUF" + bytes(range(200)), *names)
+    told = plan(tmp_path / given)
+    parts = " ".join(str(tmp_path / name) for name in names)
+    assert told.exit_code == 2 and f"`cat {parts} > {tmp_path / 'm.gguf'}`" in told.stderr
+
+
+def test_pieces_that_are_not_there_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf.part1of3").write_bytes(b"GGUF\3")
+    assert "of which 2 are not there: finish the download" in plan(tmp_path / "m.gguf.part1of3").stderr
+    (tmp_path / "n.gguf.1").write_bytes(b"GGUF\3")  # as wget calls what it fetches again
+    assert "is damaged" in plan(tmp_path / "n.gguf.1").stderr
+
+
+@pytest.mark.parametrize(
+    "given", ["", "models", "models/blobs", "models/manifests/registry.ollama.ai/library/llama3.2/1b"]
+)
+def test_a_directory_of_ollama_says_which_file_is_a_model(tmp_path: Path, given: str) -> None:
+    manifests, blobs = tmp_path / "models" / "manifests", tmp_path / "models" / "blobs"
+    blobs.mkdir(parents=True)
+    for maker, model, tag in (("library", "llama3.2", "1b"), ("someone", "mine", "latest")):
+        directory = manifests / "registry.ollama.ai" / maker / model
+        directory.mkdir(parents=True)
+        layers = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{kind}{tag}"}
+                  for kind in ("template", "model")]  # fmt: skip
+        (directory / tag).write_text(json.dumps({"layers": layers}))
+    for name, content in (("broken", "{"), ("without a model", '{"layers": []}')):
+        (manifests / name).write_text(content)
+    told = plan(tmp_path / given)
+    assert told.exit_code == 2 and f"llama3.2:1b is {blobs / 'sha256-model1b'}" in told.stderr
+    assert ("mine:latest is " in told.stderr) == (not given.endswith("1b"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, islice
@@ -32,6 +34,10 @@ _OTHER_FILES = {
     b"<html": "is a web page: download the file itself",
     b"\x1f\x8b": _ARCHIVE, b"7z\xbc\xaf": _ARCHIVE, b"\x89HDF": "is an HDF5 file, " + _CONVERT,
 }  # fmt: skip
+# What a file is called that was cut for an upload: model.gguf.part1of2, model.gguf-split-a, model.gguf.aa.
+_PIECE = re.compile(r"(?i)(.+\.gguf)[-._](part|split)?[-._]?(?:\d+(?:[-_]?of[-_]?(\d+))?|a{0,2}[a-z])")
+_MOST_TOLD = 8
+_OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
 
 
@@ -52,6 +58,57 @@ def refuse_other_file(path: Path, first: bytes) -> None:
     for beginning, what in _OTHER_FILES.items():
         if first.startswith(beginning):
             raise CheckpointError(f"{path} {what}")
+
+
+def refuse_pieces(path: Path) -> None:
+    """Refuse a piece of a file that was cut into several without a header each, and the whole where only those lie.
+
+    Raises:
+        CheckpointError: It is one, or they do.
+    """
+    own = _PIECE.fullmatch(path.name)
+    whole = path.with_name(own[1] if own else path.name)
+    if own is None and path.exists():
+        return
+    named = {one: match for one in _entries(path.parent) if (match := _PIECE.fullmatch(one.name)) and one.is_file()}
+    pieces = sorted(
+        (one for one, match in named.items() if match[1] == whole.name), key=lambda one: (len(one.name), one)
+    )
+    # What wget fetched again is called model.gguf.1, and is whole.
+    if not any(named[one][2] or not first_bytes(one).startswith(GGUF_MAGIC) for one in pieces):
+        return
+    count = max(int(named[one][3] or 0) for one in pieces)
+    lacking = (
+        f", of which {count - len(pieces)} are not there: finish the download, then" if count > len(pieces) else ":"
+    )
+    command = f"cat {shlex.join(map(str, pieces))} > {shlex.quote(str(whole))}"
+    raise CheckpointError(
+        f"{whole} was cut into pieces{lacking} put them together with `{command}`, and give that file"
+    )
+
+
+def refuse_ollama(path: Path) -> None:
+    """Refuse a directory of ollama's, or one of its manifests, and say which file has the weights.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    root = next((one for one in (path / "models", path, *path.parents) if (one / "manifests").is_dir()), None)
+    if root is None or not (root / "blobs").is_dir():
+        return
+    manifests = root / "manifests"
+    found = dict[Path, str]()
+    for file in sorted(islice(manifests.rglob("*"), _MOST_ENTRIES)):
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            layers = json.loads(file.read_bytes())["layers"]
+            digest, *_ = [one["digest"] for one in layers if one["mediaType"] == _OLLAMA_MODEL]
+            *_, model, tag = file.relative_to(manifests).parts
+            found[file] = f"{model}:{tag} is {root / 'blobs' / digest.replace(':', '-')}"
+    told = [found[path]] if path in found else [*found.values()]
+    if told and (path in found or path.is_dir()):
+        more = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+        which = "; ".join(told[:_MOST_TOLD]) + more
+        raise CheckpointError(f"{path} is ollama's, which keeps weights as blobs: give the file of a model ({which})")
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -91,6 +148,13 @@ def _what_lies_there(directory: Path) -> Iterator[str]:
         yield f"has no config.json beside {shortened(weights)}: give the whole directory of a transformers checkpoint"
 
 
+def _entries(directory: Path) -> list[Path]:
+    """Some of what lies in a directory; nothing of one that cannot be read."""
+    with suppress(OSError):
+        return [*islice(directory.iterdir(), _MOST_ENTRIES)]
+    return []
+
+
 def _gguf_files(directory: Path) -> list[str]:
     """GGUF files without such a name, and in directories below: of a repository with a directory for each
     quantisation, or ollama's blobs."""
@@ -104,6 +168,9 @@ def _gguf_files(directory: Path) -> list[str]:
 
 def no_config(directory: Path) -> CheckpointError:
     """The error for a directory without `config.json`, which says what it seems to be."""
+    refuse_ollama(directory)
+    for path in _entries(directory):
+        refuse_pieces(path)
     for what in _what_lies_there(directory):
         return CheckpointError(f"{directory} {what}")
     return CheckpointError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.architectures import language_settings, model_config_from_json
 from offload_runtime.weights.fields import shortened
-from offload_runtime.weights.files import GGUF_MAGIC, first_bytes, refuse_other_file
+from offload_runtime.weights.files import GGUF_MAGIC, first_bytes, refuse_ollama, refuse_other_file, refuse_pieces
 from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model
 from offload_runtime.weights.vocabulary import directory_vocabulary
 
@@ -133,6 +133,7 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
     if path.is_file():
         return _of_file(path)
     if not path.is_dir():
+        refuse_pieces(path)
         on_hub = _HUB_ID.fullmatch(_HUB_PREFIX.sub("", name))
         if isinstance(reference, Path) or on_hub is None or (path.suffix.lower() in _SUFFIXES and not on_hub[2]):
             raise CheckpointError(
@@ -154,12 +155,14 @@ def _of_file(path: Path) -> Path:
     Raises:
         CheckpointError: It is neither.
     """
+    refuse_pieces(path)
     first = first_bytes(path)
     if first.startswith(GGUF_MAGIC) or path.suffix.lower() == ".gguf":
         return path
     refuse_other_file(path, first)
     directory = path.parent
     if path.suffix.lower() != ".safetensors":
+        refuse_ollama(path)
         raise CheckpointError(f"{path} is not a checkpoint: give a directory with safetensors or a GGUF file")
     from offload_runtime.weights.safetensors import weight_files
 
