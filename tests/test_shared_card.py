@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import sys
 import threading
+import types
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -81,13 +84,37 @@ def test_a_second_runtime_has_what_the_first_leaves(card: Card) -> None:
 def test_a_model_that_does_not_fit_beside_another_says_so(card: Card, target: Path) -> None:
     first = DeviceBudget(CARD, None)
     first.reserve("weights", round(23.1 * GB))
-    with pytest.raises(BudgetError, match=r"\(open runtimes claim 23\.1 GB\) of 900\.0 MB is too small by"):
+    with pytest.raises(BudgetError, match=r"\(open runtimes claim 23\.1 GB\) of 900\.0 MB is too small by") as refused:
         Runtime.load(target, device="cuda")
+    assert "close one of these: a runtime of this process (all claim 23.1 GB)" in str(refused.value)
     first.release()
     again = DeviceBudget(CARD, GB)
     with pytest.raises(BudgetError, match=r"needs 2\.0 GB of device memory but 200\.0 MB of .* left: raise --vram"):
         again.reserve("weights", 2 * GB)
     again.release()
+
+
+def test_a_refusal_names_the_programs_that_hold_the_card(
+    card: Card, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [
+        types.SimpleNamespace(pid=pid, usedGpuMemory=size * GB) for pid, size in ((77, 3), (os.getpid(), 1), (88, 19))
+    ]
+    answers: dict[str, Any] = {
+        "Init": None, "DeviceGetHandleByUUID": None, "DeviceGetComputeRunningProcesses": held,
+        "DeviceGetGraphicsRunningProcesses": [], "SystemGetProcessName": "/usr/bin/game",
+    }  # fmt: skip
+    driver = {f"nvml{name}": lambda *_, answer=answer: answer for name, answer in answers.items()}
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**driver, NVMLError=RuntimeError))
+    card.others_gb = 23.2
+    named = r"close one of these: pid 88, game, 19\.0 GB; pid 77, game, 3\.0 GB"
+    with pytest.raises(BudgetError, match=r"(?s)is too small by .*\. What would do: .*" + named):
+        Runtime.load(target, device="cuda")
+    with pytest.raises(BudgetError, match=r"(?s)lower it to .*, or " + named):
+        Runtime.load(target, device="cuda", vram="20GB")
+    with pytest.raises(BudgetError, match=r"What would do: with --vram") as refused:
+        Runtime.load(target, device="cuda", vram="1MB")
+    assert "close one" not in str(refused.value)  # there is more that it may take
 
 
 def test_two_loads_at_once_do_not_both_plan_for_the_whole_card(card: Card, target: Path) -> None:

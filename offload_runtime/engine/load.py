@@ -269,7 +269,8 @@ def _load(
             model = plan.target
             special, generation = config.allow_special_tokens, target_source.generation_fields
             check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
-        with planning.ways_out(plan.request, _figures_here(figures, plan.limits, budgets)):
+        figures_here = _figures_here(figures, plan.limits, budgets)
+        with planning.ways_out(plan.request, figures_here, lambda: _what_to_close(budgets)):
             planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.on_card(number)
@@ -379,7 +380,7 @@ def _plan_cards(
         asked = replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes)
         if is_open and count < len(cards):  # a further card may have room
             return find(asked, figures, own)
-        with planning.ways_out(asked, _figures_here(figures, own, budgets[:count])):
+        with planning.ways_out(asked, _figures_here(figures, own, budgets[:count]), lambda: _what_to_close(budgets)):
             return find(asked, figures, own)
 
     is_open = request.device == "auto" and request.emulate is None
@@ -399,6 +400,11 @@ def _figures_here(figures: MachineFigures, limits: MemoryLimits, budgets: Sequen
     return planning.figures_here(
         figures, replace(limits, device_bytes=vram_bytes, ram_bytes=free.ram_bytes, pinned_bytes=free.pinned_bytes)
     )
+
+
+def _what_to_close(budgets: Sequence[DeviceBudget]) -> str:
+    """What else holds memory of these cards, for messages."""
+    return "; ".join(filter(None, (budget.what_to_close() for budget in budgets)))
 
 
 def _make_queues(

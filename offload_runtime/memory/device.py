@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ TYPICAL_CONTEXT_BYTES = 600_000_000
 _MOST_CONTEXT_BYTES = 2 * GB
 # Modules that load lazily, after the context has been measured.
 LAZY_MODULE_BYTES = 200_000_000
+_MOST_PROGRAMS = 4  # that are named in a message
 _ALIGNED_WORDS = 4  # 16 bytes, what vector loads want
 Words = TypeVar("Words", torch.Tensor, np.ndarray[Any, Any])
 _HELD_LOCK = Lock()  # around what `_held` gives, as several runtimes may share a device
@@ -55,9 +57,8 @@ class DeviceBudget:
         self.device = device
         self.reservations: dict[str, int] = {}  # bytes by what they are for
         self.planned_bytes = 0  # what they will come to, context included, once that is known
-        # For messages.
-        self.memory_name, self.way_out = memory_name(device.type), "raise --vram"
-        self._other_bytes = 0
+        self.memory_name = memory_name(device.type)  # for messages
+        self._other_bytes = self._claimed_bytes = 0
         self.context_bytes = 0
         self.available_bytes: int | None = None  # the most that a limit could be; None: not known
         # What torch's allocator may hold for this budget, and what it held before the first of the open ones.
@@ -84,18 +85,30 @@ class DeviceBudget:
         self.context_bytes = used_bytes - self._other_bytes + LAZY_MODULE_BYTES
         others = self._open()
         claimed_bytes = sum(max(one.planned_bytes, one.reserved_bytes) - one.context_bytes for one in others)
+        self._claimed_bytes = claimed_bytes
         self.available_bytes = available_bytes = max(0, total_bytes - self._other_bytes - claimed_bytes)
         claims = f" (open runtimes claim {format_bytes(claimed_bytes)})" if claimed_bytes else ""
         if limit_bytes is None and claimed_bytes:
-            self.memory_name, self.way_out = self.memory_name + claims, "close one of these"
-        whose, other_way = f"that {self.device} has free{claims}", "close what else uses the card"
-        limit_bytes = within("--vram", limit_bytes, available_bytes, whose, other_way)
+            self.memory_name += claims
+        whose = f"that {self.device} has free{claims}"
+        other_way = self.what_to_close() if (limit_bytes or 0) > available_bytes else ""
+        limit_bytes = within(
+            "--vram", limit_bytes, available_bytes, whose, other_way or "close what else uses the card"
+        )
         self._allowed_bytes = max(0, limit_bytes - self.context_bytes)
         # What this process holds already belongs to other budgets' owners, within their limits, or to nobody's.
         self._held_before_bytes = others[0]._held_before_bytes if others else held_bytes
         _OPEN_BUDGETS[id(self)] = self
         self._cap_allocator()
         return limit_bytes
+
+    def what_to_close(self) -> str:
+        """For messages what else holds memory of a GPU, as something to do; empty where nothing is known to."""
+        ours = [f"a runtime of this process (all claim {format_bytes(self._claimed_bytes)})"] * bool(
+            self._claimed_bytes
+        )
+        holders = [*ours, *_other_programs(self.device)]
+        return f"close one of these: {'; '.join(holders)}" if holders else ""
 
     def _open(self) -> list[DeviceBudget]:
         """All open budgets of this card."""
@@ -118,9 +131,10 @@ class DeviceBudget:
         """Enter `nbytes` for `name`, or raise `BudgetError` when the limit would be exceeded."""
         if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
             left, limit = format_bytes(max(0, self.limit_bytes - self.reserved_bytes)), format_bytes(self.limit_bytes)
+            close = self.what_to_close() if self.limit_bytes == self.available_bytes else ""
             raise BudgetError(
                 f"{name} needs {format_bytes(nbytes)} of {self.memory_name} but {left} of {limit} is left: "
-                f"{self.way_out}, lower --context or keep fewer layers resident"
+                f"{close or 'raise --vram'}, lower --context or keep fewer layers resident"
             )
         self.reservations[name] = self.reservations.get(name, 0) + nbytes
 
@@ -132,7 +146,7 @@ class DeviceBudget:
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{name}: {self.device} refused {format_bytes(nbytes)} although the budget allows it: "
-                "another program took the memory; close it or lower --vram"
+                f"another program took the memory; {self.what_to_close() or 'close it'}, or lower --vram"
             ) from error
 
     def release(self) -> None:
@@ -190,6 +204,29 @@ def device_memory_in_use() -> dict[str, int]:
         }
     except Exception:  # no driver library, or one that does not say: nothing to measure by
         return {}
+
+
+def _other_programs(device: torch.device) -> list[str]:
+    """Other processes that hold most of a GPU's memory, from the driver; none when that cannot be told."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        listed = (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses)
+        held = {one.pid: one.usedGpuMemory or 0 for found in listed for one in found(card) if one.pid != os.getpid()}
+        largest = sorted(held, key=lambda pid: -held[pid])[:_MOST_PROGRAMS]
+        return [f"pid {pid}, {_program_name(pid)}, {format_bytes(held[pid])}" for pid in largest]
+    except Exception:  # no driver library, or one that does not say
+        return []
+
+
+def _program_name(pid: int) -> str:
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):  # of another user, or outside of a container
+        return os.path.basename(os.fsdecode(pynvml.nvmlSystemGetProcessName(pid)))
+    return "of an unknown name"
 
 
 def device_memory_used_by_others(index: int, in_use: Mapping[str, int] | None = None) -> int | None:

@@ -51,13 +51,14 @@ class Suggestion:
 @dataclass(frozen=True)
 class Refusal:
     """A run that does not fit: why, what is short (a name of memory to missing bytes), and what would fit: `formats` of
-    the same model, and settings or machines for it as it is."""
+    the same model, and settings or machines for it as it is; `close` says what to close where that gives more VRAM."""
 
     problem: OffloadError
     short_bytes: dict[str, int]
     suggestions: tuple[Suggestion, ...]
     formats: tuple[FormatOffer, ...]
     machine: MachineFigures
+    close: str = ""
 
     @property
     def ways_out(self) -> list[str]:
@@ -67,6 +68,7 @@ class Refusal:
             change = one.change.replace("a machine with ", "").replace("host memory", "RAM")
             change = re.sub(r"device memory", "VRAM", change)
             found.append(f"with {change} it fits{self._speed(one.plan, one.machine)}")
+        found += [self.close] if self.close and "device memory" in self.short_bytes else []
         return found or ["no shorter context, smaller format or other option makes it fit: take a smaller model"]
 
     def _format(self, offer: FormatOffer) -> str:
@@ -100,12 +102,14 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan |
 
 
 @contextmanager
-def ways_out(request: RuntimeConfig, machine: MachineFigures) -> Iterator[None]:
-    """Add to a `BudgetError` from within what would fit the machine in place of the request."""
+def ways_out(request: RuntimeConfig, machine: MachineFigures, what_to_close: Callable[[], str]) -> Iterator[None]:
+    """Add to a `BudgetError` from within what would fit the machine in place of the request, and what to close where
+    all that is free is too little."""
     try:
         yield
     except BudgetError as error:
-        raise refusal(error, request, machine).error() from error
+        close = what_to_close() if request.vram_bytes is None else ""
+        raise replace(refusal(error, request, machine), close=close).error() from error
 
 
 def refusal(error: OffloadError, request: RuntimeConfig, machine: MachineFigures) -> Refusal:

@@ -36,7 +36,7 @@ _OTHER_FILES = {
 }  # fmt: skip
 # What a file is called that was cut for an upload: model.gguf.part1of2, model.gguf-split-a, model.gguf.aa.
 _PIECE = re.compile(r"(?i)(.+\.gguf)[-._](part|split)?[-._]?(?:\d+(?:[-_]?of[-_]?(\d+))?|a{0,2}[a-z])")
-_MOST_TOLD = 8
+_MOST_TOLD, _MOST_BLOBS = 8, 3  # pieces, and blobs, that a message has room for
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
 
@@ -81,7 +81,9 @@ def refuse_pieces(path: Path) -> None:
     lacking = (
         f", of which {count - len(pieces)} are not there: finish the download, then" if count > len(pieces) else ":"
     )
-    command = f"cat {shlex.join(map(str, pieces))} > {shlex.quote(str(whole))}"
+    names = [shlex.quote(one.name) for one in pieces]
+    names = names if len(names) <= _MOST_TOLD else [names[0], "…", names[-1]]  # a message has two lines
+    command = f"cd {shlex.quote(str(whole.parent))} && cat {' '.join(names)} > {shlex.quote(whole.name)}"
     raise CheckpointError(
         f"{whole} was cut into pieces{lacking} put them together with `{command}`, and give that file"
     )
@@ -106,9 +108,9 @@ def refuse_ollama(path: Path) -> None:
             found[file] = f"{model}:{tag} is {root / 'blobs' / digest.replace(':', '-')}"
     told = [found[path]] if path in found else [*found.values()]
     if told and (path in found or path.is_dir()):
-        more = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
-        which = "; ".join(told[:_MOST_TOLD]) + more
-        raise CheckpointError(f"{path} is ollama's, which keeps weights as blobs: give the file of a model ({which})")
+        others = f"; {len(told) - _MOST_BLOBS} others' is said of their file in {manifests}"
+        which = "; ".join(told[:_MOST_BLOBS]) + (others if len(told) > _MOST_BLOBS else "")
+        raise CheckpointError(f"{path} is ollama's: give the blob of a model ({which})")
 
 
 def refuse_adapter(directory: Path) -> None:
