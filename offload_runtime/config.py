@@ -41,7 +41,8 @@ def parse_bytes(text: str | float) -> int:
         number, unit = float(match[1]), match[2].lower()
     size = number * _SIZE_UNITS[unit]
     fine = size < _MOST_BYTES and round(size) > 0
-    require(fine, f"a size must be positive and less than {format_bytes(_MOST_BYTES)}, not {shown}")
+    way_out = "write it like 24GB, or drop it for all that there is"
+    require(fine, f"a size must be positive and less than {format_bytes(_MOST_BYTES)}, not {shown}: {way_out}")
     return round(size)  # 4.1 * 10**6 is a little less than what was meant
 
 

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions, refuse_early
 from offload_runtime.cli.plan_details import draw_plan, plan_tables, require_plotting
-from offload_runtime.config import GB, format_bytes, require
+from offload_runtime.config import GB, RuntimeConfig, format_bytes, require
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config, picture, named = options.config, options.plot, options.profile is not None
+    config, picture = options.config, options.plot
     no_cpu = "nothing predicts how fast a CPU is: drop --device cpu to plan for a GPU, such as --profile rtx4090"
     require(config.devices[0] != "cpu", no_cpu)
     machine = choose_profile(options.profile)
+    about = machine_lines(machine, config, named=options.profile is not None)
     if picture is not None:
         require_plotting(picture)
     refuse_early(config)
@@ -38,12 +39,13 @@ def plan(options: PlanOptions) -> None:
         from offload_runtime import plan as planning
 
         figures = planning.machine_figures(machine)
-        request, note = planning.describe_models(config), ""
+        request = planning.describe_models(config)
+        note = planning.note_on_draft(request)
         if config.finds_draft:
             request, note = planning.with_found_draft(request, config.target, figures)
         outcome = planning.plan_or_refuse(request, figures)
     if isinstance(outcome, planning.Refusal):
-        lines = [*refusal_lines(outcome, explain=options.explain), *machine_lines(machine, named=named)]
+        lines = [*refusal_lines(outcome, explain=options.explain), *about]
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
     predicted = planning.forecast(outcome, figures)
@@ -52,9 +54,9 @@ def plan(options: PlanOptions) -> None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
     record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
     record["draft_note"] = note or None
-    answer = [*answer_lines(outcome, predicted), *drafting_lines(note)]
-    kept_bytes = (machine.vram_others_bytes or 0) if config.vram_bytes is None else 0
-    screen = [*answer, *gain_lines(gains), *memory_lines(outcome), *machine_lines(machine, kept_bytes, named=named)]
+    undrafted = planning.undrafted_tok_per_s(outcome, figures)
+    answer = [*answer_lines(outcome, predicted, undrafted), *drafting_lines(note)]
+    screen = [*answer, *gain_lines(gains), *memory_lines(outcome), *about]
     if options.explain:
         screen += ["", *plan_tables(outcome, predicted, machine=machine)]
     terminal.print_result(record, screen, as_json=options.as_json)
@@ -73,8 +75,8 @@ def choose_profile(name: str | None) -> MachineProfile:
 # --- the first screen
 
 
-def answer_lines(plan: RunPlan, predicted: RunForecast) -> list[str]:
-    """The answer: that it fits, how fast it will be, and why not faster."""
+def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: float) -> list[str]:
+    """The answer: that it fits, how fast it will be, with and without a draft, and why not faster."""
     from offload_runtime.plan import rounded
 
     plain, usual = predicted.plain_tok_per_s, predicted.usual.tok_per_s
@@ -84,7 +86,7 @@ def answer_lines(plan: RunPlan, predicted: RunForecast) -> list[str]:
     lines = [f"Fits. About {rounded(max(plain, usual))} tokens/s; {first}."]
     if plan.draft is not None or plan.has_verifier:
         share = f"if the model accepts {predicted.usual.acceptance:.0%} of what the draft proposes, as is usual"
-        lines.append(f"That is {share}; {rounded(plain)} tokens/s without a draft.")
+        lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s without a draft.")
     if plan.streamed_bytes:
         what = (
             "weights"
@@ -140,11 +142,12 @@ def memory_lines(plan: RunPlan) -> list[Table | str]:
     return ["", table]
 
 
-def machine_lines(machine: MachineProfile, kept_bytes: int = 0, *, named: bool) -> list[str]:
+def machine_lines(machine: MachineProfile, config: RuntimeConfig, *, named: bool) -> list[str]:
     """Whose figures these are, and how to get others where the user has not named a machine."""
-    kept = f", of which {format_bytes(kept_bytes)} are left to the desktop" if kept_bytes else ""
-    vram, ram = format_bytes(machine.vram_bytes or 0), format_bytes(machine.ram_bytes)
-    lines = ["", f"for {machine.gpu_name} with {vram}{kept}, and {ram} of RAM; details with --explain"]
+    sizes = f"{format_bytes(machine.vram_bytes or 0)} and {format_bytes(machine.ram_bytes)} of RAM"
+    if machine.vram_others_bytes and config.vram_bytes is None:
+        sizes += f"; {format_bytes(machine.vram_others_bytes)} are left to the desktop"
+    lines = ["", f"for {machine.gpu_name} with {sizes}; details with --explain"]
     how = "another with --profile NAME, this machine's own after `offload-runtime profile --save NAME`"
     return lines if named else [*lines, f"by the profile {machine.name}; {how}"]
 

@@ -8,7 +8,7 @@ large it is; this room adds up, reads no weights, and knows neither the engine n
 
 from offload_runtime.memory import memory_name, within
 from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time, tok_per_s
-from offload_runtime.plan.drafts import plan_fastest_draft, with_found_draft
+from offload_runtime.plan.drafts import note_on_draft, plan_fastest_draft, with_found_draft
 from offload_runtime.plan.forecast import (
     RunForecast,
     describe_draft_cache,
@@ -17,7 +17,7 @@ from offload_runtime.plan.forecast import (
     forecast,
 )
 from offload_runtime.plan.memory import LayerShare, MemoryPart, ModelPlan, Placement, RunPlan, merged
-from offload_runtime.plan.offers import Upgrade, rounded, upgrades
+from offload_runtime.plan.offers import Upgrade, rounded, undrafted_tok_per_s, upgrades
 from offload_runtime.plan.request import (
     COMMON_PROFILE,
     CardLimit,

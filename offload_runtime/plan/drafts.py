@@ -74,6 +74,14 @@ def with_found_draft(
     return replace(request, draft=plan.request.draft), plan.draft_note
 
 
+def note_on_draft(request: RuntimeConfig) -> str:
+    """What has to be said of a draft model that the user named: that nothing tells its tokens; else empty."""
+    named = request.proposed_by == "the draft"
+    if not named or all(model.vocabulary() is not None for model in (request.target, request.draft)):
+        return ""
+    return "that the draft's tokens are the target's is taken for granted: one of the two has no tokenizer.json here"
+
+
 def _way_to_more(target: DescribedModel, drafts: Sequence[FoundDraft]) -> str:
     """Why the text itself drafts, and what would draft better; empty where nothing is known to."""
     if drafts:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from offload_runtime.config import GB, RuntimeConfig, format_bytes
+from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes, idle_options
 from offload_runtime.errors import OffloadError
 from offload_runtime.plan.cost import pass_time, tok_per_s
 from offload_runtime.plan.forecast import RunForecast
@@ -16,6 +17,8 @@ from offload_runtime.weights import DescribedModel, UsualDraft, usual_draft
 from offload_runtime.weights.mixes import MIXES, stored_kinds
 from offload_runtime.weights.neighbours import USUAL_MIX
 
+# What is changed, as options of the command line, and the request that follows.
+Change: TypeAlias = tuple[str, RuntimeConfig]
 # Of a tenth and more: predictions are not exact enough to tell less.
 LEAST_GAIN = 1.1
 _LEAST_CONTEXT = 2048  # less is no way out for anybody
@@ -48,6 +51,13 @@ def best_tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
     """Tokens per second of the faster of plain decoding and the usual proposals: the controller takes that."""
     plain = pass_time(plan, machine, length_tokens=plan.target.context_tokens - 1, rows=1)
     return max(tok_per_s(plan, machine), plan.target.batch / plain.seconds)
+
+
+def undrafted_tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+    """Tokens per second of plain decoding where nothing has room for a draft; of this plan where that does not fit."""
+    alone = plan if plan.draft is None else plan_or_none(without_draft(plan.request)[1], machine) or plan
+    plain = pass_time(alone, machine, length_tokens=alone.target.context_tokens - 1, rows=1)
+    return alone.target.batch / plain.seconds
 
 
 def rounded(figure: float) -> str:
@@ -114,6 +124,8 @@ def _offers(plan: RunPlan, machine: MachineFigures) -> Iterable[tuple[str, Runti
         draft, drafted = likely
         size = draft.model.layout(draft.model.native_dtype).total_bytes / GB
         yield f"--draft MODEL, {draft.size} {draft.example} in {USUAL_MIX} ({size:.1f} GB)", drafted, machine, ""
+    if plan.draft is not None:
+        yield *without_draft(request), machine, ""
     if plan.streamed_bytes and request.encode == "none" and not request.target.kinds:
         yield "--encode auto", replace(request, encode="auto"), machine, "the same bits"
     if request.vram_bytes is not None:
@@ -142,3 +154,27 @@ def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[Runtim
     limit = request.vram_bytes
     limit = limit[0] if isinstance(limit, tuple) else limit
     return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)
+
+
+# --- other proposals
+
+
+def without_draft(request: RuntimeConfig) -> Change:
+    """The change and the request with n-grams in the place of the draft model, which TriForce does not go with."""
+    change, options = "--draft ngram", request.speculation
+    if options.mode == "triforce":
+        change, options = f"--speculation auto {change}", replace(options, mode="auto")
+    return proposing(change, request, "ngram", options)
+
+
+def proposing(change: str, request: RuntimeConfig, draft: Any, options: SpeculationOptions) -> Change:
+    """A change of how tokens are proposed and its request, which leaves alone what nothing would look at any more: on
+    the command line that would be refused."""
+    usual, gamma = SpeculationOptions(), request.gamma
+    idle = idle_options(draft not in ("ngram", "none"), options.mode, options.draft_cache)
+    dropped = [name for name in idle if getattr(options, name) != getattr(usual, name)]
+    options = replace(options, **{name: getattr(usual, name) for name in dropped})
+    if options.mode == "none" and gamma is not None:
+        dropped, gamma = [*dropped, "gamma"], None
+    change = " ".join([change, *(f"--{name.replace('_', '-')} auto" for name in dropped)])
+    return change, replace(request, draft=draft, speculation=options, gamma=gamma)

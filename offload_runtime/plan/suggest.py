@@ -14,16 +14,23 @@ from typing import Any, TypeAlias, TypeVar
 from offload_runtime.config import (
     GB,
     RuntimeConfig,
-    SpeculationOptions,
     format_bytes_up,
-    idle_options,
     parse_bytes,
     size_option_down,
 )
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import RunPlan, make_plan
-from offload_runtime.plan.offers import FormatOffer, best_tok_per_s, formats_that_fit, plan_or_none, rounded
+from offload_runtime.plan.offers import (
+    Change,
+    FormatOffer,
+    best_tok_per_s,
+    formats_that_fit,
+    plan_or_none,
+    proposing,
+    rounded,
+    without_draft,
+)
 from offload_runtime.plan.request import NO_LIMIT_BYTES, MachineFigures, limits_of, longest_context, resolve_context
 from offload_runtime.plan.search import find_candidates, most_sequences, plan_run
 from offload_runtime.plan.staging import least_pinned_bytes
@@ -33,8 +40,6 @@ _LEAST_BUDGET = 256
 _BYTES_STEP = 10_000_000
 # Of `--vram`: sizes that are typed as they are printed.
 _VRAM_STEP = 100_000_000
-# What is changed, as options of the command line, and the request that follows.
-Change: TypeAlias = tuple[str, RuntimeConfig]
 Sizes: TypeAlias = int | tuple[int, ...]
 Changed = TypeVar("Changed", RuntimeConfig, MachineFigures)
 
@@ -237,7 +242,7 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
     options = request.speculation
     if options.mode == "triforce":
         mode = "none" if request.proposed_by == "none" else "chain"
-        yield _proposing(f"--speculation {mode}", request, request.draft, replace(options, mode=mode))
+        yield proposing(f"--speculation {mode}", request, request.draft, replace(options, mode=mode))
         budgets = [options.chunk_size << power for power in range(16)]
         yield from _largest(
             "--budget-tokens", [tokens for tokens in budgets if _LEAST_BUDGET <= tokens < options.budget_tokens],
@@ -246,29 +251,8 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
     if request.proposed_by == "the draft":
         if options.draft_cache != "streaming":
             streaming = replace(options, draft_cache="streaming")
-            yield _proposing("--draft-cache streaming", request, request.draft, streaming)
-        yield _without_draft(request)
-
-
-def _without_draft(request: RuntimeConfig) -> Change:
-    """The change and the request with n-grams in the place of the draft model, which TriForce does not go with."""
-    change, options = "--draft ngram", request.speculation
-    if options.mode == "triforce":
-        change, options = f"--speculation auto {change}", replace(options, mode="auto")
-    return _proposing(change, request, "ngram", options)
-
-
-def _proposing(change: str, request: RuntimeConfig, draft: Any, options: SpeculationOptions) -> Change:
-    """A change of how tokens are proposed and its request, which leaves alone what nothing would look at any more: on
-    the command line that would be refused."""
-    usual, gamma = SpeculationOptions(), request.gamma
-    idle = idle_options(draft not in ("ngram", "none"), options.mode, options.draft_cache)
-    dropped = [name for name in idle if getattr(options, name) != getattr(usual, name)]
-    options = replace(options, **{name: getattr(usual, name) for name in dropped})
-    if options.mode == "none" and gamma is not None:
-        dropped, gamma = [*dropped, "gamma"], None
-    change = " ".join([change, *(f"--{name.replace('_', '-')} auto" for name in dropped)])
-    return change, replace(request, draft=draft, speculation=options, gamma=gamma)
+            yield proposing("--draft-cache streaming", request, request.draft, streaming)
+        yield without_draft(request)
 
 
 def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
@@ -282,7 +266,7 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
     if request.resident_layers is not None:
         changes, request = [*changes, "--resident-layers auto"], replace(request, resident_layers=None)
     if request.proposed_by == "the draft":
-        change, request = _without_draft(request)
+        change, request = without_draft(request)
         changes.append(change)
     ways = [(changes, request)]
     if request.vram_bytes is not None:

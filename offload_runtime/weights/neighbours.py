@@ -21,15 +21,13 @@ from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.mixes import stored_kinds
 from offload_runtime.weights.sources import describe_model
-from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
+from offload_runtime.weights.vocabulary import MOST_PADDING, SharedVocabulary, share_vocabulary
 
 # A draft has at most this share of the target's parameters: a step of a larger one costs what it brings.
 _MOST_SHARE = 1 / 3
 # Entries of a directory that are looked at, models whose headers are read, the smallest first, and drafts that are
 # planned with: a header of 150,000 tokens takes 0.3 s, a plan up to one.
 _MOST_ENTRIES, _MOST_HEADERS, _MOST_DRAFTS = 256, 8, 3
-# Vocabularies of one family are padded to other sizes.
-_MOST_PADDING = 1024
 # The draft that is usual with a family, by the target's architecture and rows of the embedding: its name, and its shape
 # in the order of `_SHAPE`. It is planned with as `USUAL_MIX`, for targets of so many times its parameters.
 _SHAPE = (
@@ -82,7 +80,7 @@ def find_drafts(
             model = describe_model(path)
             described += 1
             share = num_parameters(model) / parameters
-            near = abs(model.config().vocab_size - target.config().vocab_size) <= _MOST_PADDING
+            near = abs(model.config().vocab_size - target.config().vocab_size) <= MOST_PADDING
             shared = share_vocabulary(target, model) if near and share <= _MOST_SHARE else None
             if shared is not None:
                 found.append(FoundDraft(_name(path), read(str(path)) if read else model, shared, share))

@@ -23,6 +23,8 @@ _FILLER = re.compile(r"(?i)[\[<]\|?_?(?:pad|unused|reserved|extra|dummy|placehol
 # Of the ordinary tokens that both have, one in so many may differ: what a conversion has spelled in its own way. Those
 # are never proposed.
 _ONE_ODD_IN = 1000
+# Vocabularies of one family are padded to other sizes.
+MOST_PADDING = 1024
 # Of the ordinary tokens of the larger vocabulary, both have to have this share: of fewer little could be proposed.
 _LEAST_SHARED = 0.5
 
@@ -109,16 +111,21 @@ def share_vocabulary(target: HasVocabulary, draft: HasVocabulary) -> SharedVocab
     fill up a vocabulary may be others, or other many.
 
     Returns:
-        None where one of the two has no vocabulary to compare, which a description may lack.
+        None where one of the two has no vocabulary to compare, which a description may lack, and they are as large.
 
     Raises:
         CheckpointError: A checkpoint's tokenizer cannot be read.
         VocabularyMismatchError: Ids of ordinary tokens mean other text.
     """
     of_target, of_draft = target.vocabulary(), draft.vocabulary()
-    if of_target is None or of_draft is None:
-        return None
     logits = {"draft": draft.config().vocab_size, "target": target.config().vocab_size}
+    if of_target is None or of_draft is None:
+        if abs(logits["draft"] - logits["target"]) > MOST_PADDING:
+            raise VocabularyMismatchError(
+                f"the draft has {logits['draft']} logits and the target {logits['target']}, which are not of one "
+                "vocabulary: take a draft of the same family, or --draft ngram"
+            )
+        return None
     of_target, of_draft = of_target.below(logits["target"]), of_draft.below(logits["draft"])
     theirs, ours = of_draft.tokens, of_target.tokens
     common = of_target.ordinary.keys() & of_draft.ordinary.keys()
