@@ -40,6 +40,13 @@ _STACK_BYTES = 1 << 21  # what llguidance's own threads have, a quarter of what 
 _TRIAL_TOKENS = 12
 _MOST_WAIT_S = 60.0  # of a machine so busy that the process does not get its 5 s
 
+# What to do about messages that do not say so, by a part of them.
+_WAYS_OUT = {
+    "for integer range": "give bounds of up to ±(2**63 - 1024), or leave them out",
+    "for float range": "give bounds of less than ±10**18, or leave them out",
+    "has too many digits": "give one of fewer digits, or leave it out",
+}
+
 
 class GrammarFactory:
     """Makes matchers with llguidance, in either process.
@@ -76,8 +83,9 @@ class GrammarFactory:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """What llguidance says is wrong, without the lines in which it shows where."""
-    return str(matcher.get_error()).split("\n<")[0].split("\n   1 |")[0]
+    """What llguidance says is wrong, without the lines in which it shows where, and what helps."""
+    reason = str(matcher.get_error()).split("\n<")[0].split("\n   1 |")[0]
+    return reason + next((f": {way_out}" for part, way_out in _WAYS_OUT.items() if part in reason), "")
 
 
 @contextmanager

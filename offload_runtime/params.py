@@ -24,6 +24,7 @@ MOST_STOP_TOKENS = 128
 MOST_GRAMMAR_CHARACTERS = 1 << 17
 _LARGEST_EXACT = 1 << 53
 _LEAST_TEMPERATURE = 1e-3  # below which logits cannot be divided by it
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 # Keywords of a schema whose values have names of the user's as their keys.
 _KEYED_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
@@ -157,7 +158,8 @@ def _schema_text(given: Mapping[str, Any] | str | None) -> str | None:
 
 
 def require_exact_numbers(schema: Any, *, is_value: bool = False, is_named: bool = False) -> None:
-    """Raise `OptionError` for a schema with a `const` or `enum` of integers that answers could not have exactly.
+    """Raise `OptionError` for a schema with integers in a `const` or `enum` that answers could not have exactly, or
+    with bounds that they could lie outside of.
 
     They are taken for the nearest double, so that an answer would have another one: 2**53 in place of 2**53 + 1.
 
@@ -169,13 +171,26 @@ def require_exact_numbers(schema: Any, *, is_value: bool = False, is_named: bool
     if is_value and isinstance(schema, int) and abs(schema) > _LARGEST_EXACT:
         raise OptionError(
             f"json_schema has the integer {reprlib.repr(schema)} as a const or in an enum, and only those up to 2**53 "
-            "are kept exactly: make it a text, or bounds of an integer"
+            "are kept exactly: make it a text"
         )
     for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        is_bound = not is_value and not is_named and key in _BOUNDS and is_of_type(value, int | float)
+        if is_bound and _is_loose(key, value):
+            raise OptionError(
+                f"json_schema has the {key} {reprlib.repr(value)}, and beyond 2**53 bounds are rounded, so that "
+                "answers could lie outside: give an inclusive one that is a multiple of 1024, or leave it out"
+            )
         names = not is_named and not is_value and key in _KEYED_BY_NAME
         require_exact_numbers(value, is_value=is_value or (not is_named and key in ("const", "enum")), is_named=names)
     for item in schema if isinstance(schema, list) else ():
         require_exact_numbers(item, is_value=is_value)
+
+
+def _is_loose(key: str, bound: float) -> bool:
+    """Whether answers could lie outside a bound that is taken for the nearest double. No integer is above 2**63 - 1."""
+    if abs(bound) < _LARGEST_EXACT or (key.endswith("aximum") and bound >= (1 << 63) - 1):
+        return False
+    return key.startswith("exclusive") or abs(bound) > 1 << 64 or int(float(bound)) != bound
 
 
 def _require_short(name: str, text: str) -> None:

@@ -77,8 +77,25 @@ def test_a_schema_that_kills_a_compiler_is_refused_and_others_are_answered(serve
 def test_integers_that_an_answer_could_not_have_exactly_are_refused(number: int, schema: str) -> None:
     with pytest.raises(OptionError, match="kept exactly"):
         SamplingParams(json_schema=schema % number)
-    named = {"properties": {"const": {"maximum": number}}, "enum": [2**53], "default": number}
+    named = {"properties": {"const": {"minLength": number}}, "enum": [2**53], "default": number}
     assert SamplingParams(json_schema=named).json_schema == json.dumps(named)
+
+
+@pytest.mark.parametrize(("key", "bound", "is_taken"), [
+    ("minimum", 2**53 + 1, False), ("maximum", 2**53 + 1, False), ("minimum", -(2**53) - 1, False),
+    ("exclusiveMinimum", 2**53, False), ("exclusiveMaximum", 1e17, False), ("minimum", 10**400, False),
+    ("minimum", 2**53, True), ("exclusiveMinimum", 2**53 - 1, True), ("maximum", 1_700_000_000_000_000_000, True),
+    ("maximum", 2**63 - 1, True), ("exclusiveMaximum", 2**64, True), ("minimum", -(2**63) + 1024, True),
+    ("minimum", -(2**63), False), ("multipleOf", 2**40, False),
+])  # fmt: skip
+def test_a_bound_is_kept_exactly_or_refused(runtime: Runtime, key: str, bound: float, is_taken: bool) -> None:
+    """One that is rounded would let an answer through that the schema does not allow."""
+    asked = {"type": "integer", key: bound}
+    if is_taken:
+        assert runtime.generate("a", max_new_tokens=2, json_schema=asked).tokens
+        return
+    with pytest.raises(OptionError, match=r"or leave (it|them) out"):
+        runtime.generate("a", max_new_tokens=2, json_schema=asked)
 
 
 def test_a_parameter_of_a_tool_is_read_as_strictly(served: Served) -> None:

@@ -74,6 +74,8 @@ def _request_error(error: ValidationError) -> RequestError:
     if name in _OF_SEVERAL_KINDS and first["type"] != "missing":
         return RequestError(f"{name} is not {_OF_SEVERAL_KINDS[name]}", name)
     where = ".".join(str(part) for part in first["loc"])[:200]
+    if first["type"] == "model_type" and not where:
+        return RequestError("the body is not a JSON object")
     if first["type"] == "extra_forbidden" and where in HARMLESS:
         return RequestError(f"{where} is taken only where it changes nothing: leave it out", where)
     if first["type"] == "extra_forbidden":
