@@ -1,12 +1,14 @@
-"""The tokens and logits of this commit, to be compared bit by bit with another's; and with transformers' tokens.
+"""The tokens and logits of this commit, to be compared bit by bit with another's.
 
     python tools/check_identity.py --out before.json
     python tools/check_identity.py --against before.json
 
-Drafts: none (every layer streamed), n-grams, and a noisy copy of the model, greedily and at temperature 1. Logits are
-those of one plain pass over the answer, told by their SHA-256. Against another commit both have to be the same on the
-same kind of machine; in fp32 greedy tokens are compared with transformers' `generate` too. Prints a line a case, then
-one JSON line; exit code 1 on any difference.
+Ten prompts of 1 to 700 tokens, greedily and at temperature 0.8, are answered in every way that tokens can be made:
+plain, n-grams, chains, trees, TriForce, keys in host memory, several cards, one at a time and by twos; from bf16,
+Q4_K_M as it is stored and decoded, FP8, and weights in a lossless code. Logits are those of one plain pass over the
+answer, told by their SHA-256. Each way has to give the tokens of plain decoding of the same weights, and another commit
+on the same kind of machine the same tokens and logits. Prints a line a way, then one JSON line; exit code 1 on any
+difference.
 """
 
 from __future__ import annotations
@@ -17,84 +19,151 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 from harness import check_out, emit, provenance
+from safetensors.torch import save_file
 from widening.checkpoint import noisy_copy
-from widening.convert import convert_to_safetensors
+from widening.made import MadeCheckpoint, UntrainedLlama, Wordless, named_generator
+from widening.shapes import WideShape
+from widening.stored import stored_llama
 
-from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
-from offload_runtime.weights import CheckpointSource, open_checkpoint
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 
-PROMPTS = {
-    "prose": "The history of the steam engine began when",
-    "code": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n",
-}
-TEMPERATURES = (0.0, 1.0)
+PROMPT_TOKENS = (1, 3, 17, 64, 65, 200, 256, 300, 520, 700)
+TEMPERATURES = (0.0, 0.8)
+_SHAPE, _VOCAB_SIZE, _CONTEXT_TOKENS = WideShape(256, 768, 4, 8, 4, 32), 2048, 1024
+_SMALL: dict[str, Any] = {"budget_tokens": 64, "chunk_size": 8, "recent_tokens": 64}
+_DRAFT = "noisy copy"  # of the plain weights
+# By name: how weights are stored, and options of `Runtime.load`. The first way of each kind of weights is plain.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("bf16", {"draft": "none", "resident_layers": 0}),
+    "n-grams": ("bf16", {"draft": "ngram", "resident_layers": 2}),
+    "chains": ("bf16", {"draft": _DRAFT, "gamma": 5, "tree_nodes": 0}),
+    "trees": ("bf16", {"draft": _DRAFT, "tree_nodes": 48, "resident_layers": 0}),
+    "resident trees": ("bf16", {"draft": _DRAFT, "tree_nodes": 24}),
+    "TriForce": (
+        "bf16", {"draft": _DRAFT, "gamma": 8, "kv": "host", "speculation": SpeculationOptions("triforce", **_SMALL)},
+    ),
+    "host KV": ("bf16", {"draft": "none", "kv": "host", "resident_layers": 2}),
+    "host KV, trees": ("bf16", {"draft": _DRAFT, "kv": "host", "tree_nodes": 24, "resident_layers": 0}),
+    "cards": ("bf16", {"draft": "ngram", "cards": 2, "resident_layers": 2}),
+    "cards, trees": ("bf16", {"draft": _DRAFT, "cards": 3, "tree_nodes": 24}),
+    "cards, host KV": ("bf16", {"draft": "none", "cards": 2, "kv": "host", "resident_layers": 0}),
+    "Q4_K_M": ("q4_k_m", {"draft": "none", "weights": "stored", "resident_layers": 0}),
+    "Q4_K_M, n-grams": ("q4_k_m", {"draft": "ngram", "weights": "stored"}),
+    "Q4_K_M decoded": ("q4_k_m", {"draft": "none", "weights": "decoded"}),
+    "FP8": ("fp8", {"draft": "none", "weights": "stored", "resident_layers": 0}),
+    "FP8, n-grams": ("fp8", {"draft": "ngram", "weights": "stored"}),
+    "heavy tails": ("heavy", {"draft": "none", "resident_layers": 0}),
+    "coded": ("heavy", {"draft": "ngram", "encode": "always", "resident_layers": 2}),
+}  # fmt: skip
 
 
-def rows_of(options: argparse.Namespace, model: CheckpointSource) -> Iterator[dict[str, Any]]:
-    """A row for each draft, prompt and temperature."""
-    drafts: dict[str, tuple[Any, Any]] = {
-        "none": ("none", 0),
-        "ngram": ("ngram", "auto"),
-        "noisy copy": (noisy_copy(model, options.noise), 1),
+def prompts() -> list[list[int]]:
+    """Tokens by a seed, of which the second half of each prompt repeats the first: n-grams find something."""
+    found = []
+    for length in PROMPT_TOKENS:
+        generator = named_generator(torch.device("cpu"), "prompt", length)
+        half = torch.randint(_VOCAB_SIZE, (-(-length // 2),), generator=generator).tolist()
+        found.append((half + half)[:length])
+    return found
+
+
+def _fill(name: str, out: torch.Tensor, _: object = None) -> None:
+    """Large matrices: with those of an untrained model the tokens would repeat themselves."""
+    if out.dim() == 1:
+        out.fill_(1)
+        return
+    scale = 0.5 if "embed" in name else 2.0 * out.shape[-1] ** -0.5
+    out.copy_(scale * torch.randn(out.shape, generator=named_generator(torch.device("cpu"), name)))
+
+
+def made_models(folder: Path) -> dict[str, CheckpointSource]:
+    """A model for each kind of weights, and a draft."""
+    sizes: dict[str, Any] = {"vocab_size": _VOCAB_SIZE, "context_tokens": _CONTEXT_TOKENS}
+    plain = UntrainedLlama(_SHAPE, _fill, reference="bf16", **sizes)
+    return {
+        "bf16": plain,
+        _DRAFT: noisy_copy(plain, 0.02),
+        "q4_k_m": stored_llama(_SHAPE, "q4_k_m", reference="q4_k_m", **sizes),
+        "heavy": stored_llama(_SHAPE, "bf16", reference="heavy", **sizes),
+        "fp8": _in_fp8(plain, folder),
     }
-    for name, (draft, resident_layers) in drafts.items():
+
+
+def _in_fp8(plain: MadeCheckpoint, directory: Path) -> CheckpointSource:
+    """A model in squares of 128 x 128 FP8 numbers."""
+    stored = dict[str, torch.Tensor]()
+    for name, to in checkpoint_tensors(plain.config()).items():
+        tensor = stored[name] = torch.empty(to.shape, dtype=torch.bfloat16)
+        _fill(name, tensor)
+        if "proj" in name:
+            squares = tensor.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [R, 128, C, 128]
+            scale = squares.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            numbers = (squares / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+            stored |= {name: numbers.to(torch.float8_e4m3fn), name.replace("weight", "weight_scale_inv"): scale}
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (directory / "config.json").write_text(
+        json.dumps(plain.hf_config.to_dict() | quantised | {"torch_dtype": "bfloat16"})
+    )
+    save_file(stored, directory / "model.safetensors")
+    return replace(open_checkpoint(directory), tokenizer=Wordless)
+
+
+def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each way and temperature: the tokens of all prompts, and a hash of their logits."""
+    models, on_card = made_models(folder), resolve_device(options.device).type == "cuda"
+    for way in options.ways:
+        stored, given = WAYS[way][0], dict(WAYS[way][1])
+        cards = given.pop("cards", 1)
+        given["draft"] = models.get(given["draft"], given["draft"])
+        if on_card:
+            given["vram"] = ",".join(["8GB"] * cards)
         with Runtime.load(
-            model, draft=draft, resident_layers=resident_layers, device=options.device, dtype=options.dtype,
-            context=options.tokens + 128, kv=options.kv,
+            models[stored], device=",".join([options.device] * cards), dtype=options.dtype, context=_CONTEXT_TOKENS,
+            max_batch=2, **given,
         ) as runtime:  # fmt: skip
-            for (text, prompt), temperature in product(PROMPTS.items(), TEMPERATURES):
-                tokens = runtime.generate(
-                    prompt, max_new_tokens=options.tokens, ignore_eos=True, temperature=temperature
-                ).tokens
-                (logits,) = runtime.logits(runtime.encode(prompt), [tokens])
-                stored = logits.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-                yield {
-                    "draft": name, "prompt": text, "temperature": temperature, "tokens": list(tokens),
-                    "logits_sha256": hashlib.sha256(stored).hexdigest(),
+            for temperature in TEMPERATURES:
+                asked: dict[str, Any] = {
+                    "max_new_tokens": options.tokens, "ignore_eos": True, "temperature": temperature,
                 }  # fmt: skip
-
-
-def transformers_rows(options: argparse.Namespace, model: CheckpointSource) -> Iterator[dict[str, Any]]:
-    """Greedy tokens of transformers in fp32, on past the end of the sequence."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = convert_to_safetensors(model, Path(folder) / "model", dtype=torch.float32)
-        oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(options.device).eval()
-        oracle.generation_config.eos_token_id = None
-        for text, prompt in PROMPTS.items():
-            ids = torch.tensor([AutoTokenizer.from_pretrained(path).encode(prompt)], device=oracle.device)
-            out = oracle.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.tokens, do_sample=False
-            )
-            yield {
-                "draft": "transformers", "prompt": text, "temperature": 0.0,
-                "tokens": out[0, ids.shape[1] :].tolist(),
-            }  # fmt: skip
+                # One alone, the others by twos.
+                first, *others = prompts()
+                answers = [runtime.generate(first, **asked).tokens]
+                for at in range(0, len(others), 2):
+                    answers += [one.tokens for one in runtime.generate_batch(others[at : at + 2], **asked)]
+                digest = hashlib.sha256()
+                for prompt, tokens in zip(prompts(), answers, strict=True):
+                    (logits,) = runtime.logits(prompt, [tokens])
+                    digest.update(logits.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+                yield {
+                    "way": way, "stored": stored, "temperature": temperature, "tokens": [list(one) for one in answers],
+                    "logits_sha256": digest.hexdigest(),
+                }  # fmt: skip
 
 
 def differences(rows: Sequence[dict[str, Any]], against: Sequence[dict[str, Any]]) -> list[str]:
     """What is not as plain decoding's in these rows, and not as in those of another commit."""
-    plain = {(row["prompt"], row["temperature"]): row for row in rows if row["draft"] == "none"}
-    before = {(row["draft"], row["prompt"], row["temperature"]): row for row in against}
+    plain = dict[tuple[str, float], dict[str, Any]]()
+    before = {(row["way"], row["temperature"]): row for row in against}
     found = []
     for row in rows:
-        where = f"{row['draft']}, {row['prompt']}, T = {row['temperature']}"
-        expected = plain[row["prompt"], row["temperature"]]["tokens"]
-        if row["tokens"] != expected:
-            found.append(
-                f"{where}: from token {harness.leading_agreement(expected, row['tokens'])} on unlike plain decoding"
-            )
-        other = before.get((row["draft"], row["prompt"], row["temperature"]), {} if not against else {"tokens": None})
+        where = f"{row['way']}, T = {row['temperature']}"
+        expected = plain.setdefault((row["stored"], row["temperature"]), row)
+        for length, tokens, others in zip(PROMPT_TOKENS, row["tokens"], expected["tokens"], strict=True):
+            if tokens != others:
+                place = harness.leading_agreement(others, tokens)
+                found.append(f"{where}, prompt of {length}: from token {place} on unlike plain decoding")
+        other = before.get((row["way"], row["temperature"]), {} if not against else {"tokens": None})
         found += [f"{where}: other {name} than before" for name in other if other[name] != row.get(name)]
     return found
 
@@ -120,26 +189,21 @@ def read_rows(path: Path | None, settings: dict[str, str]) -> list[dict[str, Any
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare and print; returns the exit code."""
     parser = harness.bench_parser(__doc__, device="cpu")
-    parser.add_argument("--model", default="demo", help="checkpoint, by default the demonstration model")
-    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
-    parser.add_argument("--noise", type=float, default=0.05, help="relative, of the draft's weights")
+    parser.add_argument("--tokens", type=int, default=16, help="of every answer")
     parser.add_argument("--dtype", choices=("auto", *harness.DTYPES), default="auto")
-    parser.add_argument("--kv", choices=("auto", "gpu", "host"), default="auto")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--against", type=Path, metavar="FILE", help="what --out has written at another commit")
     options = parser.parse_args(argv)
     check_out(options.out)
     harness.require_all_positive(options, "tokens")
     settings = harness.settings_of(options, without=("out", "commit", "against"))
-    settings["model"] = Path(options.model).name
     against = read_rows(options.against, settings)
     device = resolve_device(options.device)
-    model = open_checkpoint(fetch_demo_model(on_progress=print) if options.model == "demo" else options.model)
     rows = list[dict[str, Any]]()
-    for row in rows_of(options, model):
-        rows.append(row)
-        print(f"{row['draft']}, {row['prompt']}, T = {row['temperature']}: {row['logits_sha256'][:16]}", flush=True)
-    if options.dtype == "fp32" or (options.dtype == "auto" and device.type == "cpu"):
-        rows += transformers_rows(options, model)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows_of(options, Path(folder)):
+            rows.append(row)
+            print(f"{row['way']}, T = {row['temperature']}: {row['logits_sha256'][:16]}", flush=True)
     found = differences(rows, against)
     print(*found, sep="\n")
     where = provenance(device, commit=options.commit)

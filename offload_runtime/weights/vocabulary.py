@@ -119,7 +119,7 @@ def share_vocabulary(target: HasVocabulary, draft: HasVocabulary) -> SharedVocab
     """
     of_target, of_draft = target.vocabulary(), draft.vocabulary()
     logits = {"draft": draft.config().vocab_size, "target": target.config().vocab_size}
-    if of_target is None or of_draft is None:
+    if of_target is None or of_draft is None or not (of_target.tokens and of_draft.tokens):
         if abs(logits["draft"] - logits["target"]) > MOST_PADDING:
             raise VocabularyMismatchError(
                 f"the draft has {logits['draft']} logits and the target {logits['target']}, which are not of one "

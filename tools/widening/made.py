@@ -44,6 +44,10 @@ class Wordless:
         """No words: the same of every such model."""
         return {}
 
+    def get_added_vocab(self) -> dict[str, int]:
+        """No words either."""
+        return {}
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """No text."""
         return ""
