@@ -119,7 +119,7 @@ def ways_out(request: RuntimeConfig, machine: MachineFigures, what_to_close: Cal
 
 def refusal(error: OffloadError, request: RuntimeConfig, machine: MachineFigures) -> Refusal:
     """What would fit in place of a request that does not: settings of the run, one at a time or else all as small as
-    they go; smaller formats where no setting suffices; and a larger machine.
+    they go; smaller formats where no setting suffices or the weights exceed the machine's RAM; and a larger machine.
 
     Raises:
         OptionError: The error itself, where the request makes no sense on any machine.
@@ -131,8 +131,10 @@ def refusal(error: OffloadError, request: RuntimeConfig, machine: MachineFigures
         suggestions += _fitting(_single_changes(lowered, machine), machine, before)
     if not suggestions:
         suggestions += islice(_fitting(_smallest(lowered, machine), machine, before), 1)
-    formats = tuple(formats_that_fit(lowered, machine)) if not suggestions else ()
     short_bytes, larger = _larger_machine(beyond, lowered, machine)
+    # Where the machine is short of RAM, settings that fit are so slow that a smaller file is worth telling of.
+    too_large = not suggestions or ("host memory" in short_bytes and request.ram_bytes is None)
+    formats = tuple(formats_that_fit(lowered, machine)) if too_large else ()
     suggestions += larger
     if not suggestions and isinstance(error, OptionError):
         raise error
