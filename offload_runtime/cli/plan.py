@@ -49,12 +49,12 @@ def plan(options: PlanOptions) -> None:
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
     predicted = planning.forecast(outcome, figures)
+    undrafted = planning.undrafted_tok_per_s(outcome, figures)
     gains = planning.upgrades(outcome, predicted, figures)
     if picture is not None:
         draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
     record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
-    record["draft_note"] = note or None
-    undrafted = planning.undrafted_tok_per_s(outcome, figures)
+    record |= {"draft_note": note or None, "undrafted_tok_per_s": undrafted}
     answer = [*answer_lines(outcome, predicted, undrafted), *drafting_lines(note)]
     screen = [*answer, *gain_lines(gains), *memory_lines(outcome), *about]
     if options.explain:
@@ -85,8 +85,10 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
     first = f"first token after {after} s at {_context(predicted.context_tokens)}"
     lines = [f"Fits. About {rounded(max(plain, usual))} tokens/s; {first}."]
     if plan.draft is not None or plan.has_verifier:
-        share = f"if the model accepts {predicted.usual.acceptance:.0%} of what the draft proposes, as is usual"
-        lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s without a draft.")
+        drafted = plan.draft is not None
+        who, without = ("the draft", "without a draft") if drafted else ("its pass over retrieved tokens", "plain")
+        share = f"if the model accepts {predicted.usual.acceptance:.0%} of what {who} proposes, as is usual"
+        lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")
     if plan.streamed_bytes:
         what = (
             "weights"

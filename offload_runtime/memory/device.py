@@ -132,9 +132,11 @@ class DeviceBudget:
         if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
             left, limit = format_bytes(max(0, self.limit_bytes - self.reserved_bytes)), format_bytes(self.limit_bytes)
             close = self.what_to_close() if self.limit_bytes == self.available_bytes else ""
+            ways = ["lower --context", "keep fewer layers resident"]
+            ways = [*ways, close] if close else ["raise --vram", *ways]
             raise BudgetError(
                 f"{name} needs {format_bytes(nbytes)} of {self.memory_name} but {left} of {limit} is left: "
-                f"{close or 'raise --vram'}, lower --context or keep fewer layers resident"
+                f"{', '.join(ways[:-1])} or {ways[-1]}"
             )
         self.reservations[name] = self.reservations.get(name, 0) + nbytes
 
