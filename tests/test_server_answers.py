@@ -185,7 +185,7 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None),

@@ -86,7 +86,8 @@ class ChatTemplate:
             where = f"messages.{number}"
             self._require_fields(where, message, _FIELDS)
             for part_number, part in enumerate(_list(message.get("content"))):
-                self._require_fields(f"{where}.content.{part_number}", part, _FIELDS_OF_PARTS)
+                if isinstance(part, Mapping) and part.get("type") == "text":  # else `adapted` says that it is none
+                    self._require_fields(f"{where}.content.{part_number}", part, _FIELDS_OF_PARTS)
             for call_number, call in enumerate(_list(message.get("tool_calls"))):
                 place = f"{where}.tool_calls.{call_number}"
                 self._require_fields(place, call, _FIELDS_OF_CALLS)

@@ -188,7 +188,7 @@ class Service:
             usage = usage_of(endings, num_choices)
             tok_per_s = sum(ending.stats["tok_per_s"] or 0 for ending in endings)
             parts += [f"prompt {usage['prompt_tokens']} tokens", f"{usage['completion_tokens']} tokens"]
-            parts.append(f"{tok_per_s:.1f} tokens/s")
+            parts += [f"{tok_per_s:.1f} tokens/s"] if tok_per_s else []  # one token has no rate
         elif status != 200:
             parts.append(message)
         if unread:
@@ -213,8 +213,11 @@ class Service:
             room = runtime.context_tokens - len(tokens)
             params = body.params(self._defaults, room, self._config.max_tokens)
             if params.max_new_tokens > room:
-                full = f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_new_tokens}"
-                raise ContextLengthError(f"{full}, the context {runtime.context_tokens}: shorten one of them")
+                asked, way_out = f" and max_tokens is {params.max_new_tokens}", "shorten one of them"
+                if room < 1:
+                    asked, way_out = " and leaves no room for an answer", "shorten it"
+                full = f"the prompt has {len(tokens)} tokens{asked}, the context {runtime.context_tokens}"
+                raise ContextLengthError(f"{full}: {way_out}")
             first = first or params
             for noise_id in range(body.n):  # of one seed, if it is a random one
                 sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **grammar)

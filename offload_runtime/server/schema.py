@@ -287,6 +287,8 @@ class ChatBody(AnswerBody):
         if choice in (None, "auto", "none") and not (answer and names and writes_calls(tokenizer)):
             return answer
         functions = [tool["function"] for tool in self.tools or []]
+        if not functions:
+            raise RequestError("tool_choice needs tools: give some, or leave it out", "tool_choice")
         if isinstance(choice, dict):
             functions = [
                 one for one in functions
