@@ -34,6 +34,7 @@ def alone(two_layer_target: Path) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_ends_an_answer_before_min_tokens(runtime: Runtime, alone: Runtime, temperature: float) -> None:
     end = alone.tokenizer.eos_token_id

@@ -85,6 +85,7 @@ def run(monkeypatch: pytest.MonkeyPatch, words: list[str], *, out: object, err: 
     return leaving.value.code
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_stdout_that_takes_nothing_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, words: list[str]
@@ -99,6 +100,7 @@ def test_stdout_that_takes_nothing_is_one_line_and_exit_code_2(
     assert len(runtime.loads) <= 1, "a model was loaded for nobody"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_a_reader_that_left_ends_a_command_without_a_word(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     with pipe_without_reader() as out:

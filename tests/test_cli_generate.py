@@ -227,6 +227,7 @@ BUSY = [
 ]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize(("mode", "option"), IDLE)
 def test_options_that_would_do_nothing_are_refused(runtime: FakeRuntime, mode: str, option: str) -> None:
     result = generate(runtime, "--prompt", "a", *mode.split(), *option.split())
@@ -234,6 +235,7 @@ def test_options_that_would_do_nothing_are_refused(runtime: FakeRuntime, mode: s
     assert f"{option} does nothing with" in error_lines(result)[0]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("mode", "option"), BUSY)
 def test_options_that_do_something_are_taken(runtime: FakeRuntime, mode: str, option: str) -> None:
     result = generate(runtime, "--prompt", "a", *mode.split(), *option.split())

@@ -85,7 +85,11 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
         (("--ram", "much"), "'much' is not a size"),
         (("--ram", "1GB"), "--ram of 1.0 GB is too small"),
         (("--ram", "500GB", "--dtype", "fp32", "--context", "131072", "--batch", "4"), "the 68.7 GB of rtx4090: lower"),
-        (("--pinned", "1MB", "--vram", "9GB", "--context", "2048"), "--pinned page-locks 1.0 MB at most"),
+        pytest.param(
+            ("--pinned", "1MB", "--vram", "9GB", "--context", "2048"),
+            "--pinned page-locks 1.0 MB at most",
+            marks=pytest.mark.slow,
+        ),
         (("--vram", "90GB"), "more than the 25.8 GB of a card of rtx4090: lower it to 25.7GB"),
         (("--speculation", "triforce"), "does not draft with n-grams"),
         (("--draft", "none", "--gamma", "4"), "--gamma 4 does nothing with --draft none"),
@@ -174,7 +178,6 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
         (("--devices", "cuda:0,cuda:1,cuda:2"), "--devices names 3 cards and rtx4090-x2 has 2"),
         (("--vram", "20GB,20GB,20GB"), "--vram has 3 sizes and there are 2 cards"),
         (("--device", "cpu"), "nothing predicts how fast a CPU is"),
-        (("--devices", "cuda:0,tpu"), "'tpu' is not a device"),
         (("--vram", "24GB,2GB", "--context", "2048", "--devices", "cuda:0,cuda:1"), "on card 1 of 2.0 GB is too small"),
     ],
 )
@@ -185,11 +188,10 @@ def test_cards_that_cannot_be_planned_for(options: tuple[str, ...], said: str) -
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for ending, beginning in (("png", b"\x89PNG"), ("svg", b"<?xml")):
-        path = tmp_path / f"plan.{ending}"
-        result = plan("llama-2-13b", "--context", "4096", "--profile", "rtx4090", "--plot", str(path))
-        assert result.exit_code == 0 and path.read_bytes().startswith(beginning)
+    path = tmp_path / "plan.svg"
+    result = plan("llama-2-13b", "--context", "4096", "--profile", "rtx4090", "--plot", str(path))
     drawn = path.read_text()
+    assert result.exit_code == 0 and drawn.startswith("<?xml")
     for text in ("resident layers", "workspace", "device memory", "streamed layers"):
         assert f"<!-- {text}" in drawn  # matplotlib writes each label as a comment beside its outlines
 

@@ -146,7 +146,7 @@ def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
     assert_as_from_scratch(runtime, list(spy.prompts[2]), said)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_going_back_reads_nothing_again(runtime: Runtime, spy: Spy) -> None:
     conversation = spy.conversation("slot")
     first, second = say(conversation, "the fox"), say(conversation, "and the dog")

@@ -159,6 +159,7 @@ def test_wrong_figures_would_be_found() -> None:
     assert sum(not is_shown(one) for one in wrong) > 0.6 * len(wrong) > 120
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("row", re.findall(r"^\| (.+) \| predicted \|$", PAGES["README.md"], flags=re.MULTILINE))
 def test_the_readme_predicts_what_plan_does(row: str, draft: bool) -> None:

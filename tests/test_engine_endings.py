@@ -171,6 +171,7 @@ def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -
     assert_usable(runtime, said)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layers", [1, 2, 4, 5])
 def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], layers: int) -> None:
     stream = runtime.stream(PROMPT, max_new_tokens=COUNT, on_prefill=ctrl_c(layers - 1))

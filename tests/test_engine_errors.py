@@ -74,7 +74,7 @@ class TestBeforeLoading:
     def test_a_context_longer_than_the_model(self, target: Path) -> None:
         refused(ContextLengthError, target, "513", "512", "--context", context=CONTEXT_TOKENS + 1)
 
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("resident", ["auto", 0, 3, NUM_LAYERS])
     @pytest.mark.parametrize("draft", ["ngram", "model"])
     def test_too_little_vram_names_what_would_do(

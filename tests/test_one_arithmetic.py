@@ -195,7 +195,7 @@ def runner(name: str, device: dict[str, Any], request: pytest.FixtureRequest) ->
     made.close()
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_do_not_depend_on_the_way(runner: ModelRunner, expected: Seen, way: str) -> None:
     reset(runner)

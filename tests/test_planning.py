@@ -199,10 +199,8 @@ CONTEXT = 3000
 
 def placements(deep_target: Path) -> Iterator[tuple[str, dict[str, Any], tuple[bool, bool]]]:
     """Names and options of runs, and whether weights and KV are streamed."""
-    yield "weights", {"kv": "gpu", "resident_layers": 0}, (True, False)
     yield "weights in part", {"kv": "gpu", "resident_layers": 3}, (True, False)
     yield "KV", {"kv": "host"}, (False, True)
-    yield "both", {"kv": "host", "resident_layers": 0}, (True, True)
     with load(deep_target, context=CONTEXT, kv="host", resident_layers=2, tree_nodes=0) as runtime:
         floor = runtime.plan.device_bytes
         layer = runtime.plan.target.kv_layer_bytes - runtime.plan.target.open_kv_bytes
@@ -230,7 +228,7 @@ def test_predicted_bytes_are_those_that_the_run_streams(deep_target: Path) -> No
             if name != "auto under a limit":
                 assert (predicted.kv_bytes > 0) == kv, name
             seen.append(predicted.bytes_streamed)
-    assert len(set(seen)) > 3  # the runs differ
+    assert len(set(seen)) > 2  # the runs differ
 
 
 @pytest.mark.few(3)

@@ -139,7 +139,7 @@ def check(runtime: Runtime, tasks: Sequence[Task], expected: Sequence[Seen], see
     assert not any(one.said.stats.kept_tokens for one in expected)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str) -> None:

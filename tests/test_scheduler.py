@@ -183,7 +183,7 @@ def play(runtime: Runtime, tasks: Sequence[Task], seed: int) -> int:
     return passes
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("proposals", SPECULATION)
 def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: Path, proposals: str, kv: str) -> None:

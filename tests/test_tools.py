@@ -188,7 +188,10 @@ def test_a_long_context(models: list[object], capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("sweep", "values"),
-    [("gamma", "4,d2"), ("batch", "2x256"), ("window", "1,4"), ("resident", "0,1")],
+    [
+        ("gamma", "4,d2"), pytest.param("batch", "2x256", marks=pytest.mark.slow), ("window", "1,4"),
+        pytest.param("resident", "0,1", marks=pytest.mark.slow),
+    ],
 )  # fmt: skip
 def test_sweeps(
     sweep: str, values: str, models: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]

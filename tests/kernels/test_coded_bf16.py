@@ -89,7 +89,7 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape and torch.equal(found.view(I16), expected.view(I16))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MATRICES)
 def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:

@@ -44,7 +44,7 @@ def products(
     )  # fmt: skip
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_products_are_those_of_the_decoded_matrix(kind: str, dtype: torch.dtype) -> None:
@@ -53,6 +53,7 @@ def test_products_are_those_of_the_decoded_matrix(kind: str, dtype: torch.dtype)
     assert_close(*products(kind, *matrix(kind, SHORT, columns, dtype), 3, bias=True, add=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q2_K", "IQ4_NL"])
 def test_rows_of_w_may_be_the_second_operand(kind: str) -> None:
     columns = 768 if FORMATS[kind].weights == 256 else 544

@@ -69,7 +69,7 @@ def products(
     )  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_products_are_those_of_the_decoded_matrix(name: str, dtype: torch.dtype) -> None:
@@ -77,7 +77,7 @@ def test_products_are_those_of_the_decoded_matrix(name: str, dtype: torch.dtype)
     assert_close(*products(FORMATS[name], *matrix(FORMATS[name], 544, dtype), 3, bias=True, add=True))
 
 
-@pytest.mark.parametrize("name", ["uint4 of small groups", "int8 of rows", "FP8 of blocks"])
+@pytest.mark.parametrize("name", ["uint4 of small groups", "FP8 of blocks"])
 def test_rows_of_w_may_be_the_second_operand(name: str) -> None:
     form = FORMATS[name]
     assert_close(*products(form, *matrix(form, 544, FP32), 9, bias=True, add=True, tile=TILES[1]))

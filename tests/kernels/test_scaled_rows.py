@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -147,8 +147,10 @@ def test_reference_is_the_definition(scale: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
 def test_kernel_has_the_bits_of_the_reference(scale: torch.dtype, dtype: torch.dtype) -> None:
     """Of whole matrices and of rows out of their middle; what lies behind the result stays as it is."""
+    whole = cycle((True, False))  # by turns: an odd number of formats has each, with one shape or another
     for shape, block in SHAPES:
-        for form, (first, last) in product(formats(scale, shape, block), ((0, shape[0]), (5, 12))):
+        for form in formats(scale, shape, block):
+            first, last = (0, shape[0]) if next(whole) else (5, 12)
             stored = made(form, *shape)
             expected = torch.empty(last - first, shape[1], dtype=dtype)
             decode_scaled_reference(stored, form, first, expected)
