@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -180,7 +179,6 @@ TABLE = [
 def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: str) -> None:
     machine = machine_figures(load_profile(profile))
     for context in (4096, 32768, 131072):
-        started_s = time.process_time()
         request = RuntimeConfig(describe_model(CONFIGS / name), context=context)
         outcome = plan_or_refuse(request, machine)
         if isinstance(outcome, Refusal):
@@ -188,8 +186,6 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
         else:
             check_limits(outcome, machine)
             assert forecast(outcome, machine).usual.tok_per_s > 0
-        # The promise is two seconds with the imports; arithmetic alone has to stay far below.
-        assert time.process_time() - started_s < 2
 
 
 # --- what is planned is what is loaded

@@ -93,11 +93,15 @@ def smaller_formats(model: DescribedModel) -> Iterator[tuple[str, int, Described
 
 def formats_that_fit(request: RuntimeConfig, machine: MachineFigures) -> Iterator[FormatOffer]:
     """Of the smaller formats in which a request fits, the largest and the smallest."""
-    ways = (
+    smaller = [
         (mix, nbytes, replace(request, target=so, encode="none")) for mix, nbytes, so in smaller_formats(request.target)
-    )
-    found = [(*way, plan) for way in ways if (plan := plan_or_none(way[2], machine)) is not None]
-    for mix, nbytes, so, plan in found[:1] + found[1:][-1:]:
+    ]
+    fitting = [
+        next(((*one, plan) for one in formats if (plan := plan_or_none(one[2], machine)) is not None), None)
+        for formats in (smaller, reversed(smaller))
+    ]
+    found = {one[0]: one for one in fitting if one is not None}
+    for mix, nbytes, so, plan in found.values():
         draft, drafted = None, None
         if (likely := with_likely_draft(so)) is not None:
             draft, drafted = likely[0], plan_or_none(likely[1], machine)
