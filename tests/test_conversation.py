@@ -64,9 +64,9 @@ class Spy:
     def __init__(self, runtime: Runtime) -> None:
         self.prompts: list[list[int]] = []
         self._runtime = runtime
-        target = runtime.parts.target
+        target = runtime.engine.target
         self.runner = SpiedRunner(target.runner, runtime.tokenizer.eos_token_id)
-        runtime.parts = replace(runtime.parts, target=replace(target, runner=self.runner))
+        runtime.engine.target = replace(target, runner=self.runner)
 
     @property
     def prefilled(self) -> list[list[int]]:
@@ -84,9 +84,9 @@ class Spy:
 
 @pytest.fixture
 def spy(runtime: Runtime) -> Iterator[Spy]:
-    before = runtime.parts
+    before = runtime.engine.target
     yield Spy(runtime)
-    runtime.parts = before
+    runtime.engine.target = before
 
 
 def say(conversation: Conversation, text: str, **options: Any) -> list[int]:
@@ -135,10 +135,10 @@ def test_sampled_answers_are_those_of_a_fresh_start(runtime: Runtime, spy: Spy) 
 def test_ctrl_c_in_an_answer(runtime: Runtime, spy: Spy, after: int) -> None:
     conversation = spy.conversation()
     say(conversation, "the fox")
-    with working_with(runtime, target=interrupted(runtime.parts.target, after)):  # 2: within prefill, 7: the first pass
+    with working_with(runtime, target=interrupted(runtime.engine.target, after)):  # 2: in prefill, 7: the first pass
         turn = conversation.say("dog", max_new_tokens=COUNT, ignore_eos=True)
-    with pytest.raises(KeyboardInterrupt):
-        list(turn)
+        with pytest.raises(KeyboardInterrupt):
+            list(turn)
     turn.close()
     assert len(turn.result.tokens) == int(after == 7)
     said = say(conversation, "slot")

@@ -44,7 +44,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
         assert "emulating toy: link paced to 0.01 GB/s, 0.005 back" in runtime.placement
         assert runtime.emulated == "toy"
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3)
-        cache = runtime.parts.target.runner.cache
+        cache = runtime.engine.target.runner.cache
         assert isinstance(cache, HostKVCache)
         cache.writes.drain()
         written = cache.writes.engine
@@ -95,5 +95,5 @@ def test_the_tokens_of_a_gpu_do_not_change_with_the_pace(target: Path) -> None:
         expected = _generate(plain)
     with Runtime.load(target, emulate=card, **options) as runtime:  # type: ignore[arg-type]
         assert _generate(runtime) == expected
-        peak = runtime.parts.target.link_peak_gbps
+        peak = runtime.engine.target.link_peak_gbps
         assert peak is not None and peak <= 1.001 * card.link_gbps  # a busy host oversleeps

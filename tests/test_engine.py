@@ -101,13 +101,13 @@ def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, 
 
 
 def test_figures_add_up(speculative: Runtime) -> None:
-    engine = speculative.parts.target.shares[0].engine
+    engine = speculative.engine.target.shares[0].engine
     engine.drain()
     before = engine.bytes_copied
     result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)
     engine.drain()
     stats = result.stats
-    layer_bytes = speculative.parts.target.weights.layout.layer_bytes[0]
+    layer_bytes = speculative.engine.target.weights.layout.layer_bytes[0]
     assert stats.bytes_per_pass == (NUM_LAYERS - 1) * layer_bytes
     # The ring is full before and after, so every pass, prefill included, has moved exactly its own bytes.
     assert engine.bytes_copied - before == (stats.passes + 1) * stats.bytes_per_pass
@@ -124,7 +124,7 @@ def test_figures_add_up(speculative: Runtime) -> None:
     # Both rates are over the same time: bytes a second over tokens a second is bytes a token.
     bytes_per_token = stats.passes * stats.bytes_per_pass / (COUNT - 1)
     assert stats.link_gbps * 1e9 / stats.tok_per_s == pytest.approx(bytes_per_token)
-    assert stats.peak_vram_bytes == speculative.parts.budget.reserved_bytes
+    assert stats.peak_vram_bytes == speculative.engine.budgets[0].reserved_bytes
     assert stats.pinned_bytes == 0
     assert list(stats.to_dict()) == [
         "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
@@ -141,12 +141,12 @@ def test_figures_add_up(speculative: Runtime) -> None:
 
 def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:
     with load(target, draft=draft, resident_layers=2) as runtime:
-        reserved = runtime.parts.budget.reservations
+        reserved = runtime.engine.budgets[0].reservations
         parts = [f"{name}: {part}" for name in ("draft", "target") for part in ("embedding and head", "KV cache")]
         assert sorted(reserved) == sorted(
             ["workspace", *parts, "target: ring", "target: resident layers", "draft: resident layers"]
         )
-        layer_bytes = runtime.parts.target.weights.layout.layer_bytes[0]
+        layer_bytes = runtime.engine.target.weights.layout.layer_bytes[0]
         assert (reserved["target: ring"], reserved["target: resident layers"]) == (3 * layer_bytes, 2 * layer_bytes)
 
 

@@ -47,12 +47,12 @@ def said(runtime: Runtime) -> list[int]:
 @contextmanager
 def working_with(runtime: Runtime, **others: Any) -> Iterator[None]:
     """Generations that begin meanwhile work with other parts."""
-    before = runtime.parts
-    runtime.parts = replace(before, **others)
+    before = {name: getattr(runtime.engine, name) for name in others}
+    vars(runtime.engine).update(others)
     try:
         yield
     finally:
-        runtime.parts = before
+        vars(runtime.engine).update(before)
 
 
 def ctrl_c(after: int) -> Callable[..., None]:
@@ -120,7 +120,7 @@ def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int])
 
 
 def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
-    assert runtime.parts.eos_token_ids == {runtime.tokenizer.eos_token_id}
+    assert runtime.engine.eos_token_ids == {runtime.tokenizer.eos_token_id}
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def assert_interrupted(runtime: Runtime, said: list[int], interrupt: Callable[[]
 @pytest.mark.few(1)
 @pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
 def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], after: int) -> None:
-    target = runtime.parts.target
+    target = runtime.engine.target
     with working_with(runtime, target=interrupted(target, target.config.num_layers + after)):  # behind the prompt
         assert_interrupted(runtime, said)
         assert_usable(runtime, said)

@@ -49,7 +49,7 @@ def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str
         assert 0.9 * limit_bytes < runtime.plan.device_bytes <= limit_bytes < 6 * GB
         for filters in ({}, {"top_p": 0.9, "top_k": 40}):  # filters sort the vocabulary, in memory of their own
             runtime.generate_batch(prompts, max_new_tokens=40, ignore_eos=True, temperature=0.8, seed=1, **filters)
-        budget = runtime.parts.budget
+        budget = runtime.engine.budgets[0]
         allocator_bytes = torch.cuda.max_memory_reserved() - before_bytes
         assert allocator_bytes <= limit_bytes - budget.context_bytes
         assert budget.peak_bytes() <= limit_bytes

@@ -206,7 +206,7 @@ def placements(deep_target: Path) -> Iterator[tuple[str, dict[str, Any], tuple[b
 
 def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
     """What one decoding pass behind `tokens` tokens streams, as the streamer counts it."""
-    runner = runtime.parts.target.runner
+    runner = runtime.engine.target.runner
     runner.prefill(0, [index % 300 for index in range(tokens)])
     runner.verify([Window((1,) * rows)], [0])  # plans made before the blocks were written are used up
     before = runner.streamer.bytes_begun
@@ -236,7 +236,7 @@ def test_the_ledger_of_a_run_holds_what_was_planned(
     options = SpeculationOptions(mode, budget_tokens=256)
     proposer: Any = "none" if mode == "none" else one_layer_draft
     with load(deep_target, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
-        reserved = runtime.parts.budget.reservations
+        reserved = runtime.engine.budgets[0].reservations
         assert runtime.plan.device_bytes == sum(reserved.values())
         parts = {part.name: part.nbytes for part in runtime.plan.device}
         assert parts["embedding and head"] == reserved["target: embedding and head"]

@@ -15,7 +15,7 @@ import torch
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine.generate import Generation, Hooks
+from offload_runtime.engine.engine import Engine
 from offload_runtime.engine.request import Request
 from offload_runtime.errors import OptionError
 from offload_runtime.kv import DeviceKVCache
@@ -54,7 +54,7 @@ class Seen:
 
     def end(self, runtime: Runtime, result: GenerationResult, slot: int, length: int) -> None:
         """It has ended, with so many tokens in all."""
-        self.result, cache = result, runtime.parts.target.runner.cache
+        self.result, cache = result, runtime.engine.target.runner.cache
         if slot < 0 or not isinstance(cache, DeviceKVCache):
             return
         cache.begin_window((), ())  # all sequences are to be seen
@@ -86,29 +86,26 @@ def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix
     coming = [(runtime.request(prompt, asked), last) for prompt, asked, last in tasks]
     cut = dict(coming)
 
-    def on_end(request: Request, result: GenerationResult, error: BaseException | None) -> None:
-        assert error is None
-        seen[request].end(runtime, result, request.slot, len(request.sequence))
-
-    def on_logits(slot: int, rows: torch.Tensor) -> None:
-        seen[generation.running[slot]].logits.append(rows.clone())
-
-    hooks = Hooks(on_end=on_end, on_logits=on_logits)
-    with runtime.serving(hooks, prefix_cache_bytes=prefix_cache_bytes) as generation:
-        while coming or generation.running or generation.waiting:
+    with runtime.serving(prefix_cache_bytes=prefix_cache_bytes) as engine:
+        while coming or engine.has_requests:
             for request, _ in (coming.pop(0) for _ in range(min(len(coming), chance.choice([0, 1, 1, 2])))):
                 seen[request] = Seen()
-                generation.join(request)
-            for request, _ in generation.step():
-                if request.new_tokens == cut[request]:
-                    generation.cancel(request)
+                engine.add(request)
+            for output in engine.step(with_logits=True):
+                request = output.request
+                assert output.error is None and output.logits is not None
+                seen[request].logits.append(output.logits)
+                if request.new_tokens >= cut[request]:
+                    engine.cancel(request)
+                if request.result is not None:
+                    seen[request].end(runtime, request.result, request.slot, len(request.sequence))
     return [seen[request] for request in cut]
 
 
 def alone(runtime: Runtime, prompt: list[int], asked: GenerationParams) -> Seen:
     """The same with nothing kept, decoded plainly."""
-    seen = Seen()
-    result = runtime.replay(prompt, asked, proposer=None, on_logits=lambda _, rows: seen.logits.append(rows.clone()))
+    result, rows = runtime.replay(prompt, asked, proposer=None)
+    seen = Seen(logits=[rows.to(runtime.device)])
     seen.end(runtime, result, 0, len(prompt) + len(result.tokens))
     return seen
 
@@ -173,16 +170,12 @@ def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, way: 
         check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
 
 
-def nobody(request: Request, result: GenerationResult, error: BaseException | None) -> None:
-    """Who is told that a request has ended."""
-
-
-def say(runtime: Runtime, generation: Generation, prompt: list[int], count: int = 6) -> Request:
+def say(runtime: Runtime, engine: Engine, prompt: list[int], count: int = 6) -> Request:
     """An answer of so many tokens, beside whoever runs."""
     request = runtime.request(prompt, params(count))
-    generation.join(request)
-    while request.finish_reason is None:
-        list(generation.step())
+    engine.add(request)
+    while request.result is None:
+        engine.step()
     return request
 
 
@@ -195,8 +188,8 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
     with loaded(target, draft="none", kv="gpu") as runtime:
         expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
         for blocks, of_prompts in kept.items():
-            with runtime.serving(Hooks(on_end=nobody), prefix_cache_bytes=blocks * block_bytes(runtime)) as generation:
-                said = [say(runtime, generation, prompt) for prompt in prompts]
+            with runtime.serving(prefix_cache_bytes=blocks * block_bytes(runtime)) as engine:
+                said = [say(runtime, engine, prompt) for prompt in prompts]
             assert [one.tokens for one in said] == expected
             assert [one.num_kept for one in said] == of_prompts
 
@@ -223,7 +216,7 @@ def test_what_a_length_rotates_otherwise_is_read_again(copy: Path, rope_type: st
     with load(copy, draft="none", context=120) as runtime:
         prompts = [TEXT[:count] for count in (60, 82, 100, 90, 90, 70)]
         expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
-        with runtime.serving(Hooks(on_end=nobody)) as generation:
-            said = [say(runtime, generation, prompt) for prompt in prompts]
+        with runtime.serving() as engine:
+            said = [say(runtime, engine, prompt) for prompt in prompts]
     assert [one.tokens for one in said] == expected
     assert [one.num_kept for one in said] == [0, 60, 0, 89 if rope_type == "longrope" else 0, 89, 0]

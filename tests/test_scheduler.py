@@ -27,7 +27,6 @@ from offload_runtime import (
     TokenEvent,
 )
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine.generate import Hooks
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
@@ -156,30 +155,30 @@ def assert_as_alone(task: Task, result: GenerationResult) -> None:
 def play(runtime: Runtime, tasks: Sequence[Task], seed: int) -> int:
     """Let requests join and leave at random, pass by pass; how many passes that took."""
     chance, coming = random.Random(seed), list(tasks)
-    results: dict[Any, GenerationResult] = {}
     tokens: dict[Any, list[int]] = {}
     most = 0
-    with runtime.serving(Hooks(on_end=lambda request, result, _: results.update({request: result}))) as generation:
+    with runtime.serving() as engine:
         requests = {}
-        while coming or generation.running or generation.waiting:
+        while coming or engine.has_requests:
             for _ in range(min(len(coming), chance.choice([0, 1, 2]))):
                 task = coming.pop(0)
                 request = runtime.request(task.prompt, task.params, speculate=task.speculate)
                 requests[request], tokens[request] = task, []
-                generation.join(request)
+                engine.add(request)
                 if task.cancelled_after == 0:
-                    generation.cancel(request)
-            for request, event in generation.step():
-                tokens[request].append(event.token)
-                assert event.source in SOURCES
-                most = max(most, len(generation.running))
-                if len(tokens[request]) == requests[request].cancelled_after:
-                    generation.cancel(request)
-        passes = generation.passes
+                    engine.cancel(request)
+            for output in engine.step():
+                request, cut = output.request, requests[output.request].cancelled_after
+                assert output.error is None and {event.source for event in output.tokens} <= SOURCES
+                tokens[request] += [event.token for event in output.tokens]
+                most = max(most, len(engine.running))
+                if cut is not None and len(tokens[request]) >= cut:
+                    engine.cancel(request)
+        passes = engine.passes
     assert 1 < most <= SLOTS
     for request, task in requests.items():
-        assert_as_alone(task, results[request])
-        assert results[request].tokens == tokens[request]
+        assert_as_alone(task, request.result)
+        assert request.result.tokens == tokens[request]
     return passes
 
 
@@ -197,23 +196,26 @@ def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: 
 def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, proposals: str) -> None:
     """A draft that took one text for another would be right less often. Beside it somebody decodes plainly."""
     options, _ = SPECULATION[proposals]
-    text, results = [3 + (7 * i * i + i // 5) % 290 for i in range(900)], list[GenerationResult]()
+    text = [3 + (7 * i * i + i // 5) % 290 for i in range(900)]
     prompts = [text[:760], text[100:850]]  # of which much is far away
     asked = GenerationParams(10, gamma=4, ignore_eos=True)
     with loaded(target, **{"draft": draft, **options}, kv="gpu", max_batch=2) as runtime:
         # In the other order, so that what the one leaves behind for the other cannot make them alike.
         alone = [runtime.generate(prompt, params=asked) for prompt in reversed(prompts)][::-1]
-        with runtime.serving(Hooks(on_end=lambda _, result, error: results.append(result))) as generation:
-            generation.join(runtime.request([5], replace(asked, max_new_tokens=60), speculate=False))
-            for prompt in prompts:
-                generation.join(runtime.request(prompt, asked))
-                while len(generation.running) + len(generation.waiting) != 1:
-                    list(generation.step())
-            generation.interrupt()
-    for one, result in zip(alone, results, strict=False):
+        with runtime.serving() as engine:
+            plain = runtime.request([5], replace(asked, max_new_tokens=60), speculate=False)
+            requests = [runtime.request(prompt, asked) for prompt in prompts]
+            engine.add(plain)
+            for request in requests:
+                engine.add(request)
+                while request.result is None:
+                    engine.step()
+            engine.cancel(plain)
+    for one, result in zip(alone, [request.result for request in requests], strict=True):
+        assert result is not None
         assert (result.tokens, result.stats.acceptance) == (one.tokens, one.stats.acceptance)
         assert result.stats.accepted_by_depth == one.stats.accepted_by_depth and result.stats.acceptance[-1].rate > 0
-    assert len(results) == 3 and results[-1].stats.acceptance == ()
+    assert plain.result is not None and plain.result.stats.acceptance == ()
 
 
 @pytest.mark.gpu
@@ -365,10 +367,8 @@ def test_a_request_without_numbers_ends_alone(copy: Path) -> None:
 
 
 def failing(runtime: Runtime, error: Exception, *, after: int) -> None:
-    loaded = runtime.parts.target
-    runtime.parts = replace(
-        runtime.parts, target=replace(loaded, runner=FailingRunner(loaded.runner, error, after=after))
-    )
+    loaded = runtime.engine.target
+    runtime.engine.target = replace(loaded, runner=FailingRunner(loaded.runner, error, after=after))
 
 
 @pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])

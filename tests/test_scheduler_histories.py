@@ -105,7 +105,7 @@ class Served(RuleBasedStateMachine):
     def __init__(self, runtime: Runtime, tasks: Sequence[Task], directory: Path) -> None:
         super().__init__()
         self._runtime, self._tasks, self._directory = runtime, tasks, directory
-        models = [model for model in (runtime.parts.target, runtime.parts.draft) if model is not None]
+        models = [model for model in (runtime.engine.target, runtime.engine.draft) if model is not None]
         of_blocks = [model.config.num_layers * model.plan.kv_block_bytes for model in models]
         self._stored_bytes = STORED_BLOCKS * of_blocks[0]
         # What slots hold when the scheduler is closed, each block with its checksum, and no block more.

@@ -170,7 +170,7 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
 ) -> None:
     registrar = LimitedRegistrar(NO_LIMIT)
     with on_host(registrar, target, pinned_bytes=least(whole), resident_layers=NUM_LAYERS) as runtime:
-        target_parts = runtime.parts.target
+        target_parts = runtime.engine.target
         engine = target_parts.shares[0].engine if way == "h2d" else target_parts.runner.cache.writes.engine  # type: ignore[union-attr]
         engine.before_move = failing(after)  # type: ignore[attr-defined]
         stream = runtime.stream(LONG_PROMPT, max_new_tokens=400, temperature=0.8, seed=3, ignore_eos=True)

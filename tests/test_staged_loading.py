@@ -60,7 +60,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def staged_of(runtime: Runtime) -> tuple[int, ...]:
-    return runtime.parts.target.placement.staged_layers
+    return runtime.engine.target.placement.staged_layers
 
 
 @pytest.mark.few(1)
@@ -77,7 +77,7 @@ def test_a_refusal_after_any_layer_gives_the_same_tokens(
         staged = staged_of(runtime)
         assert (len(staged) == 0) == (count == NUM_LAYERS)
         assert registrar.locked_bytes <= limit
-        assert runtime.parts.target.pinned_bytes == registrar.locked_bytes
+        assert runtime.engine.target.pinned_bytes == registrar.locked_bytes
         assert runtime.plan.placement.staged_layers == staged
         assert runtime.plan.pinned_bytes == registrar.locked_bytes
         if staged:
@@ -119,7 +119,7 @@ def test_a_limit_is_kept_from_the_beginning(
         if share == 0:
             assert len(staged_of(runtime)) == streamed
         predicted = pass_time(runtime.plan, common_figures(), length_tokens=20, rows=1)
-        assert predicted.bytes_streamed == runtime.parts.target.runner.streamer.bytes_per_pass
+        assert predicted.bytes_streamed == runtime.engine.target.runner.streamer.bytes_per_pass
         assert predicted.staged_bytes * streamed == predicted.bytes_streamed * len(staged_of(runtime))
     assert not registrar.locked
 
@@ -128,13 +128,13 @@ def test_a_limit_is_kept_from_the_beginning(
 def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
     with load_locked_by(LimitedRegistrar(5 * layer_bytes), target, resident_layers=0) as runtime:
         assert staged_of(runtime)
-        engine = runtime.parts.target.shares[0].engine
+        engine = runtime.engine.target.shares[0].engine
         engine.drain()
         before = engine.bytes_copied
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
         engine.drain()
         assert engine.bytes_copied - before == (result.stats.passes + 1) * result.stats.bytes_per_pass
-        assert result.stats.pinned_bytes == runtime.parts.target.pinned_bytes > 0
+        assert result.stats.pinned_bytes == runtime.engine.target.pinned_bytes > 0
         assert result.stats.link_peak_gbps
 
 

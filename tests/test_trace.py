@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,9 @@ class Traced:
 def traced(path: Path, target: Path, *, load: Callable[..., Runtime] = Runtime.load, **options: Any) -> Traced:
     """Generate for one prompt, or for as many as there is room for at once."""
     with load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
-        cache = runtime.parts.target.runner.cache
+        cache = runtime.engine.target.runner.cache
         writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
-        engine = runtime.parts.target.shares[0].engine
+        engine = runtime.engine.target.shares[0].engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1
@@ -205,9 +205,7 @@ def test_what_is_interrupted_leaves_a_whole_trace(
         load(target, draft=draft, resident_layers=1, context=CONTEXT, trace=path) as runtime,
     ):
         if where == "while drafting":
-            runtime.parts = replace(
-                runtime.parts, proposer=InterruptedProposer(drafting(runtime.parts.proposer), after)
-            )
+            runtime.engine.proposer = InterruptedProposer(drafting(runtime.engine.proposer), after)
         runtime.generate_batch(PROMPTS[:1], gamma=7, **ASKED, **hooks.get(where, {}))
     rows = rows_of(path)
     assert len(rows["passes"]) == passes
@@ -247,7 +245,7 @@ def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_b
     threads = copying()
     runtime = Runtime.load(target, device="cpu", resident_layers=1, trace=folder / "trace.json")
     generate(runtime)
-    decoder = weakref.ref(runtime.parts.target.runner.decoder)
+    decoder = weakref.ref(runtime.engine.target.runner.decoder)
     assert copying() > threads
     folder.rmdir()
     with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
@@ -292,5 +290,5 @@ def test_a_gpu_records_no_events_without_a_trace(target: Path) -> None:
     before = len(recorders())
     with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
         generate(runtime)
-        assert runtime.parts.recorder is None and len(recorders()) == before
+        assert runtime.engine.recorder is None and len(recorders()) == before
         torch.cuda.synchronize()

@@ -30,7 +30,7 @@ def test_closing_lets_go_of_every_level(target: Path, draft: Path) -> None:
     options = SpeculationOptions("triforce", "streaming", **SMALL)
     with load(target, draft=draft, context=CONTEXT, kv="host", speculation=options) as runtime:
         runtime.generate(PROMPT, max_new_tokens=4)
-        kept = [weakref.ref(model.runner.decoder) for model in (runtime.parts.target, runtime.parts.draft) if model]
+        kept = [weakref.ref(model.runner.decoder) for model in (runtime.engine.target, runtime.engine.draft) if model]
     assert len(kept) == 2 and not any(ref() for ref in kept)
 
 

@@ -52,7 +52,7 @@ def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
 
 def misread(runtime: Runtime, patch: pytest.MonkeyPatch) -> None:
     """The last token of every longer window is read as another one; plain decoding has no such windows."""
-    runner = runtime.parts.target.runner
+    runner = runtime.engine.target.runner
     honest = runner.verify
 
     def verify_others(windows: Sequence[Window], slots: Sequence[int]) -> torch.Tensor:

@@ -76,8 +76,8 @@ def test_warming_up_leaves_nothing(two_layer_target: Path, noisy_copy_of: Callab
     for warm in (False, True):
         with load(two_layer_target, **options) as runtime:
             if warm:
-                warm_up(runtime.parts.target, trees=True)
-                proposer = drafting(runtime.parts.proposer)
+                warm_up(runtime.engine.target, trees=True)
+                proposer = drafting(runtime.engine.proposer)
                 assert isinstance(proposer, DraftProposer)
                 proposer.model.warm_up()
             asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 5, "temperature": 0.7, "seed": 2}

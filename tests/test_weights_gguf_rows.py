@@ -226,7 +226,8 @@ def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
     options = {"draft": source, "weights": "stored", **WAYS[way]}
     with Runtime.load(source, device="cuda", context=1024, **options) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
-        assert runtime.parts.budget.reservations["target: decoded matrix"] == source.layout(BF16).scratch_bytes("cuda")
+        reserved = runtime.engine.budgets[0].reservations
+        assert reserved["target: decoded matrix"] == source.layout(BF16).scratch_bytes("cuda")
 
 
 def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
@@ -278,5 +279,5 @@ def test_a_real_model_gives_the_logits_and_tokens_of_its_decoded_copy() -> None:
             assert runtime.generate("The capital of France is", **asked).tokens == tokens
     registrar = LimitedRegistrar(3 * layout.layer_bytes[0])
     with load_locked_by(registrar, source, resident_layers=0, context=512, weights="stored") as runtime:
-        assert runtime.parts.target.placement.staged_layers
+        assert runtime.engine.target.placement.staged_layers
         assert runtime.generate("The capital of France is", **asked).tokens == tokens

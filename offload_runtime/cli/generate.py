@@ -25,10 +25,10 @@ from offload_runtime.errors import BudgetError
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
-    from offload_runtime.engine.generate import OnProgress
     from offload_runtime.engine.request import Prompt, PromptRoom
 
     CheckPrompts = Callable[[PromptRoom], object]
+    OnPrefill = Callable[[int, int], None]
 
 # Names of those who propose, and of windows, where users call them otherwise.
 _PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce"}
@@ -139,7 +139,7 @@ def load_runtime(
 
 
 @contextmanager
-def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnProgress]]:
+def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnPrefill]]:
     """Ctrl-C as a wish, so that an answer ends between two passes and the cache stays whole.
 
     A pass over a streamed target takes seconds; whoever presses Ctrl-C again does not want to wait for it, and gets
@@ -204,9 +204,8 @@ def stream_answer(
                     raise
                 failure = error if isinstance(error, BudgetError) else None
             stream.close()
-            # Text that the engine held back, as the possible beginning of a stop text, is part of a stopped answer too.
-            if stream.result.finish_reason == "interrupted":
-                show(stream.result.text[shown_characters:])
+            # What was held back, as the possible beginning of a stop text, or came with the last piece is part of it.
+            show(stream.result.text[shown_characters:])
     finally:
         # Whatever is printed next, be it an error, must not continue the answer's last line.
         if shown_characters:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from offload_runtime.config import is_of_type, require
-from offload_runtime.engine.generate import OnProgress, TokenStream
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.sessions import messages_of, reading_session
+from offload_runtime.engine.token_stream import TokenStream
 from offload_runtime.errors import ContextLengthError
 from offload_runtime.params import GenerationParams, params_once
+from offload_runtime.runners import OnLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
 Reply = TokenStream
 _Seen = tuple[str, tuple[int, ...]]  # text, and its tokens
+
+
+class _Turn(NamedTuple):
+    """A message with those before it, what was seen of those, what all of them are to the model, and the answer."""
+
+    messages: list[dict[str, str]]
+    before: _Seen
+    prompt: _Seen
+    reply: Reply
 
 
 class Sessions(Protocol):
@@ -59,18 +69,36 @@ class Conversation:
         self._template_options = template_options
         self._room, self._start, self._sessions = room, start, sessions
         self.num_regenerated = 0
-        self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for those who go back
+        self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for `undo`
+        self._newest: _Turn | None = None  # joins the conversation when its answer has ended
         self.set_system(system)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What was said so far, each with a role and a content."""
+        self._take_answer()
+        return self._messages
+
+    def _take_answer(self) -> None:
+        """Let the newest turn join if its answer has ended."""
+        if self._newest is None or not self._newest.reply.has_ended:
+            return
+        (messages, before, prompt, reply), self._newest = self._newest, None
+        # Special tokens included, as the template writes them.
+        text = prompt[0] + self._room.tokenizer.decode(reply.result.tokens, skip_special_tokens=False)
+        self._earlier[len(messages) - 1] = before
+        answered = [*messages, {"role": "assistant", "content": reply.result.text}]
+        self._begin_with(answered, text, (*prompt[1], *reply.result.tokens))
 
     def say(
         self, text: str, *, params: GenerationParams | None = None, speculate: bool = True,
-        on_prefill: OnProgress | None = None, **options: Unpack[GenerationOptions],
+        on_prefill: OnLayer | None = None, **options: Unpack[GenerationOptions],
     ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does, and earlier
         turns count as prompt for penalties.
 
-        The message joins the conversation when its first piece is asked for; an interrupted answer stays as far as
-        it got.
+        The message joins the conversation with its answer when that has ended; an interrupted answer stays as far as
+        it got. One that has not ended by the next message is dropped.
 
         Raises:
             ContextLengthError: The message leaves no room for an answer; the conversation is as before.
@@ -79,7 +107,7 @@ class Conversation:
         return self._reply(self.messages, self._seen, text, asked, speculate=speculate, on_prefill=on_prefill)
 
     def regenerate(
-        self, params: GenerationParams, *, speculate: bool = True, on_prefill: OnProgress | None = None
+        self, params: GenerationParams, *, speculate: bool = True, on_prefill: OnLayer | None = None
     ) -> Reply:  # fmt: skip
         """Answer the last message anew, in place of its answer: another `noise_id` draws another one, at a temperature
         above 0. Until the new one ends the conversation is as before.
@@ -111,7 +139,7 @@ class Conversation:
 
     def _reply(
         self, before: list[dict[str, str]], seen: _Seen, text: str, asked: GenerationParams, *, speculate: bool,
-        on_prefill: OnProgress | None,
+        on_prefill: OnLayer | None,
     ) -> Reply:  # fmt: skip
         """The answer to a message behind others, which joins them when it has ended."""
         messages = [*before, {"role": "user", "content": text}]
@@ -122,16 +150,9 @@ class Conversation:
             raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
         most = min(asked.max_new_tokens, room)
         asked = replace(asked, max_new_tokens=most, min_tokens=min(asked.min_tokens, most))
-
-        def join(stream: TokenStream) -> None:
-            result = stream.result
-            # Special tokens included, as the template writes them.
-            text = prompt_text + self._room.tokenizer.decode(result.tokens, skip_special_tokens=False)
-            answered = [*messages, {"role": "assistant", "content": result.text}]
-            self._earlier[len(before)] = seen
-            self._begin_with(answered, text, (*tokens, *result.tokens))
-
-        return self._start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill, on_end=join)
+        reply = self._start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill)
+        self._newest = _Turn(messages, seen, (prompt_text, tuple(tokens)), reply)
+        return reply
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
@@ -144,6 +165,7 @@ class Conversation:
     @property
     def num_tokens(self) -> int:
         """Tokens of the conversation so far."""
+        self._take_answer()
         return len(self._seen[1])
 
     def to_json(self) -> dict[str, Any]:
@@ -160,6 +182,7 @@ class Conversation:
             StorageError: It cannot be written, is no regular file, or another process uses it; what was there stays.
         """
         assert self._sessions is not None
+        self._take_answer()
         text, tokens = self._seen
         # What was seen of earlier messages, for `undo`, as characters and tokens that all of it begins with.
         earlier = [
@@ -206,7 +229,7 @@ class Conversation:
     def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
         apart from it."""
-        self.messages, self._seen = messages, (text, tokens)
+        self._messages, self._seen, self._newest = messages, (text, tokens), None
         self._earlier = {count: seen for count, seen in self._earlier.items() if text and count < len(messages)}
 
 

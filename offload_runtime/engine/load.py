@@ -26,10 +26,10 @@ from offload_runtime.config import RuntimeConfig, format_bytes, require
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
-from offload_runtime.engine.generate import device_errors
+from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.steps import RuntimeParts, WindowLimits
+from offload_runtime.engine.windows import WindowLimits
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
@@ -191,7 +191,7 @@ def load_runtime(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
     registrar: Registrar | None = None, find: Callable[..., RunPlan] = planning.find_plan,
-) -> RuntimeParts:  # fmt: skip
+) -> Engine:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
     `registrar` page-locks in place of the system, which may lock less, and `find` makes the plan. Whether a matrix can
@@ -209,7 +209,7 @@ def load_runtime(
 def _load(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
     check: Callable[[PromptRoom], object] | None, registrar: Registrar | None, find: Callable[..., RunPlan],
-) -> RuntimeParts:  # fmt: skip
+) -> Engine:  # fmt: skip
     """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
     if config.trace is not None:
         require_writable(config.trace)
@@ -326,7 +326,7 @@ def _load(
         target.runner.recorder = recorder
         for share, its_recorder in zip(target.shares, recorders, strict=True):
             share.streamer.recorder = its_recorder
-        return RuntimeParts(
+        return Engine(
             target, drafter, tokenizer, eos_token_ids, target_source.generation_fields, proposer,
             SlotSampling(batch, device), tuple(budgets), windows,
             controller=Controller(windows.by_mode, known_cost, streamed=target.link_peak_gbps is not None),

@@ -14,6 +14,7 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.config import ModelConfig, is_of_type, require, require_unicode
 from offload_runtime.engine.chat_template import ChatTemplate
+from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
@@ -338,6 +339,7 @@ class Request:
         self.prompt_tokens = len(prompt)
         self.sequence = list(prompt)  # prompt and answer; grows, so that no step copies it
         self.finish_reason: str | None = None  # `stop`, `length` or `interrupted`
+        self.result: GenerationResult | None = None  # once it has left the engine
         # What it took so far: seconds on one clock, 0 for what has not come yet.
         self.started_s = self.first_token_s = self.last_token_s = 0.0
         self.steps: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length

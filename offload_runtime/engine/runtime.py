@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,31 +23,32 @@ from offload_runtime.config import (
     require_type,
 )
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.generate import Generation, Hooks, OnProgress, TokenStream, device_errors
+from offload_runtime.engine.engine import Engine, StepOutput, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.prefix_cache import PrefixCache
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.sessions import (
     SavedPrefixes,
     SavedSession,
     SavedText,
     has_blocks,
+    has_messages_alone,
     prefix_files,
     save_session,
-    session_caches,
     session_files,
     text_without_blocks,
 )
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.steps import RuntimeParts
+from offload_runtime.engine.token_stream import TokenStream
+from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.kv import BlockStore
 from offload_runtime.model import Window
 from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES
-from offload_runtime.speculation import OnLogits, Proposer
+from offload_runtime.runners import OnLayer
+from offload_runtime.speculation import Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
@@ -74,28 +74,27 @@ class Runtime(AbstractContextManager["Runtime"]):
     from within a callback, and any call while a `Scheduler` serves the requests of many threads.
     """
 
-    def __init__(self, parts: RuntimeParts) -> None:
-        target, weights = parts.target, parts.target.weights
+    def __init__(self, engine: Engine) -> None:
+        target, weights = engine.target, engine.target.weights
         self.config: ModelConfig = target.config
-        self.tokenizer: Any = parts.tokenizer
-        self.devices = tuple(budget.device for budget in parts.budgets)  # of the cards
+        self.tokenizer: Any = engine.tokenizer
+        self.devices = tuple(budget.device for budget in engine.budgets)  # of the cards
         self.device = self.devices[0]
         self.dtype = weights.layout.dtype
-        self.placement, self.plan, self.emulated = parts.placement, parts.plan, parts.emulated
+        self.placement, self.plan, self.emulated = engine.placement, engine.plan, engine.emulated
         speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
         self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}: {weights.layout.stored_as}"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
-        allowed = parts.plan.request.allow_special_tokens
+        allowed = engine.plan.request.allow_special_tokens
         self._room = PromptRoom(
-            self.tokenizer, self.config, self.context_tokens, allowed, parts.generation, parts.eos_token_ids
+            self.tokenizer, self.config, self.context_tokens, allowed, engine.generation, engine.eos_token_ids
         )
-        self.parts = parts  # what generations work with; gone once the runtime is closed
+        self.engine = engine  # gone once the runtime is closed
         # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
         # allocator capped. Alive until it is closed.
-        self._give_back = weakref.finalize(self, parts.resources.close)
-        self._cache_owner: object | None = None
-        self._current: Generation | None = None  # whose tokens the cache holds
+        self._give_back = weakref.finalize(self, engine.resources.close)
+        self._call: object | None = None  # the one whose tokens the slots hold
         self._lock = threading.Lock()  # for one call at a time
         self._caller = 0  # the thread that is in one
         self._is_served = False  # one thread has the runtime until it says otherwise
@@ -201,7 +200,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def stream(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
-        on_prefill: OnProgress | None = None, **options: Unpack[GenerationOptions],
+        on_prefill: OnLayer | None = None, **options: Unpack[GenerationOptions],
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -229,7 +228,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def generate(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
-        on_prefill: OnProgress | None = None, **options: Unpack[GenerationOptions],
+        on_prefill: OnLayer | None = None, **options: Unpack[GenerationOptions],
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
@@ -257,32 +256,34 @@ class Runtime(AbstractContextManager["Runtime"]):
         """What `Conversation.save` does."""
         with self._locked():
             self._require_open()
-            slot, held, prompt_tokens = 0, 0, len(tokens)
-            if self._current is not None and self._cache_owner is owner:
-                slot, held, prompt_tokens = self._current.prefix_cache.find(tokens)
+            engine, slot, held, prompt_tokens = self.engine, 0, 0, len(tokens)
+            if engine.owner is owner:
+                slot, held, prompt_tokens = engine.prefix_cache.find(tokens)
             saved = SavedText(text, tokens, prompt_tokens)
             with device_errors(self.device):
-                save_session(path, record, saved, self.parts, slot=slot, held=held)
+                save_session(path, record, saved, engine.session_caches(), slot=slot, held=held)
 
     def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
         """What `Conversation.load` does with what its file says."""
         self._require_open()
+        if has_messages_alone(record):
+            return "", (), 0
         if not has_blocks(path, record):
-            return *text_without_blocks(path, record, self.parts), 0
+            return *text_without_blocks(path, record, self.engine.session_caches()["target"]), 0
         with self._locked(), device_errors(self.device), session_files(path) as files:
             self._require_open()
-            session = SavedSession(path, record, files, self.parts)
+            session = SavedSession(path, record, files, self.engine.session_caches())
             saved = session.saved
-            if self._cache_owner is not None:  # whose keys and values give way only to what is whole
+            if self.engine.owner is not None:  # whose keys and values give way only to what is whole
                 session.verify()
-            generation = self._begin([], Hooks(), owner=owner)
-            session.restore(generation.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
+            self._begin([], owner=owner)
+            session.restore(self.engine.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
         return saved.text, saved.tokens, session.held_tokens
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, params: GenerationParams | Sequence[GenerationParams] | None = None,
-        noise_ids: Sequence[int] | None = None, speculate: bool = True, on_prefill: OnProgress | None = None,
-        on_progress: OnProgress | None = None, should_stop: Callable[[], bool] | None = None,
+        noise_ids: Sequence[int] | None = None, speculate: bool = True, on_prefill: OnLayer | None = None,
+        on_progress: Callable[[int, int], None] | None = None, should_stop: Callable[[], bool] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
@@ -310,9 +311,31 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         asked = params_of_each(params_once(options, params, kind=Any), noise_ids, len(prompts))
         tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
-        hooks = Hooks(on_prefill, on_progress, should_stop)
         with self._locked():
-            return self._begin(self._requests(tokens, asked, speculate=speculate), hooks).finish()
+            pairs = zip(tokens, asked, strict=True)
+            requests = self._begin([self._request(*pair, speculate=speculate) for pair in pairs])
+
+            def on_layer(done: int, layers: int) -> None:
+                assert on_prefill is not None
+                read = sum(request.new_tokens > 0 for request in requests)
+                on_prefill(read * layers + done, len(requests) * layers)
+
+            while self.engine.has_requests:
+                self._raise_error(self.engine.step(None if on_prefill is None else on_layer), requests)
+                if on_progress is not None:
+                    on_progress(sum(request.result is not None for request in requests), len(requests))
+                if should_stop is not None and self.engine.running and should_stop():
+                    self.engine.cancel_all()
+            return _results_of(requests)
+
+    def _raise_error(self, outputs: Sequence[StepOutput], requests: Sequence[Request]) -> None:
+        """Raise what one of these requests has ended by, which ends all of them; where memory ran out once each has a
+        token, with what there is of every answer."""
+        for error in (output.error for output in outputs if output.error is not None):
+            if not isinstance(error, BudgetError) or not all(request.new_tokens for request in requests):
+                raise error
+            self.engine.cancel_all()
+            raise BudgetError(str(error), _results_of(requests)) from error
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -344,34 +367,62 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
-        on_prefill: OnProgress | None = None, on_end: Callable[[TokenStream], None] | None = None,
+        on_prefill: OnLayer | None = None,
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         with self._locked():
-            requests = self._requests([tokens], [params], speculate=speculate)
-            generation = self._begin(requests, Hooks(on_prefill), owner=owner)
-        return TokenStream(generation, self._locked, on_end)
+            (request,) = self._begin([self._request(tokens, params, speculate=speculate)], owner=owner)
+
+        def step(request: Request) -> list[StepOutput]:
+            with self._locked():
+                self._require_current(request.result is None)
+                return self.engine.step(on_prefill)
+
+        def cancel(request: Request) -> None:
+            with self._locked():
+                if request.result is None:
+                    self.engine.cancel(request)
+
+        return TokenStream(request, step, cancel)
 
     def replay(
-        self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None, on_logits: OnLogits,
+        self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None,
         owner: object | None = None, mates: Sequence[list[int]] = (),
-    ) -> GenerationResult:  # fmt: skip
+    ) -> tuple[GenerationResult, torch.Tensor]:  # fmt: skip
         """Generate with the logits behind every token, for proofs.
 
         Args:
             tokens: The prompt.
             params: What to generate.
             proposer: Guesses in place of the runtime's own; None decodes plainly.
-            on_logits: As of `run_step`, of this answer alone; called for the first token as well.
             owner: As of `start`.
             mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
+
+        Returns:
+            The answer, and the logits [N, V] that its tokens were chosen from, in the model's dtype, on the host.
         """
         assert owner is None or not mates
-        prompts = [*mates, tokens]
         with self._locked():
-            requests = self._requests(prompts, [params] * len(prompts), speculate=proposer is not None)
-            hooks = Hooks(on_logits=lambda of, rows: on_logits(of, rows) if of == requests[-1].slot else None)
-            return self._begin(requests, hooks, proposer, owner=owner).finish()[-1]
+            self._require_open()
+            engine, own = self.engine, self.engine.proposer
+            engine.proposer = proposer or own
+            try:
+                requests = [self._request(one, params, speculate=proposer is not None) for one in [*mates, tokens]]
+                self._begin(requests, owner=owner)
+                rows = list[torch.Tensor]()
+                while engine.has_requests:
+                    outputs = engine.step(with_logits=True)
+                    self._raise_error(outputs, requests)
+                    # On the host at once, so that the next pass finds the device memory that it would find without.
+                    rows += [
+                        output.logits.to("cpu", copy=True)
+                        for output in outputs
+                        if output.request is requests[-1] and output.logits is not None
+                    ]
+                    del outputs
+            finally:
+                engine.proposer = own
+        return _results_of(requests)[-1], torch.cat(rows)
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The logits behind every token of given answers to a prompt, from one plain pass over each.
@@ -385,54 +436,41 @@ class Runtime(AbstractContextManager["Runtime"]):
             ContextLengthError: Prompt and answer exceed the reserved context.
         """
         prompt = self._room.fit(prompt, 1)
-        first: list[torch.Tensor] = []
-        hooks = Hooks(on_logits=lambda _, rows: first.append(rows.clone()))
         with self._locked():
-            generation = self._begin(self._requests([prompt], [GenerationParams(1)], speculate=False), hooks)
-            generation.finish()
+            requests = self._begin([self._request(prompt, GenerationParams(1), speculate=False)])
+            outputs = self.engine.step(with_logits=True)
+            self._raise_error(outputs, requests)
+            first, call = [one.logits for one in outputs if one.logits is not None], self._call
         for answer in answers:
             tokens = self._room.encode(answer) if answer else []
             self._room.fit([*prompt, *tokens], 0)
-            with self._locked(), generation.working():
-                windows = [Window(tuple(tokens[:-1]))] if len(tokens) > 1 else []
-                behind = [self.parts.target.runner.verify([window], [0]) for window in windows]
+            with self._locked():
+                self._require_current(self._call is call)
+                with device_errors(self.device):
+                    windows = [Window(tuple(tokens[:-1]))] if len(tokens) > 1 else []
+                    behind = [self.engine.target.runner.verify([window], [0]) for window in windows]
             yield torch.cat([*first, *behind])[: len(tokens)]
 
-    def _requests(
-        self, prompts: Sequence[list[int]], params: Sequence[GenerationParams], *, speculate: bool
-    ) -> list[Request]:
-        """Requests for prompts and their options."""
+    def _request(self, tokens: list[int], params: GenerationParams, *, speculate: bool) -> Request:
+        """A request for a prompt of this runtime and its options. Raises `OptionError`."""
         self._require_open()
-        matchers = [self._room.check(asked) for asked in params]
-        eos = self.parts.eos_token_ids
-        return [
-            Request(tokens, asked, self.tokenizer, eos, speculate=speculate, matcher=matcher)
-            for tokens, asked, matcher in zip(prompts, params, matchers, strict=True)
-        ]
+        matcher = self._room.check(params)
+        self.engine.limits.settle(params, self.engine.proposer)
+        return Request(tokens, params, self.tokenizer, self.engine.eos_token_ids, speculate=speculate, matcher=matcher)
 
-    def _begin(
-        self, requests: Sequence[Request], hooks: Hooks, proposer: Proposer | None = None, *,
-        owner: object | None = None, store: BlockStore | None = None, prefixes: SavedPrefixes | None = None,
-    ) -> Generation:  # fmt: skip
-        """The current generation from here on, whose requests are all that the cache and its slots are used for. What
-        the slots hold is kept for `owner`, if that is whose the generation before was; what they lose is for `store`
-        and `prefixes`.
-        """
+    def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:
+        """A call of these requests begins, which are all that the caches and their slots are used for, and ends those
+        of the call before. What the slots hold is kept for `owner`, if the call before was its own, too."""
         self._require_open()
-        parts = self.parts if proposer is None else replace(self.parts, proposer=proposer)
+        self._call = object()
+        self.engine.begin(owner)
         for request in requests:
-            parts.windows.settle(request.params, parts.proposer)
-        prefix_cache = PrefixCache(parts.target, self.plan.target.batch, store, prefixes)
-        if self._current is not None and owner is not None and self._cache_owner is owner:
-            prefix_cache = self._current.prefix_cache
-        self._let_go_of_current()
-        self._current = generation = Generation(parts, requests, hooks, prefix_cache)
-        with generation.working():
-            for slot in range(self.plan.target.batch):
-                parts.sampling.release(slot)
-                parts.proposer.leave(slot)
-        self._cache_owner = owner
-        return generation
+            self.engine.add(request)
+        return requests
+
+    def _require_current(self, is_current: bool) -> None:
+        gone = "another generation has begun on this runtime since, or it was closed: this one cannot go on"
+        require(is_current and self._give_back.alive, gone)
 
     def _require_open(self) -> None:
         require(self._give_back.alive, "this runtime is closed: load it again")
@@ -454,41 +492,37 @@ class Runtime(AbstractContextManager["Runtime"]):
             self._lock.release()
 
     def request(self, prompt: Prompt, params: GenerationParams, *, speculate: bool = True) -> Request:
-        """A request for a generation that has begun to let join, of a prompt that fits. Computes nothing.
+        """A request for an engine that is `serving`, of a prompt that fits. Computes nothing.
 
         Raises:
             OptionError, ContextLengthError: As of `stream`.
         """
-        self._require_open()
-        matcher = self._room.check(params)
-        tokens = self._room.fit(prompt, params.max_new_tokens)
-        self.parts.windows.settle(params, self.parts.proposer)
-        eos = self.parts.eos_token_ids
-        return Request(tokens, params, self.tokenizer, eos, speculate=speculate, matcher=matcher)
+        return self._request(self._room.fit(prompt, params.max_new_tokens), params, speculate=speculate)
 
     @contextmanager
     def serving(
-        self, hooks: Hooks, *, prefix_cache_bytes: int = 0, sessions: Path | None = None,
-        sessions_bytes: int | None = None,
-    ) -> Iterator[Generation]:  # fmt: skip
-        """The runtime for the thread that calls, until it is done: a generation that requests may join. Calls in
-        progress are waited for; meanwhile others raise an `OptionError`. See `Scheduler`."""
+        self, *, prefix_cache_bytes: int = 0, sessions: Path | None = None, sessions_bytes: int | None = None
+    ) -> Iterator[Engine]:  # fmt: skip
+        """The engine for the thread that calls, until it is done. Calls in progress are waited for; meanwhile others
+        raise an `OptionError`. See `Scheduler`."""
         with self._locked(), ExitStack() as stack:
+            self._require_open()
             store, prefixes = self._store(prefix_cache_bytes), None
             if sessions is not None:
                 if sessions_bytes is not None:
                     self._require_block(sessions_bytes, "sessions are", "raise --sessions-size")
                 files = stack.enter_context(prefix_files(sessions, sessions_bytes))
-                prefixes = SavedPrefixes(files, session_caches(self.parts))
+                prefixes = SavedPrefixes(files, self.engine.session_caches())
             self._is_served = True
             try:
-                generation = self._begin([], hooks, store=store, prefixes=prefixes)
-                yield generation
-                with generation.working():
-                    generation.prefix_cache.save_all()
+                self._call = None
+                self.engine.begin(store=store, prefixes=prefixes)
+                yield self.engine
+                with device_errors(self.device):
+                    self.engine.prefix_cache.save_all()
             finally:
                 self._is_served = False
-                self._let_go_of_current()
+                self.engine.cancel_all()
 
     def _store(self, nbytes: int) -> BlockStore | None:
         """Of blocks that slots lose; None for 0 bytes.
@@ -510,12 +544,6 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {way_out}")
         return block_bytes
 
-    def _let_go_of_current(self) -> None:
-        """The cache is nobody's any more."""
-        if self._current is not None:
-            self._current.is_current = False
-        self._current, self._cache_owner = None, None
-
     def close(self) -> None:
         """Stop the copies, give all memory back, and write the trace if there is one. The runtime cannot be used
         afterwards.
@@ -526,11 +554,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         with self._locked():
             if not self._give_back.alive:
                 return
-            self._let_go_of_current()
-            recorder, path = self.parts.recorder, self.plan.request.trace
+            self.engine.cancel_all()
+            recorder, path = self.engine.recorder, self.plan.request.trace
             try:
-                self.parts.target.end_copies()  # before anything that it copies is let go of
-                del self.parts
+                self.engine.target.end_copies()  # before anything that it copies is let go of
+                del self.engine
                 self._give_back()
             finally:
                 if path is not None and recorder is not None:
@@ -540,6 +568,13 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _results_of(requests: Sequence[Request]) -> list[GenerationResult]:
+    """The answers of requests that have all ended."""
+    results = [request.result for request in requests if request.result is not None]
+    assert len(results) == len(requests)
+    return results
 
 
 def device_facts(devices: Sequence[torch.device]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Continuous batching: requests from any thread join and leave the passes of one runtime.
 
-A thread of the scheduler's own runs the token loop (`Generation.step`), and between two tokens looks at what others
-have asked for. So nobody who submits or cancels ever waits for the device.
+A thread of the scheduler's own takes the steps (`Engine.step`), and before each looks at what others have asked for.
+So nobody who submits or cancels ever waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from offload_runtime.config import require, require_type
-from offload_runtime.engine.generate import Generation, Hooks, TokenEvent
+from offload_runtime.engine.engine import Engine, StepOutput, TokenEvent
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult
@@ -156,7 +156,6 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self._failure: BaseException | None = None  # that ended the thread
         self._counters, self._retry_after_s = SchedulerCounters(), _FIRST_RETRY_S
         # The thread's own.
-        self._ended: list[tuple[Request, GenerationResult, BaseException | None]] = []
         self._finished = self._prompt_tokens = self._kept_tokens = self._num_tokens = 0
         self._proposed, self._accepted = Counter[str](), Counter[str]()  # of requests that have ended
         self._begun = threading.Event()
@@ -243,31 +242,30 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     # --- the scheduler's thread
 
     def _run(self) -> None:
-        generation: Generation | None = None
+        engine: Engine | None = None
         try:
-            hooks = Hooks(on_end=lambda *ended: self._ended.append(ended))
-            with self._serving(hooks) as generation:
+            with self._serving() as engine:
                 self._begun.set()
-                while self._has_work(generation):
-                    self._step(generation)
+                while self._has_work():
+                    self._take_orders(engine)
+                    self._tell(engine, engine.step())
+                    self._count(engine)
         except BaseException as error:  # nobody may be left waiting for an event
             with self._changed:
                 self._failure = error
         finally:
             self._begun.set()
-            if generation is not None:
-                self._end_all(generation)
+            if engine is not None:
+                self._end_all(engine)
 
-    def _end_all(self, generation: Generation) -> None:
-        """End what has not, now that the runtime is given back. Nobody is left waiting for an event, whatever fails."""
-        with suppress(Exception):
-            for request in list(self._tickets):
-                generation.cancel(request, self._failure)
-            self._tell_ended(generation)
+    def _end_all(self, engine: Engine) -> None:
+        """End the requests that have not, now that the runtime is given back."""
         with self._changed:
             left, self._tickets = self._tickets, {}
-        for ticket in left.values():
-            ticket.tell(ErrorEvent(self._failure or UnavailableError("this scheduler has stopped"), None))
+        for request, ticket in left.items():
+            with suppress(Exception):  # of a device that fails
+                engine.cancel(request)
+            ticket.tell(ErrorEvent(self._failure or UnavailableError("this scheduler has stopped"), request.result))
 
     @property
     def failure(self) -> BaseException | None:
@@ -275,69 +273,65 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         with self._changed:
             return self._failure
 
-    def _has_work(self, generation: Generation) -> bool:
+    def _has_work(self) -> bool:
         """Wait until there is any, or the scheduler is being closed."""
         with self._changed:
             while not self._tickets and self._end_s is None:
                 self._cancelled.clear()
                 self._changed.wait()
-        self._take_orders(generation)
-        return bool(self._tickets) or self._end_s is None
+            return bool(self._tickets)
 
-    def _take_orders(self, generation: Generation) -> None:
-        """Do what others have asked for since the last time, and tell of what has ended."""
+    def _take_orders(self, engine: Engine) -> None:
+        """Do what others have asked for since the last step."""
         with self._changed:
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
             is_over = self._end_s is not None and time.perf_counter() >= self._end_s
         for request in submitted:
-            generation.join(request)
+            engine.add(request)
         for request in cancelled:
-            with suppress(BudgetError):
-                generation.cancel(request)
+            with suppress(BudgetError):  # it has ended all the same
+                engine.cancel(request)
         if is_over:
-            generation.interrupt()
-        self._tell_ended(generation)
+            engine.cancel_all()
+        with self._changed:
+            ended = [request for request in self._tickets if request.result is not None]
+        self._end(engine, [(request, None) for request in ended])
 
-    def _step(self, generation: Generation) -> None:
-        """A pass for all that run, before which others may join them."""
-        try:
-            for request, event in generation.step():
-                self._num_tokens += 1
-                if request.new_tokens == 1:
-                    self._prompt_tokens += request.prompt_tokens
-                    self._kept_tokens += request.num_kept
+    def _tell(self, engine: Engine, outputs: Sequence[StepOutput]) -> None:
+        """Tell of new tokens, then of requests that have ended."""
+        for output in outputs:
+            request = output.request
+            self._num_tokens += len(output.tokens)
+            if output.tokens and request.new_tokens == len(output.tokens):
+                self._prompt_tokens += request.prompt_tokens
+                self._kept_tokens += request.num_kept
+            for event in output.tokens:
                 self._tickets[request].tell(event)
-                self._take_orders(generation)
-        except BudgetError as error:  # who waits may need less
-            for request in list(generation.running.values()):
-                with suppress(BudgetError):  # it has ended all the same
-                    generation.cancel(request, error)
-        self._tell_ended(generation)
-        self._count(generation)
+        self._end(engine, [(output.request, output.error) for output in outputs if output.request.result is not None])
 
-    def _tell_ended(self, generation: Generation) -> None:
-        """Tell of requests that have ended, of which all tokens have been told."""
-        ended, self._ended = self._ended, []
-        for request, _, _ in ended:  # before anyone looks: counters never go back
+    def _end(self, engine: Engine, ended: Sequence[tuple[Request, BaseException | None]]) -> None:
+        """Tell of requests that have ended, each by an error of its own or by none."""
+        for request, _ in ended:  # before anyone looks: counters never go back
             self._finished += 1
             self._proposed.update(request.tally.proposed_by_source)
             self._accepted.update(request.tally.accepted_by_source)
-        for request, result, error in ended:
+        for request, error in ended:
             with self._changed:
                 ticket = self._tickets.pop(request)
-            self._count(generation)
-            ticket.tell(ticket.end(result) if error is None else ErrorEvent(error, result))
+            assert request.result is not None
+            self._count(engine)
+            ticket.tell(ticket.end(request.result) if error is None else ErrorEvent(error, request.result))
 
-    def _count(self, generation: Generation) -> None:
+    def _count(self, engine: Engine) -> None:
         """Let others see how far it has come."""
-        running, proposed, accepted = list(generation.running.values()), self._proposed.copy(), self._accepted.copy()
+        running, proposed, accepted = list(engine.running.values()), self._proposed.copy(), self._accepted.copy()
         for request in running:
             proposed.update(request.tally.proposed_by_source)
             accepted.update(request.tally.accepted_by_source)
         counters = SchedulerCounters(
             running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens,
-            kept_tokens=self._kept_tokens, tokens=self._num_tokens, passes=generation.passes, proposed=dict(proposed),
+            kept_tokens=self._kept_tokens, tokens=self._num_tokens, passes=engine.passes, proposed=dict(proposed),
             accepted=dict(accepted),
         )  # fmt: skip
         # One of these is the next to free a slot, at the latest.

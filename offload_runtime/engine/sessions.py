@@ -24,10 +24,10 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import GB, delete_leftovers, regular_file, require, require_unicode, write_atomically
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.engine.steps import RuntimeParts
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
 from offload_runtime.kv import BlockFiles, BlockLayout, block_names
 from offload_runtime.kv.device import block_shape
+from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
 from offload_runtime.weights import CheckpointSource
 
@@ -39,16 +39,16 @@ _WAY_OUT = "nothing was changed, choose another place"
 _ROLES = ("system", "user", "assistant")
 
 
-def made_with(parts: RuntimeParts) -> dict[str, str]:
-    """All that the bits of the target's keys and values depend on besides the tokens.
+def made_with(source: CheckpointSource, model: LoadedModel) -> dict[str, str]:
+    """All that the bits of a model's keys and values depend on besides the tokens.
 
     Raises:
         CheckpointError: The model's files cannot be read any more.
     """
-    device, cpu = parts.budget.device, torch.backends.cpu.get_cpu_capability()
+    device, cpu = model.rope.device, torch.backends.cpu.get_cpu_capability()
     return {
-        "model": _opened(parts.plan.request.target).fingerprint,
-        "dtype": str(parts.plan.target.dtype).removeprefix("torch."),
+        "model": source.fingerprint,
+        "dtype": str(model.plan.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
         "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
     }  # fmt: skip
@@ -65,13 +65,15 @@ class SessionCache:
 
     Attributes:
         model: Whose it is.
-        kind: All that its keys and values depend on, besides tokens and frequencies.
+        source: Its checkpoint.
+        made_with: All that its keys and values depend on, besides tokens and frequencies.
         draft_state: What it holds, of a draft's; None of the target's.
         locks: Whether memory may be page-locked for blocks on their way.
     """
 
     model: LoadedModel
-    kind: str
+    source: CheckpointSource
+    made_with: Mapping[str, str]
     draft_state: DraftKVState | None = None
     locks: bool = False
 
@@ -79,7 +81,7 @@ class SessionCache:
         """What the blocks of a text are called, whose prompt had so many tokens."""
         # How a draft was rotated changes no token.
         frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
-        return block_names(f"{self.kind} {frequencies}", tokens)
+        return block_names(f"{json.dumps(self.made_with)} {frequencies}", tokens)
 
     def save(self, files: BlockFiles, slot: int, names: Sequence[str]) -> None:
         """Save those of a slot's blocks that are not there yet. Raises as `BlockFiles.save`."""
@@ -116,14 +118,17 @@ class SessionCache:
         return BlockLayout((config.num_layers, *block_shape(config)), self.model.plan.dtype, self.locks)
 
 
-def session_caches(parts: RuntimeParts) -> dict[str, SessionCache]:
+def session_caches(
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, draft_state: DraftKVState | None
+) -> dict[str, SessionCache]:
     """The caches whose blocks sessions have: `target`, and `draft` where there is one. Raises as `made_with`."""
-    made = made_with(parts)
-    locks = parts.budget.device.type == "cuda" and parts.plan.request.pinned_bytes is None
-    caches = {"target": SessionCache(parts.target, json.dumps(made), locks=locks)}
-    if parts.draft is not None and (state := parts.proposer.draft_state) is not None:
-        of_draft = made | {"model": _opened(parts.plan.request.draft).fingerprint, "cache": parts.draft.plan.cache}
-        caches["draft"] = SessionCache(parts.draft, json.dumps(of_draft), state, locks)
+    source = _opened(plan.request.target)
+    locks = target.rope.device.type == "cuda" and plan.request.pinned_bytes is None
+    caches = {"target": SessionCache(target, source, made_with(source, target), locks=locks)}
+    if draft is not None and draft_state is not None:
+        source = _opened(plan.request.draft)
+        made = made_with(source, draft) | {"cache": draft.plan.cache}
+        caches["draft"] = SessionCache(draft, source, made, draft_state, locks)
     return caches
 
 
@@ -214,15 +219,16 @@ def _directory(real: Path) -> Path:
 
 
 def save_session(
-    path: Path, conversation: Mapping[str, Any], saved: SavedText, parts: RuntimeParts, *, slot: int, held: int
-) -> None:
+    path: Path, conversation: Mapping[str, Any], saved: SavedText, caches: Mapping[str, SessionCache], *, slot: int,
+    held: int,
+) -> None:  # fmt: skip
     """Save a conversation, and what caches hold of it.
 
     Args:
         path: Its file.
         conversation: The messages, as `Conversation.to_json` gives them.
         saved: What they are to the model.
-        parts: Of the runtime.
+        caches: By `session_caches`.
         slot: Of the caches.
         held: Tokens that the target's cache has there.
 
@@ -231,7 +237,7 @@ def save_session(
     """
     tokens, held_by, needed = saved.tokens, dict[str, int](), list[str]()
     with session_files(path) as files:
-        for name, cache in session_caches(parts).items():
+        for name, cache in caches.items():
             state = cache.draft_state
             count = held if state is None else state.num_held(slot, tokens)
             whole = cache.names(tokens, saved.prompt_tokens)[: len(tokens) // BLOCK_TOKENS]
@@ -240,7 +246,7 @@ def save_session(
             cache.save(files, slot, names)
             held_by[name], needed = count, needed + names
         record = {**conversation, "session": {
-            "name": Path(_opened(parts.plan.request.target).reference).name, "made_with": made_with(parts),
+            "name": Path(caches["target"].source.reference).name, "made_with": caches["target"].made_with,
             "text": saved.text, "tokens": " ".join(map(str, tokens)), "prompt_tokens": saved.prompt_tokens,
             "held": held_by,
         }}  # fmt: skip
@@ -320,7 +326,7 @@ class SavedSession:
         path: Its file.
         record: What that says.
         files: Its blocks.
-        parts: Of the runtime.
+        caches: By `session_caches`.
 
     Raises:
         SessionError: It is damaged, or of another model, dtype, type of GPU or version.
@@ -331,9 +337,11 @@ class SavedSession:
         held_tokens: Of these tokens, those that need not be read again.
     """
 
-    def __init__(self, path: Path, record: Mapping[str, Any], files: BlockFiles, parts: RuntimeParts) -> None:
+    def __init__(
+        self, path: Path, record: Mapping[str, Any], files: BlockFiles, caches: Mapping[str, SessionCache]
+    ) -> None:  # fmt: skip
         self._files, self._way_out = files, f"delete {_directory(path.resolve())} to have its messages read again"
-        session, made = record["session"], made_with(parts)
+        session, made = record["session"], caches["target"].made_with
         _require_whole(path, record)
         was = session["made_with"]
         self._require(was["model"] == made["model"], f"{path} was saved with another model ({session['name']})")
@@ -342,13 +350,13 @@ class SavedSession:
             self._require(was[name] == made[name], f"{path} was saved with {differs}")
         self.saved = _saved_text(session)
         tokens = self.saved.tokens
-        capacity = parts.target.runner.cache.capacity_tokens
+        capacity = caches["target"].model.runner.cache.capacity_tokens
         if len(tokens) > capacity:
             raise ContextLengthError(f"{path} has {len(tokens)} tokens and the context {capacity}: raise --context")
         # Of each cache as many leading tokens as it was saved with; a draft that is another one reads them itself.
         self.held_tokens = session["held"]["target"]
         self._caches = list[tuple[SessionCache, Sequence[int], list[str]]]()
-        for name, cache in session_caches(parts).items():
+        for name, cache in caches.items():
             own = tokens[: session["held"].get(name, 0)]
             names = cache.names(own, self.saved.prompt_tokens)
             is_there = files.find(names) == len(names)
@@ -386,19 +394,24 @@ def _saved_text(session: Mapping[str, Any]) -> SavedText:
     return SavedText(session["text"], tuple(map(int, session["tokens"].split())), session["prompt_tokens"])
 
 
+def has_messages_alone(record: Mapping[str, Any]) -> bool:
+    """Whether a file is from elsewhere, so that nothing is known of what its messages are to a model."""
+    return record.keys().isdisjoint(("session", "earlier"))
+
+
 def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
     """Whether a file has more than messages and their tokens: one from elsewhere, or whose blocks were deleted, does
     not."""
     return "session" in record and any(_directory(path.resolve()).glob("*.kv"))
 
 
-def text_without_blocks(path: Path, record: Mapping[str, Any], parts: RuntimeParts) -> tuple[str, tuple[int, ...]]:
-    """What a session without blocks has been to the model, and its tokens; nothing where that was another model, or
-    the file is from elsewhere, so that there are messages alone. Raises `SessionError` if it is damaged."""
-    if record.keys().isdisjoint(("session", "earlier")):
-        return "", ()
+def text_without_blocks(
+    path: Path, record: Mapping[str, Any], target: SessionCache
+) -> tuple[str, tuple[int, ...]]:  # fmt: skip
+    """What a session without blocks has been to the model, and its tokens; nothing where that was another model.
+    Raises `SessionError` if it is damaged."""
     _require_whole(path, record)
-    if record["session"]["made_with"]["model"] != made_with(parts)["model"]:
+    if record["session"]["made_with"]["model"] != target.made_with["model"]:
         return "", ()
     saved = _saved_text(record["session"])
     return saved.text, saved.tokens

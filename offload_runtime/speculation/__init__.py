@@ -7,7 +7,6 @@ from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer,
 from offload_runtime.speculation.step import (
     Acceptance,
     DraftRequest,
-    OnLogits,
     PromptRequest,
     Proposer,
     StepResult,

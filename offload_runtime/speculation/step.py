@@ -173,13 +173,15 @@ def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]])
 @dataclass(frozen=True)
 class StepResult:
     """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed, one
-    for each of the tokens but the last; `logprobs` are the tokens', where they were asked for. Of the proposal nodes
-    that a grammar forbids were not in the pass, and did not agree."""
+    for each of the tokens but the last; `logprobs` are the tokens', and `logits` [n, V] the rows that they were chosen
+    from, where they were asked for. Nodes of the proposal that a grammar forbids were not in the pass, and did not
+    agree."""
 
     tokens: list[int]
     proposal: Proposal
     path: tuple[int, ...]
     logprobs: Sequence[TokenLogprobs] = ()
+    logits: torch.Tensor | None = None
 
     @property
     def accepted_sources(self) -> list[str]:
@@ -249,10 +251,6 @@ class Tally:
         return (*inner, Acceptance(proposed_by, "target", *counts))
 
 
-Watch = Callable[[torch.Tensor], Callable[[], bool]]
-OnLogits = Callable[[int, torch.Tensor], None]
-
-
 def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
     """Whether a pass that was just enqueued on the current stream is still running; asking waits for nothing.
 
@@ -267,9 +265,8 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
 
 def run_step(
     target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
-    watch: Watch = still_computing, on_logits: OnLogits | None = None, recorder: TraceRecorder | None = None,
-    logprobs: Mapping[int, int] | None = None, prompts: Sequence[PromptRequest] = (),
-    on_layer: OnLayer | None = None,
+    recorder: TraceRecorder | None = None, logprobs: Mapping[int, int] | None = None,
+    prompts: Sequence[PromptRequest] = (), on_layer: OnLayer | None = None, with_logits: bool = False,
 ) -> list[StepResult]:  # fmt: skip
     """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
 
@@ -280,12 +277,11 @@ def run_step(
         sampling: How it chooses the tokens of every slot.
         proposer: Guesses.
         requests: One for each slot that takes part, unless its prompt is read.
-        watch: From the logits of a pass to the question whether it is still running.
-        on_logits: Called with each slot and the logits [n, V] that its new tokens were chosen from.
         recorder: Of a trace, if there is one.
         logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to tell beside each.
         prompts: As many as `ModelRunner.read` reads in a pass.
         on_layer: As of that.
+        with_logits: Whether the results have the logits that their tokens were chosen from.
 
     Returns:
         For each request at least one new token: those accepted and the target's next one. Behind these, the first token
@@ -318,7 +314,7 @@ def run_step(
             with recorder.span("prepare", host=True, tokens=[len(prompt.tokens)]) if recorder else nullcontext():
                 proposer.prepare(prompt.slot, prompt.tokens)
         if prepared or any(proposals):
-            draft_ahead(proposer, watch(decision.logits), recorder)
+            draft_ahead(proposer, still_computing(decision.logits), recorder)
         samples, firsts = decision.tokens(), decision.firsts[:count]
         for request, proposal, (kept, nodes), first in zip(requests, proposals, pruned, firsts, strict=True):
             path = accepted_path(kept, samples[first : first + 1 + len(kept)])
@@ -337,9 +333,12 @@ def run_step(
         for slot, start in starts.items():
             cache.truncate(slot, start)
         raise
-    for slot, first, rows in zip(slots, decision.firsts, paths, strict=True):
-        if on_logits is not None:
-            on_logits(slot, decision.logits[[first + row for row in rows]])
+    if with_logits:
+        decided = zip(results, decision.firsts, paths, strict=True)
+        results = [
+            replace(result, logits=decision.logits[[first + row for row in rows]]) for result, first, rows in decided
+        ]
+    for slot, rows in zip(slots, paths, strict=True):
         if slot not in starts:
             cache.commit_path(slot, rows)
     return results

@@ -134,19 +134,13 @@ def transcribe(
         owner: As of `Runtime.replay`.
         mates: As of `Runtime.replay`.
     """
-    rows: list[torch.Tensor] = []
-
-    def keep(_: object, logits: torch.Tensor) -> None:
-        # On the host at once, so that the next pass finds the device memory that it would find without a recording.
-        rows.append(logits.to("cpu", copy=True))
-
-    result = runtime.replay(list(prompt), params, proposer=proposer, on_logits=keep, owner=owner, mates=mates)
-    return Transcript(result.tokens, torch.cat(rows), params, len(prompt), result.stats.passes)
+    result, rows = runtime.replay(list(prompt), params, proposer=proposer, owner=owner, mates=mates)
+    return Transcript(result.tokens, rows, params, len(prompt), result.stats.passes)
 
 
 def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
     """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
-    own = drafting(runtime.parts.proposer)
+    own = drafting(runtime.engine.proposer)
     proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
     if own.name not in (None, NGRAM):
         proposers["triforce" if own.name == "retrieval" else "draft"] = own
@@ -316,7 +310,7 @@ def _generate_otherwise(
         gamma = GAMMAS[turn % len(GAMMAS)]
         nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in proposer.modes({}) else None
         yield name, plain, transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
-    own, owner, half = runtime.parts.proposer, object(), len(plain.tokens) // 2
+    own, owner, half = runtime.engine.proposer, object(), len(plain.tokens) // 2
     yield AS_LOADED, plain, transcribe(runtime, prompt, params, own, owner=owner)
     room = runtime.plan.target.batch - 1
     way = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[number % (3 if room else 2)]

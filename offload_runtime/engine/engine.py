@@ -1,0 +1,376 @@
+"""The token loop: `Engine.step` lets requests join as slots are free, takes one step of speculation for all that run,
+and says what that brought each.
+
+`Runtime.generate` and its like, `TokenStream` and the `Scheduler`'s thread are loops over it: it calls none of them. A
+token's journey goes on in `run_step` (speculation/step.py), which asks the proposer, the target's runner and the
+sampler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from offload_runtime.engine.load_model import LoadedModel
+from offload_runtime.engine.pass_meter import PassMeter
+from offload_runtime.engine.prefix_cache import PrefixCache
+from offload_runtime.engine.request import Request
+from offload_runtime.engine.sessions import SavedPrefixes, SessionCache, session_caches
+from offload_runtime.engine.windows import WindowChooser, WindowLimits
+from offload_runtime.errors import (
+    BudgetError,
+    ContextLengthError,
+    DeviceError,
+    GrammarError,
+    NumericalError,
+    OffloadError,
+)
+from offload_runtime.kv import BlockStore
+from offload_runtime.memory import DeviceBudget, current_device
+from offload_runtime.model import Window
+from offload_runtime.plan import RunPlan
+from offload_runtime.runners import OnLayer
+from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
+from offload_runtime.speculation import Controller, Cost, PromptRequest, Proposer, StepResult, run_step
+from offload_runtime.trace import TraceRecorder
+from offload_runtime.weights import Fields
+
+# Who "proposed" the token that the target adds to those accepted.
+TARGET = "target"
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of an answer.
+
+    Attributes:
+        token: The token.
+        text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
+        source: Who proposed it: `ngram`, `draft` or `retrieval` (the verifier over retrieved chunks); `target` where it
+            is the target's own.
+        logprobs: Its log-probability and the likeliest tokens', where they are wanted.
+        prompt_logprobs: With the first token, where they are wanted: those of the prompt's tokens behind the first.
+    """
+
+    token: int
+    text: str
+    source: str
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step brought a request.
+
+    Attributes:
+        request: Whose it is; it has a `result` once it has ended.
+        tokens: The new tokens in their order.
+        error: The error of its own that it ended by.
+        logits: [n, V] in the model's dtype, on the device: the rows that the tokens were chosen from, where they were
+            asked for.
+    """
+
+    request: Request
+    tokens: Sequence[TokenEvent] = ()
+    error: OffloadError | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Engine:
+    """A loaded target with all that generates its tokens, and the requests that are in progress.
+
+    A request waits until a slot is free. Each slot has room for as many tokens as were reserved when loading, and a
+    request that does not fit is refused before it gets here: nothing that runs is ever held up for want of room. One
+    thread at a time may call it.
+
+    Attributes:
+        target: The model that decides.
+        draft: The draft model; None without one.
+        tokenizer: The target's.
+        eos_token_ids: Tokens that end an answer.
+        generation: What the model's `generation_config.json` says.
+        proposer: Guesses, for as many sequences as were planned for.
+        sampling: How each slot's tokens are chosen.
+        budgets: Ledgers of the cards.
+        limits: What there is room to propose.
+        controller: Chooses windows.
+        plan: What lives where, as it turned out.
+        cost: Predicted seconds of a step, with the link as fast as it was measured; None where nothing is known of the
+            machine.
+        placement: What lives where, in a line.
+        resources: Closing it ends the copies, then frees all memory and lifts the allocator's cap.
+        emulated: Name of the machine that this one emulates.
+        recorder: Of a trace, if there is one.
+        waiting: Requests that have no slot yet, in their order.
+        running: Requests that have one, by slot.
+        prefix_cache: What the slots hold.
+        owner: Whose tokens the slots hold; None where that is nobody who goes on from them.
+    """
+
+    target: LoadedModel
+    draft: LoadedModel | None
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    generation: Fields
+    proposer: Proposer
+    sampling: SlotSampling
+    budgets: tuple[DeviceBudget, ...]
+    limits: WindowLimits
+    controller: Controller
+    plan: RunPlan
+    cost: Cost | None
+    placement: str
+    resources: ExitStack
+    emulated: str | None = None
+    recorder: TraceRecorder | None = None
+
+    def __post_init__(self) -> None:
+        self.device, self._num_slots = self.budgets[0].device, self.plan.target.batch
+        self.waiting, self.running = deque[Request](), dict[int, Request]()
+        self.owner: object | None = None
+        self._meter = PassMeter(self.target, self.recorder)
+        self.begin()
+
+    def begin(
+        self, owner: object | None = None, *, store: BlockStore | None = None, prefixes: SavedPrefixes | None = None
+    ) -> None:
+        """Cancel all requests, for others to come. What the slots hold is kept for an `owner` that left it there, and
+        forgotten otherwise; what they lose is for `store` and `prefixes`."""
+        self.cancel_all()
+        if owner is None or owner is not self.owner:
+            self.prefix_cache = PrefixCache(self.target, self._num_slots, store, prefixes)
+        self.owner = owner
+        self._chooser = WindowChooser(
+            self.limits, self.proposer, self.controller, self.target.runner.cache, self.recorder
+        )
+        self._passes_before = self._meter.passes
+        self._has_read = False  # the last step was that of prompts alone, where they cannot share one
+        with device_errors(self.device):
+            for slot in range(self._num_slots):
+                self.sampling.release(slot)
+                self.proposer.leave(slot)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for a slot."""
+        request.started_s = request.started_s or time.perf_counter()
+        self.waiting.append(request)
+
+    def cancel(self, request: Request, error: BaseException | None = None) -> None:
+        """End a request as it is, because of an error if there was one. Does nothing to one that has ended.
+
+        Raises:
+            BudgetError, DeviceError: The device failed at that; the request has ended all the same.
+        """
+        if request.finish_reason is None:
+            request.finish("interrupted")
+        if request.result is None:
+            self._end(request, error)
+
+    def cancel_all(self) -> None:
+        """End all requests as they are, also where the device fails at that."""
+        for request in (*self.running.values(), *self.waiting):
+            with suppress(OffloadError):
+                self.cancel(request)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def passes(self) -> int:
+        """How many passes there were since `begin`, those over prompts alone not counted."""
+        return self._meter.passes - self._passes_before
+
+    def step(self, on_layer: OnLayer | None = None, *, with_logits: bool = False) -> list[StepOutput]:
+        """Let requests join as far as there are slots, then take a step of all that run. Its pass reads the prompts of
+        those that have joined, too, where it can; else each takes a step of its own.
+
+        Args:
+            on_layer: Called, while prompts are read, with the layers that are done of all of them together and the
+                layers of the model.
+            with_logits: Whether the outputs are to have logits.
+
+        Returns:
+            What it brought. Requests end by errors of their own: by numbers that are none, by a grammar without a
+            token, or for want of memory, the newest prompt first, else all that run.
+
+        Raises:
+            DeviceError, CopyError: The device has failed.
+        """
+        outputs = self._admit()
+        reading, running = self._next_step()
+        if not reading and not running:
+            return outputs
+        started_s, windows = time.perf_counter(), self._chooser.choose(running)
+        prompts = [PromptRequest(one.slot, one.sequence, self._chooser.speculates(one)) for one in reading]
+        stepping = [*running, *reading]
+        try:
+            with device_errors(self.device):
+                results = run_step(
+                    self.target.runner, self.sampling, self.proposer, windows.asked, prompts=prompts,
+                    logprobs={one.slot: one.params.logprobs for one in stepping if one.params.logprobs is not None},
+                    on_layer=None if on_layer is None else lambda done, of: on_layer(done * len(reading), of),
+                    recorder=self.recorder, with_logits=with_logits,
+                )  # fmt: skip
+        except (NumericalError, GrammarError) as error:
+            assert error.slot is not None
+            return [*outputs, self._fail(self.running[error.slot], error)]  # the others take the step again
+        except (ContextLengthError, BudgetError) as error:  # perhaps there is room without the newest
+            return [*outputs, *(self._fail(one, error) for one in reading[-1:] or running)]
+        self._has_read = not (running or self.target.runner.cache.mixes)
+        ended_s = self._meter.lap() if running else time.perf_counter()
+        self._chooser.observe(windows, results, None if reading else ended_s - started_s)
+        for request in reading:
+            request.first_token_s = ended_s
+            self._meter.begin(request)
+        outputs += [self._push(one, result, ended_s) for one, result in zip(stepping, results, strict=True)]
+        return outputs
+
+    def _admit(self) -> list[StepOutput]:
+        """Give requests that wait the free slots that hold most of their prompts; what there is of those that failed at
+        that."""
+        if self._has_read and self.running:  # or else answers of one token would keep the others waiting
+            return []
+        failed = list[StepOutput]()
+        while self.waiting and len(self.running) < self._num_slots:
+            request = self.waiting.popleft()
+            try:
+                with device_errors(self.device):
+                    self._join(request)
+            except (ContextLengthError, BudgetError) as error:
+                failed.append(self._fail(request, error))
+        return failed
+
+    def _join(self, request: Request) -> None:
+        """Give a request a slot."""
+        free = [slot for slot in range(self._num_slots) if slot not in self.running]
+        request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
+        self.running[request.slot] = request
+        self.sampling.assign(request.slot, request.params.sampling, request.matcher)
+        if request.params.min_tokens:
+            ends = [token for token in request.end_token_ids if token < self.target.config.vocab_size]
+            first_end = request.prompt_tokens + request.params.min_tokens
+            self.sampling.adjustments.forbid_ends(request.slot, first_end, ends)
+        if request.params.prompt_logprobs is not None:
+            self._score_prompt(request, request.params.prompt_logprobs)
+        self._chooser.proposer_of(request).join(request.slot, request.params.sampling)
+
+    def _next_step(self) -> tuple[list[Request], list[Request]]:
+        """The requests whose prompts the next step reads, and the others that take part in it."""
+        unread = [request for request in self.running.values() if not request.new_tokens]
+        running = [request for request in self.running.values() if request.new_tokens]
+        runner = self.target.runner
+        if not unread or not runner.cache.mixes:
+            return unread[:1], [] if unread else running
+        sizes = accumulate(len(request.sequence) - runner.cache.length(request.slot) for request in unread)
+        fitting = sum(size <= runner.most_prompt_tokens for size in sizes)
+        return unread[: max(1, fitting)], running
+
+    def _score_prompt(self, request: Request, count: int) -> None:
+        """Read a prompt but for its last token, a window after the other, for the log-probabilities of its tokens.
+
+        Raises `ContextLengthError`, for prompts whose keys are rotated by their length.
+        """
+        target, tokens, slot = self.target, request.sequence, request.slot
+        runner, last, size = target.runner, len(tokens) - 1, 1 + self.limits.most_nodes
+        if target.rope.frequency_set(len(tokens)) != target.rope.frequency_set(1):
+            most = "this model rotates the keys of longer prompts by their length"
+            raise ContextLengthError(f"prompt_logprobs of {len(tokens)} tokens cannot be had: {most}")
+        runner.cache.truncate(slot, 0)
+        request.num_kept = 0
+        if last:
+            request.prompt_logprobs += token_logprobs(runner.prefill(slot, tokens[:1]), tokens[1:2], count)
+        for start in range(1, last, size):
+            window = tokens[start : min(start + size, last)]
+            logits = runner.verify([Window(tuple(window))], [slot])
+            following = tokens[start + 1 : start + 1 + len(window)]
+            request.prompt_logprobs += token_logprobs(logits, following, count)
+            runner.cache.commit_path(slot, range(len(window)))
+
+    def _push(self, request: Request, result: StepResult, now_s: float) -> StepOutput:
+        """Append the tokens of a step to a request, until one of them finishes it."""
+        request.last_token_s, events = now_s, list[TokenEvent]()
+        for number, token in enumerate(result.tokens):
+            logprobs = result.logprobs[number] if result.logprobs else None
+            request.logprobs += result.logprobs[number : number + 1]
+            text = request.push(token)
+            if request.new_tokens == request.params.min_tokens:  # from here on passes may be captured
+                self.sampling.adjustments.first_ends.pop(request.slot, None)
+            is_first = request.new_tokens == 1 and request.params.prompt_logprobs is not None
+            source = result.proposal.sources[result.path[number]] if number < len(result.path) else TARGET
+            events.append(TokenEvent(token, text, source, logprobs, request.prompt_logprobs if is_first else None))
+            if request.finish_reason is not None:
+                self._end(request)
+                break
+        logits = None if result.logits is None else result.logits[: len(events)]
+        return StepOutput(request, events, logits=logits)
+
+    def _fail(self, request: Request, error: OffloadError) -> StepOutput:
+        """End a request by an error that is its own."""
+        self.cancel(request, error)
+        return StepOutput(request, error=error)
+
+    def _end(self, request: Request, error: BaseException | None = None) -> None:
+        """A request has finished: its slot is free, and there is its result, also where the device fails at that."""
+        failure: OffloadError | None = None
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif self.running.get(request.slot) is request:
+            del self.running[request.slot]
+            try:
+                with device_errors(self.device):
+                    self._leave(request, error)
+            except OffloadError as raised:
+                failure = raised
+        predicted_s = None if self.cost is None else sum(self.cost(*step) for step in request.steps)
+        request.result = self._meter.result(
+            request, predicted_s, peak_vram_bytes=self.peak_vram_bytes(), emulated=self.emulated
+        )
+        if failure is not None:
+            raise failure
+
+    def _leave(self, request: Request, error: BaseException | None) -> None:
+        """Free a finished request's slot, which keeps what it holds unless that may be wrong."""
+        if error is None or isinstance(error, BudgetError):
+            self.prefix_cache.leave(request.slot)
+        else:
+            self.prefix_cache.forget(request.slot)
+        proposer = self._chooser.proposer_of(request)
+        if proposer.name is not None:
+            request.acceptance = request.tally.levels(proposer.name, proposer.counts(request.slot))
+        proposer.leave(request.slot)
+        self.sampling.release(request.slot)
+
+    def peak_vram_bytes(self) -> int:
+        """Peak of all cards; what the driver says of a GPU includes all budgets that it has."""
+        peaks = [(budget.device, budget.peak_bytes()) for budget in self.budgets]
+        if self.device.type == "cuda":
+            peaks = list(dict(peaks).items())
+        return sum(nbytes for _, nbytes in peaks)
+
+    def session_caches(self) -> dict[str, SessionCache]:
+        """The caches whose blocks sessions have. Raises `CheckpointError` if a model's files cannot be read."""
+        return session_caches(self.plan, self.target, self.draft, self.proposer.draft_state)
+
+
+@contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Around work on a device: it is the current one, and its failures are typed errors."""
+    try:
+        with current_device(device):
+            yield
+    except torch.OutOfMemoryError as error:
+        ways = "raise --vram, lower --context or keep fewer layers resident"
+        raise BudgetError(f"the device memory allowed did not suffice ({error}): {ways}") from error
+    except torch.AcceleratorError as error:
+        raise DeviceError(f"the device failed ({error}): load the runtime again") from error
