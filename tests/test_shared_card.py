@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_runtime import plan as planning
 from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
@@ -117,12 +118,16 @@ def test_a_refusal_names_the_programs_that_hold_the_card(
     assert "close one" not in str(refused.value)  # there is more that it may take
 
 
-def test_two_loads_at_once_do_not_both_plan_for_the_whole_card(card: Card, target: Path) -> None:
+def test_two_loads_at_once_do_not_both_plan_for_the_whole_card(
+    card: Card, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = RuntimeConfig(target=target, device="cuda")
     first_plans, second_planned = threading.Event(), threading.Event()
     plans: list[RunPlan] = []
 
     def slowly(*asked: Any) -> RunPlan:
+        if threading.current_thread() is second:
+            return find_plan(*asked)
         first_plans.set()
         second_planned.wait(0.5)  # not while the first one does
         plans.append(find_plan(*asked))
@@ -143,9 +148,10 @@ def test_two_loads_at_once_do_not_both_plan_for_the_whole_card(card: Card, targe
         raise OptionError("not this one")
 
     second = threading.Thread(target=load_second)
+    monkeypatch.setattr(planning, "find_plan", slowly)
     second.start()
     with pytest.raises(OptionError):
-        load_runtime(config, on_plan=wait_for_second, find=slowly)
+        load_runtime(config, on_plan=wait_for_second)
     second.join()
     limits = [plan.limits.device_bytes or 0 for plan in plans]
     assert len(plans) == 2 and limits[1] < limits[0] <= 24 * GB

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offload_runtime import plan as planning
 from offload_runtime.config import SpeculationOptions, parse_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CopyError
@@ -172,7 +173,8 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     with on_host(registrar, target, pinned_bytes=least(whole), resident_layers=NUM_LAYERS) as runtime:
         target_parts = runtime.engine.target
         engine = target_parts.shares[0].engine if way == "h2d" else target_parts.runner.cache.writes.engine  # type: ignore[union-attr]
-        engine.before_move = failing(after)  # type: ignore[attr-defined]
+        fail, move = failing(after), engine.move  # type: ignore[attr-defined]
+        engine.move = lambda *pieces: (fail(), move(*pieces))  # type: ignore[attr-defined]
         stream = runtime.stream(LONG_PROMPT, max_new_tokens=400, temperature=0.8, seed=3, ignore_eos=True)
         with pytest.raises(CopyError, match=r"the memory is gone.*load the runtime again"):
             list(stream)
@@ -184,7 +186,7 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
 
 
 @pytest.mark.gpu
-def test_staged_keys_and_values_on_the_gpu(target: Path) -> None:
+def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All locked, half staged, all staged: bitwise the same on a GPU whose system locks no more."""
     options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "draft": "ngram", "kv": "host", "context": CONTEXT}
     with load_streaming_kv(target, **options, resident_layers=0) as runtime:
@@ -197,7 +199,8 @@ def test_staged_keys_and_values_on_the_gpu(target: Path) -> None:
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = LimitedRegistrar(limit, real=Registrar())
         asked = {**options, "resident_layers": resident, "pinned_bytes": limit}
-        with load_locked_by(registrar, target, find=without_limit, **asked) as runtime:
+        monkeypatch.setattr(planning, "find_plan", without_limit)
+        with load_locked_by(registrar, target, **asked) as runtime:
             staged = len(runtime.plan.placement.staged_kv_layers)
             assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)
             seen += [tokens_of(runtime), tokens_of(runtime)]

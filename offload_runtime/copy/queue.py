@@ -113,25 +113,21 @@ def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, 
     return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9
 
 
-def host_pace(
-    gbps: float, *, clock_ns: Callable[[], int] = time.perf_counter_ns, sleep: Callable[[float], None] = time.sleep
-) -> LinkPace:
+def host_pace(gbps: float) -> LinkPace:
     """Pace of a thread that copies: it sleeps.
 
     Args:
         gbps: Of the emulated link, GB/s.
-        clock_ns: Nanoseconds of a clock.
-        sleep: Waits for so many seconds.
     """
     assert gbps > 0
     deadline_ns = 0
 
     def pace(nbytes: int) -> None:
         nonlocal deadline_ns
-        now_ns, duration_ns = clock_ns(), round(nbytes / (gbps * GB) * 1e9)
+        now_ns, duration_ns = time.perf_counter_ns(), round(nbytes / (gbps * GB) * 1e9)
         deadline_ns = pace_link_reference(deadline_ns, now_ns, duration_ns, slack_ns=_HOST_SLACK_NS)
         if deadline_ns > now_ns:
-            sleep((deadline_ns - now_ns) / 1e9)
+            time.sleep((deadline_ns - now_ns) / 1e9)
 
     return pace
 

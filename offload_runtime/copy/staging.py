@@ -84,7 +84,6 @@ class _StagingQueue:
         ring: Page-locked buffers: uint8 [piece_bytes] each, host.
         pageable: Which memory is staged.
         num_threads: That move bytes.
-        before_move: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
     engine: CopyEngine
@@ -92,7 +91,6 @@ class _StagingQueue:
     pageable: PageableMemory
     _: KW_ONLY
     num_threads: int
-    before_move: Callable[[], None] = lambda: None
     failing: ClassVar[str]  # what has failed where a thread has
 
     def __post_init__(self) -> None:
@@ -132,9 +130,8 @@ class _StagingQueue:
             threads.shutdown()
         self.engine.close()
 
-    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy `src` to the beginning of `dst`: uint8 [n], host."""
-        self.before_move()
         # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
@@ -173,7 +170,6 @@ class StagingCopyEngine(_StagingQueue):
         ring: Page-locked buffers, two at least: uint8 [piece_bytes] each, host.
         pageable: Which sources are staged, or from which byte on. Others may be entered at any time.
         num_threads: That fill the ring.
-        before_move: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
     failing = "staging from pageable memory"
@@ -209,7 +205,7 @@ class StagingCopyEngine(_StagingQueue):
         """Fill a piece once what it held before has left it."""
         before.result()
         self.engine.wait(piece.copied)
-        self._move(piece.buffer, src)
+        self.move(piece.buffer, src)
 
     def _issue(self, enqueue: Callable[[], None], *before: Future[None]) -> None:
         """Hand a part to the queue below, unless one before it has failed, or what fills its piece."""
@@ -256,7 +252,6 @@ class StagingWriteEngine(_StagingQueue):
         ring: Page-locked buffers: uint8 [piece_bytes] each, host.
         pageable: Which targets are pageable, each of them wholly or not at all.
         num_threads: That move what has come.
-        before_move: Called in those threads before each piece: tests inject delays and failures with it.
     """
 
     failing = "writing to pageable memory"
@@ -283,7 +278,7 @@ class StagingWriteEngine(_StagingQueue):
     def _land(self, piece: _Piece, dst: torch.Tensor) -> None:
         """Move a piece to where it belongs, once it has come over the link."""
         self.engine.wait(piece.copied)
-        self._move(dst, piece.buffer[: dst.nbytes])
+        self.move(dst, piece.buffer[: dst.nbytes])
 
     def compute_wait(self, ready: Any) -> None:
         self.engine.compute_wait(ready)

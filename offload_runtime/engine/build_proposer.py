@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.multi_card import MultiCardRetrievalCache
-from offload_runtime.kv.retrieval import RetrievalCache, RetrievalPolicy
+from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.memory import DeviceBudget, on_card
 from offload_runtime.params import SamplingParams
 from offload_runtime.plan import RunPlan
@@ -36,7 +36,6 @@ from offload_runtime.weights import SharedVocabulary
 def make_proposer(
     plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget], *,
     trees: bool = False, recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
-    make_policy: type[RetrievalPolicy] = RetrievalPolicy,
 ) -> Proposer:  # fmt: skip
     """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them. On a GPU all
     models and their steps are warmed up.
@@ -50,11 +49,10 @@ def make_proposer(
         recorder: Of a trace that steps are told; None: none.
         free_s: Behind a pass, in which drafting delays nothing.
         free_rows: Of a window, up to which no pass takes longer.
-        make_policy: What chooses the chunks of the retrieval verifier.
     """
     batch, budget = plan.target.batch, budgets[0]
     # Before the first prefill, which may borrow their memory.
-    retrieved = _make_retrieval_cache(plan, target, budgets, make_policy) if plan.has_verifier else None
+    retrieved = _make_retrieval_cache(plan, target, budgets) if plan.has_verifier else None
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)
         if draft is not None:
@@ -83,7 +81,7 @@ def _shared_vocabulary(target: LoadedModel, draft: LoadedModel) -> SharedVocabul
 
 
 def _make_retrieval_cache(
-    plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget], make_policy: type[RetrievalPolicy]
+    plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]
 ) -> RetrievalCache | MultiCardRetrievalCache:
     """What the retrieval verifier sees of the target's cache, whose prefills borrow memory of it where they were
     planned to."""
@@ -95,7 +93,7 @@ def _make_retrieval_cache(
         with on_card(card):
             chosen = RetrievalCache(
                 own, own_plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
-                chunk_size=options.chunk_size, batch=batch, budget=own_budget, make_policy=make_policy,
+                chunk_size=options.chunk_size, batch=batch, budget=own_budget,
             )  # fmt: skip
         if isinstance(own, HostKVCache) and not own_plan.target.prefill_workspace_bytes:
             own.borrow_workspace = chosen.chunks.borrow_workspace

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from offload_runtime import memory
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig, format_bytes, require
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
@@ -37,7 +38,6 @@ from offload_runtime.memory import (
     Card,
     DeviceBudget,
     HostArena,
-    Registrar,
     device_memory_in_use,
     device_memory_used_by_others,
     on_card,
@@ -190,14 +190,13 @@ def _describe_kv(plan: ModelPlan) -> str:
 def load_runtime(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-    registrar: Registrar | None = None, find: Callable[..., RunPlan] = planning.find_plan,
 ) -> Engine:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
 
-    `registrar` page-locks in place of the system, which may lock less, and `find` makes the plan. Whether a matrix can
-    be coded is known when it has been read: where some cannot, everything is planned and loaded once more.
+    Whether a matrix can be coded is known when it has been read: where some cannot, everything is planned and loaded
+    once more.
     """
-    load = partial(_load, on_progress=on_progress, on_plan=on_plan, check=check, registrar=registrar, find=find)
+    load = partial(_load, on_progress=on_progress, on_plan=on_plan, check=check)
     try:
         return load(config)
     except MatricesNotCodable as error:
@@ -208,7 +207,7 @@ def load_runtime(
 
 def _load(
     config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
-    check: Callable[[PromptRoom], object] | None, registrar: Registrar | None, find: Callable[..., RunPlan],
+    check: Callable[[PromptRoom], object] | None,
 ) -> Engine:  # fmt: skip
     """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
     if config.trace is not None:
@@ -220,10 +219,9 @@ def _load(
     devices = choose_devices(config, emulation)
     device = devices[0]
     assembly.require_kernels(device)
-    # A CPU reads any memory as fast.
-    registrar = registrar or (Registrar() if device.type == "cuda" else None)
-    locks = registrar is not None
-    limits = planning.limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=locks)
+    registrar = memory.registrar_for(device)
+    page_locks = registrar is not None
+    limits = planning.limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
     limits_bytes = config.vram_of_cards(len(devices))
     if emulation is not None:
         for one, count in Counter(devices).items():
@@ -255,8 +253,9 @@ def _load(
                 for one, limit in zip(devices, limits_bytes, strict=True)
             ]
             request = replace(config, target=target_source, draft=draft)
+            find: Callable[..., RunPlan] = planning.find_plan
             if config.finds_draft:
-                find = partial(_find_draft, find, drafts, own_figures is not None)
+                find = partial(_find_draft, drafts, own_figures is not None)
             plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
         tokenizer, shared = reading.result()
         eos_token_ids = frozenset(target_source.generation_eos(tokenizer))
@@ -337,11 +336,12 @@ def _load(
 
 
 def _find_draft(
-    find: Callable[..., RunPlan], drafts: Sequence[FoundDraft], known: bool, request: RuntimeConfig,
-    figures: MachineFigures, limits: MemoryLimits,
-) -> RunPlan:  # fmt: skip
+    drafts: Sequence[FoundDraft], known: bool, request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits
+) -> RunPlan:
     """The plan of whoever drafts fastest, of the `drafts` that were found and n-grams."""
-    return planning.plan_fastest_draft(request, drafts, lambda one: find(one, figures, limits), figures, known=known)
+    return planning.plan_fastest_draft(
+        request, drafts, lambda one: planning.find_plan(one, figures, limits), figures, known=known
+    )
 
 
 def _plan_cards(

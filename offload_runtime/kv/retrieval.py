@@ -192,7 +192,6 @@ class RetrievalCache:
         batch: Sequences of all of them.
         budget: Ledger to reserve from; see `retrieved_bytes` and `summaries_bytes`.
         name: What to call the chunks in the ledger.
-        make_policy: What chooses chunks by the queries of a pass.
 
     Raises:
         OptionError: The retrieval budget or the chunk size makes no sense.
@@ -202,11 +201,10 @@ class RetrievalCache:
     def __init__(
         self, source: DeviceKVCache | HostKVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
         chunk_size: int, batch: int, budget: DeviceBudget, name: str = "retrieved KV",
-        make_policy: type[RetrievalPolicy] = RetrievalPolicy,
     ) -> None:  # fmt: skip
         sizes = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
         self.chunks = RetrievedChunks(config, dtype, **sizes, budget=budget, name=name)
-        self._policy = make_policy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
+        self._policy = RetrievalPolicy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
         self.warm_up = self._policy.warm_up
         source.observers.append(self._policy)
         self._source, self._config = source, config

@@ -10,6 +10,7 @@ from offload_runtime.memory.arena import (
     Registrar,
     check_host_memory,
     host_memory,
+    registrar_for,
     require_readable_arenas,
     touch,
 )

@@ -67,6 +67,11 @@ class Registrar:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
+def registrar_for(device: torch.device) -> Registrar | None:
+    """What page-locks memory that `device` copies from and to; None for a CPU, which reads any memory as fast."""
+    return Registrar() if device.type == "cuda" else None
+
+
 def require_readable_arenas(device: torch.device) -> None:
     """Refuse a GPU whose kernels cannot read page-locked arenas at the addresses that the host has for them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
@@ -113,11 +113,10 @@ class StepWorth:
 
     Args:
         free_s: Seconds behind a pass in which drafting delays nothing: the link brings what the next one begins with.
-        clock: In seconds.
     """
 
-    def __init__(self, free_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._free_s, self._clock = free_s, clock
+    def __init__(self, free_s: float = 0.0) -> None:
+        self._free_s = free_s
         # Of a step, and of each of several that follow each other without the host, and how often it was measured.
         self._level_s: dict[bool, tuple[float, int]] = {}
         self._began_s: float | None = None
@@ -139,7 +138,7 @@ class StepWorth:
 
     def begin(self, new_tokens: int) -> None:
         """Proposals for another round begin; the round before gave so many tokens."""
-        now_s = self._clock()
+        now_s = time.perf_counter()
         if self._began_s is not None:
             round_s, weight = now_s - self._began_s, 1.0
             if self._rounds and round_s * self._rounds > _OUTLIER * self._round_s:
@@ -173,5 +172,5 @@ class StepWorth:
         step_s, rate = self.seconds(levels), self.tok_per_s
         if self._began_s is None or step_s is None:
             return True
-        late_s = self._clock() + step_s - self._began_s - self._free_s
+        late_s = time.perf_counter() + step_s - self._began_s - self._free_s
         return late_s <= 0 if rate is None else gain >= rate * min(step_s, late_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,17 +26,12 @@ CHUNK_TOKENS = 32
 
 @dataclass(frozen=True)
 class StagedKV:
-    """Layers whose host memory is pageable, and the page-locked pieces that they cross on both ways, 4 KiB each.
-
-    `before_fill` and `before_landing` are called in the threads of each way.
-    """
+    """Layers whose host memory is pageable, and the page-locked pieces that they cross on both ways, 4 KiB each."""
 
     layers: tuple[int, ...]
     pieces: int = 2
     piece_bytes: int = 4096
     threads: int = 2
-    before_fill: Callable[[], None] = lambda: None
-    before_landing: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -186,8 +180,6 @@ def _staged_queues(
     h2d_ring, d2h_ring = (list(ring.buffer.view(staged.pieces, -1)) for ring in rings)
     threads = staged.threads
     return (
-        StagingCopyEngine(engine, h2d_ring, locking.pageable, num_threads=threads, before_move=staged.before_fill),
-        StagingWriteEngine(
-            writeback, d2h_ring, locking.pageable, num_threads=threads, before_move=staged.before_landing
-        ),
-    )  # fmt: skip
+        StagingCopyEngine(engine, h2d_ring, locking.pageable, num_threads=threads),
+        StagingWriteEngine(writeback, d2h_ring, locking.pageable, num_threads=threads),
+    )

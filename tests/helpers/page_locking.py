@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import pytest
+
+from offload_runtime import memory
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import load_runtime
 from offload_runtime.memory import Registrar
-from offload_runtime.plan import RunPlan, find_plan
 
 REFUSED = 2  # CUDA's code for memory that cannot be had
 
@@ -64,11 +65,12 @@ class LimitedRegistrar:
 
 
 def load_locked_by(
-    registrar: LimitedRegistrar | None, target: Any, *, find: Callable[..., RunPlan] = find_plan,
+    registrar: LimitedRegistrar | None, target: Any, *,
     on_progress: Callable[[str, int, int], None] | None = None, **options: Any,
 ) -> Runtime:  # fmt: skip
-    """A runtime for whose memory `registrar` is the system, planned by `find`; without a draft and on the CPU unless
-    asked otherwise. Options as of `RuntimeConfig`."""
+    """A runtime for whose memory `registrar` is the system, without a draft and on the CPU unless asked otherwise.
+    Options as of `RuntimeConfig`."""
     config = RuntimeConfig(target, **{"device": "cpu", "draft": "none", **options})
-    parts = load_runtime(config, on_progress=on_progress, registrar=registrar, find=find)  # type: ignore[arg-type]
-    return Runtime(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "registrar_for", lambda device: registrar)
+        return Runtime.from_config(config, on_progress=on_progress)

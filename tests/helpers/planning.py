@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from offload_runtime import plan as planning
 from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
@@ -87,4 +88,6 @@ def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: Memor
 
 def load_streaming_kv(target: Path, **options: Any) -> Runtime:
     """A runtime that streams all of a cache on the host. Options as of `RuntimeConfig`."""
-    return Runtime(load_runtime(RuntimeConfig(target, **options), find=without_limit))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "find_plan", without_limit)
+        return Runtime.from_config(RuntimeConfig(target, **options))
