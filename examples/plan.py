@@ -8,9 +8,10 @@ parser.add_argument("--profile", default="rtx4090", help="the machine to plan fo
 parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192], help="tokens of context")
 arguments = parser.parse_args()
 
-from offload_runtime.config import RuntimeConfig, format_bytes  # noqa: E402 (--help needs none of it)
+from offload_runtime.config import RuntimeConfig  # noqa: E402 (--help needs none of it)
 from offload_runtime.hardware import load_profile  # noqa: E402
 from offload_runtime.plan import Refusal, describe_models, forecast, machine_figures, plan_or_refuse  # noqa: E402
+from offload_runtime.sizes import format_bytes  # noqa: E402 (--help needs none of it)
 
 figures = machine_figures(load_profile(arguments.profile))
 for context in arguments.contexts:

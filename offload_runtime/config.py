@@ -1,239 +1,30 @@
-"""Frozen configuration: what a model looks like, how tokens are sampled, what the user asked for.
+"""Frozen configuration: what a model looks like, and what a runtime is loaded with.
 
-Plain values only (the standard library and nothing else), so that the planner and the tests can build them freely.
-Each dataclass validates itself when made; a wrong value raises `OptionError` before anything is loaded.
+Plain values only, so that the planner and the tests can build them freely. Each dataclass validates itself when made;
+a wrong value raises `OptionError` before anything is loaded.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import reprlib
-import stat
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from numbers import Integral, Real
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict
 
-from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.errors import OptionError, require
+from offload_runtime.options import MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, require_positive, validate
 
-GB = 1_000_000_000
-GIB = 1 << 30
-_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
-_SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
-_MOST_BYTES = 10**18  # no machine has as much memory
-_MOST_OF_NAME = 50  # that a file's temporary one has of its name
+SpeculationMode = Literal["auto", "none", "chain", "triforce"]
+DraftCache = Literal["auto", "full", "retrieval", "streaming"]
+KVPlace = Literal["auto", "gpu", "host"]
+WeightStorage = Literal["auto", "stored", "decoded"]
+Encode = Literal["none", "auto", "always"]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
-
-def parse_bytes(text: str | float) -> int:
-    """Turn `"24GB"`, `"512MiB"` or a number of bytes into an integer. Decimal units unless written with an `i`."""
-    number, unit, shown = text, "", reprlib.repr(text)  # a word may be of any length
-    if not isinstance(number, Real):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
-        if match is None or match[2].lower() not in _SIZE_UNITS:
-            raise OptionError(f"{shown} is not a size: write it like 24GB, 512MiB or a number of bytes")
-        number, unit = float(match[1]), match[2].lower()
-    size = number * _SIZE_UNITS[unit]
-    fine = size < _MOST_BYTES and round(size) > 0
-    way_out = "write it like 24GB, or drop it for all that there is"
-    require(fine, f"a size must be positive and less than {format_bytes(_MOST_BYTES)}, not {shown}: {way_out}")
-    return round(size)  # 4.1 * 10**6 is a little less than what was meant
-
-
-def parse_sizes(text: str | float | Sequence[str | float]) -> int | tuple[int, ...]:
-    """The same of one size, or of several: a sequence, or one text with commas such as `"22GB,24GB"`."""
-    if isinstance(text, str):
-        sizes = tuple(map(parse_bytes, text.split(",")))
-        return sizes if len(sizes) > 1 else sizes[0]
-    return tuple(map(parse_bytes, text)) if isinstance(text, Sequence) else parse_bytes(text)
-
-
-def format_bytes(size_bytes: float) -> str:
-    """Write bytes for people: `13.5 GB`, `256.0 MB`, in decimal units as the link's bandwidth is."""
-    for unit, scale in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 10**3)):
-        if abs(size_bytes) >= scale:
-            return f"{size_bytes / scale:.1f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
-def _last_digit(size_bytes: int) -> int:
-    """Bytes that the last digit of `format_bytes` stands for."""
-    return max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))
-
-
-def format_bytes_up(size_bytes: int) -> str:
-    """Like `format_bytes`, but never less than what it stands for: a user types it back."""
-    step = _last_digit(size_bytes)
-    return format_bytes(-(-size_bytes // step) * step)
-
-
-def size_option_down(size_bytes: int) -> str:
-    """Bytes as an option's value, `12.3GB`, and never more than what it stands for: the user types it as a limit."""
-    step = _last_digit(size_bytes)
-    return format_bytes(size_bytes // step * step).replace(" ", "")
-
-
-# Where the XDG specification puts a kind of files in the user's home.
-_IN_HOME = {"config": ".config", "cache": ".cache", "state": ".local/state"}
-
-
-def user_directory(kind: str, *, holds: str) -> Path:
-    """The user's own directory for one kind of files.
-
-    Our environment variable OFFLOAD_RUNTIME_KIND names it above all else. Otherwise it lies in the platform's directory
-    for such files: that of APPDATA (settings) or LOCALAPPDATA on Windows, elsewhere that of XDG_KIND_HOME or, where
-    this is not set, the usual one in the user's home.
-
-    Args:
-        kind: `config`, `cache` or `state`.
-        holds: What is kept there, for the message.
-
-    Raises:
-        StorageError: The user has no home directory and no variable names another place.
-    """
-    variable, windows = f"OFFLOAD_RUNTIME_{kind.upper()}", "APPDATA" if kind == "config" else "LOCALAPPDATA"
-    try:
-        if chosen := os.environ.get(variable):
-            return Path(chosen).expanduser()
-        if sys.platform == "win32" and (platform := os.environ.get(windows)):
-            return Path(platform) / "offload-runtime"
-        base = os.environ.get(f"XDG_{kind.upper()}_HOME")
-        return (Path(base) if base else Path.home() / _IN_HOME[kind]) / "offload-runtime"
-    except RuntimeError as error:  # pathlib's way to say so
-        raise StorageError(f"no directory for {holds} ({error}): set {variable} to an absolute path") from error
-
-
-@contextmanager
-def writing(path: Path, way_out: str) -> Iterator[None]:
-    """Say of a file that the system refuses to write why, and what the user can do instead (`way_out`).
-
-    Raises:
-        StorageError: For every OSError within, and for a path that none can be, of a NUL or half a character.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as why:
-        raise StorageError(f"{path} cannot be written ({getattr(why, 'strerror', None) or why}): {way_out}") from why
-
-
-def regular_file(path: Path, *, way_out: str) -> Path:
-    """The place of a file that may be written: what symbolic links lead to, and nothing yet or a regular file.
-
-    Raises:
-        StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy, or
-            the file that standard output or standard error goes to; or no file can have this name.
-    """
-    with writing(path, way_out), suppress(FileNotFoundError):
-        real = Path(os.path.realpath(path))
-        there = real.lstat()
-        if not stat.S_ISREG(there.st_mode):
-            raise StorageError(f"{path} is not a regular file, and stays as it is: {way_out}")
-        for number, stream in ((1, "standard output"), (2, "standard error")):
-            with suppress(OSError):  # a closed stream goes nowhere
-                if os.path.samestat(there, os.fstat(number)):
-                    raise StorageError(f"{path} is where {stream} goes: {way_out}")
-    return real
-
-
-def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *, way_out: str) -> None:
-    """Write a regular file, text as UTF-8, so that a reader sees the old one or the whole new one, never a part.
-
-    Symbolic links stay, and what they lead to is written. What is not text comes in pieces.
-
-    Raises:
-        StorageError: The disk is full or the place cannot be written, with the `way_out`; what was there is then
-            untouched.
-    """
-    real = regular_file(path, way_out=way_out)
-    with writing(path, way_out):
-        # In the same directory, because a rename is atomic only within one file system; a name has 255 bytes at most.
-        prefix = f".{real.name[:_MOST_OF_NAME]}-"
-        descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=prefix, suffix=".part")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.writelines([content.encode()] if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, real)
-        except BaseException:
-            os.unlink(partial)
-            raise
-
-
-def delete_leftovers(real: Path) -> None:
-    """Delete what processes that were killed in `write_atomically` have left of a file that nobody is writing now, as
-    far as the system lets us. Those of a long name stay: they may be another file's."""
-    ours = re.compile(rf"\.{re.escape(real.name)}-[a-z0-9_]{{8}}\.part")  # as tempfile names them
-    with suppress(OSError):
-        for entry in os.scandir(real.parent):
-            if len(real.name) < _MOST_OF_NAME and ours.fullmatch(entry.name):
-                os.unlink(entry)
-
-
-def require(fine: bool, message: str) -> None:
-    """Raise `OptionError` with this message unless all is `fine`."""
-    if not fine:
-        raise OptionError(message)
-
-
-def require_type(name: str, value: object, hint: Any) -> None:
-    """Raise `OptionError` unless a value is of an annotated type."""
-    if not is_of_type(value, hint):
-        wanted = str(hint).replace("collections.abc.", "") if get_args(hint) else hint.__name__
-        raise OptionError(f"{name} must be of type {wanted}, not {reprlib.repr(value)}")
-
-
-_NUMBERS = {int: Integral, float: Real}  # numpy's as well
-# Every choice of a token that has noise of its own has parameters of its own.
-_types_of: Callable[[type], Mapping[str, Any]] = cache(get_type_hints)
-
-
-def is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; True is no number, and a text is no sequence."""
-    parts = get_args(hint)
-    if isinstance(hint, UnionType):
-        return any(is_of_type(value, one) for one in parts)
-    if get_origin(hint) is Mapping:
-        if not isinstance(value, Mapping):
-            return False
-        return all(is_of_type(key, parts[0]) and is_of_type(item, parts[1]) for key, item in value.items())
-    if parts:
-        listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        return listed and all(is_of_type(item, parts[0]) for item in value)
-    if hint is Any or isinstance(value, bool):
-        return hint in (Any, bool)
-    return isinstance(value, _NUMBERS.get(hint, hint))
-
-
-def require_types(options: object) -> None:
-    """Raise `OptionError` unless every field of a dataclass is of its annotated type."""
-    for name, hint in _types_of(type(options)).items():
-        require_type(name, getattr(options, name), hint)
-
-
-def count_or_auto(name: str, value: Any, *, least: int = 0) -> int | None:
-    """A number, which may be typed; None for `auto`. Raises `OptionError` for anything else."""
-    try:
-        count = None if value == "auto" else int(str(value))  # neither 1.5 nor True
-    except ValueError:
-        count = -1
-    require(count is None or count >= least, f"{name} must be auto or a count of at least {least}, not {value!r}")
-    return count
-
-
-def require_unicode(name: str, text: str) -> None:
-    """Raise `OptionError` for a byte of a command line that is not UTF-8, or half of a pair in JSON."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        what = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
-        raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
+# With the newest known token and those whose keys are written anew, a step of the retrieval verifier has 32 rows.
+MOST_GAMMA_DRAFT = 24
 
 
 def card_names(device: str) -> tuple[str, ...]:
@@ -246,12 +37,6 @@ def card_names(device: str) -> tuple[str, ...]:
     require(alone, f"device {device!r} has auto among others: name every card, or auto alone")
     require(len(kinds) == 1, f"device {device!r} mixes {' and '.join(sorted(kinds))}: name cards of one kind")
     return names
-
-
-def require_positive(name: str, value: int | None, *, least: int = 1) -> None:
-    """Raise `OptionError` unless `value` is at least `least` and no more than a machine counts to, or left open."""
-    require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
-    require(value is None or value < 1 << 63, f"{name} must be less than 2**63")
 
 
 @dataclass(frozen=True)
@@ -323,51 +108,40 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), layer_windows=windows, layer_rope=rope)
 
 
-SPECULATION_MODES = ("auto", "none", "chain", "triforce")
-ENCODE = ("none", "auto", "always")
-WEIGHTS = ("auto", "stored", "decoded")
-DRAFT_CACHES = ("auto", "full", "retrieval", "streaming")
-# With the newest known token and those whose keys are written anew, a step of the retrieval verifier has 32 rows.
-MOST_GAMMA_DRAFT = 24
-
-
+@documented()
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """How tokens are proposed. None of it changes the output.
+    """How tokens are proposed, none of which changes the output.
 
-    `mode`: `chain` proposes from the draft, `triforce` puts the target over retrieved chunks between draft and target,
-    `auto`, with a draft model, takes the one that is predicted to be faster. `draft_cache`: the draft's own cache,
-    `full`, `retrieval` (all of it, of which steps read chunks of their choice) or `streaming` (`sink_tokens` first and
-    `recent_tokens` newest tokens); `auto` takes the last or, where the draft's positions allow it, `full` up to 8192
-    tokens and `retrieval` beyond them, by what is predicted as well. Of the retrieval verifier: `budget_tokens` per
-    layer and KV head in chunks of `chunk_size`, chosen every `refresh_steps` of its steps (None: at each where the
-    target's keys are in host memory, so that passes take long, else at every fourth); the draft proposes `gamma_draft`
-    tokens to each step, as a tree. A draft that retrieves does so with the same `budget_tokens` and
-    `chunk_size`.
+    The retrieval verifier of TriForce is the target over `budget_tokens` of each layer and KV head, in chunks of
+    `chunk_size`. A draft that retrieves does so with the same two.
     """
 
-    mode: str = "auto"
-    draft_cache: str = "auto"
-    sink_tokens: int = 16
-    recent_tokens: int = 512
-    chunk_size: int = 4
-    budget_tokens: int = 4096
-    gamma_draft: int = 24
-    refresh_steps: int | None = None
+    mode: SpeculationMode = option(
+        "auto", "none: nothing proposes. chain: the draft proposes. triforce: between draft and target the target "
+        "checks over retrieved tokens. auto: what is predicted to be faster.", SPECULATION, flag="--speculation",
+        metavar="MODE",
+    )  # fmt: skip
+    draft_cache: DraftCache = option(
+        "auto", "full: all tokens. retrieval: of all tokens those that its queries choose. streaming: first and newest "
+        "tokens only. auto: what is predicted to be faster, of the last and one that suits the context.", SPECULATION,
+        metavar="HOW",
+    )  # fmt: skip
+    sink_tokens: int = option(16, "First tokens a streaming cache keeps.", SPECULATION, least=1, most=256, auto=True)
+    recent_tokens: int = option(512, "Newest tokens a streaming cache keeps.", SPECULATION, least=2, auto=True)
+    chunk_size: int = option(4, "Tokens that are retrieved together.", SPECULATION, least=2, auto=True)
+    budget_tokens: int = option(4096, "Tokens retrieved per KV head.", SPECULATION, least=1, auto=True)
+    gamma_draft: int = option(
+        MOST_GAMMA_DRAFT, "Tokens the draft proposes to a step of TriForce, as a tree.", SPECULATION, least=1,
+        most=MOST_GAMMA_DRAFT, auto=True,
+    )  # fmt: skip
+    refresh_steps: int | None = option(
+        None, "Steps of TriForce from retrieval to retrieval. auto: 1 with --kv host, else 4.", SPECULATION, least=1,
+        auto=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        require_types(self)
-        choices = ("speculation", self.mode, SPECULATION_MODES), ("draft_cache", self.draft_cache, DRAFT_CACHES)
-        for name, value, allowed in choices:
-            require(value in allowed, f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}")
-        for name in ("sink_tokens", "recent_tokens", "budget_tokens", "gamma_draft"):
-            require_positive(name, getattr(self, name))
-        if self.refresh_steps is not None:
-            require_positive("refresh_steps", self.refresh_steps)
-        most = MOST_GAMMA_DRAFT
-        require(self.gamma_draft <= most, f"gamma_draft must be at most {most}, not {self.gamma_draft}")
-        require(self.sink_tokens <= 256, f"sink_tokens must be at most 256, not {self.sink_tokens}")
-        require(self.recent_tokens >= 2, f"recent_tokens must be at least 2, not {self.recent_tokens}")
+        validate(self)
         chunks_of_budget(self.budget_tokens, self.chunk_size)
 
     def steps_between_choices(self, *, on_host: bool) -> int:
@@ -413,44 +187,85 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
     return budget_tokens // chunk_size
 
 
+@documented()
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """What a runtime is loaded with: the keywords of `Runtime.load`, made by it, the command line and the tools alike.
+    """What a runtime is loaded with: the options of `Runtime.load`, the command line and the tools.
 
-    `target` and `draft` are names or opened checkpoints (the draft `auto`: what is found, or n-grams); `emulate` and
-    `profile` name machines or are their profiles.
-    `device` names the cards that the target's layers are dealt out to, with commas between them; one that is named
-    twice is two logical cards. Limits are in bytes, and None allows what there is; `vram_bytes` are of each card, or
-    one figure for each. `resident_layers` None keeps as many as fit, `context` None
-    is what suits the model and the place of its KV cache, and `max_batch` None as many sequences as fit without
-    streaming more than one does. `gamma` is what a pass proposes where nothing else is asked
-    for (None chooses) and `max_gamma` the longest chain to make room for. `tree_nodes` None leaves trees to the
-    runtime, 0 makes no room for any. `encode` says whether matrices of the target that would be in bf16 are kept in 12
-    bits, without loss: `none`, all of them (`always`), or where that is predicted to be faster or to fit (`auto`).
-    `allow_special_tokens` makes control tokens of what spells them in chat messages.
+    `target` and `draft` may be opened checkpoints, `emulate` and `profile` profiles of machines. A card that `device`
+    names twice is two logical cards. Limits of memory are in bytes, or texts such as `24GB`; None allows what there
+    is.
     """
 
-    target: Any
-    draft: Any = "ngram"
-    device: str = "auto"
-    dtype: str = "auto"
-    vram_bytes: int | tuple[int, ...] | None = None
-    ram_bytes: int | None = None
-    pinned_bytes: int | None = None
-    resident_layers: int | None = None
-    context: int | None = None
-    kv: str = "auto"
-    weights: str = "auto"
-    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
-    max_batch: int | None = 1
-    max_gamma: int = 63
-    gamma: int | None = None
-    tree_nodes: int | None = None
-    emulate: Any = None
-    profile: Any = None
-    trace: Path | None = None
-    allow_special_tokens: bool = False
-    encode: str = "none"
+    target: Any = option(MISSING, "Directory, GGUF file or id on the hub.", MODEL, metavar="MODEL")
+    draft: Any = option(
+        "auto", "What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output. "
+        "auto: a small model of the same family beside the target or in the hub's cache, where that is predicted to be "
+        "faster, else n-grams.", MODEL, metavar="MODEL|auto|ngram|none",
+    )  # fmt: skip
+    _: KW_ONLY
+    context: int | None = option(
+        None, "Tokens of context to reserve, such as 8192 or 128K. auto: the model's maximum, at most 8192 with the KV "
+        "cache on the GPU.", MODEL, least=1, auto=True, metavar="TOKENS|auto",
+    )  # fmt: skip
+    kv: KVPlace = option(
+        "auto", "Where the KV cache lives: on the GPU, or paged from host memory; auto: what is predicted faster.",
+        MODEL,
+    )  # fmt: skip
+    weights: WeightStorage = option(
+        "auto", "Matrices of quantised files: as stored, decoded before every product, or decoded as they are loaded; "
+        "auto: what is predicted to be faster.", MODEL,
+    )  # fmt: skip
+    allow_special_tokens: bool = option(False, "Messages may spell control tokens.", MODEL)
+    speculation: SpeculationOptions = option(SpeculationOptions(), "How tokens are proposed.", flag=None)
+    tree_nodes: int | None = option(
+        None, "Tokens to propose per pass in all, as a tree, no more of them in a row than --gamma N says. 0: chains "
+        "only. auto chooses; beside --gamma N it stands for chains.", SPECULATION, least=0, auto=True,
+    )  # fmt: skip
+    gamma: int | None = option(
+        None, "Tokens to propose per pass, in a row; auto chooses who proposes and how much.", SPECULATION, least=1,
+        auto=True,
+    )  # fmt: skip
+    max_gamma: int = option(
+        63, "Longest chain that there is room for, and largest gamma that may be asked for.", least=1, flag=None
+    )
+    max_batch: int | None = option(
+        1, "Requests that are answered at once; auto: as many, up to 16, as fit without streaming more than one does.",
+        least=1, auto=True, flag=None,
+    )  # fmt: skip
+    device: str = option(
+        "auto", "Where the target runs: auto, cuda, cuda:1 or cpu; or several cards that its layers are dealt out to: "
+        "cuda:0,cuda:1.", MACHINE, flag="--device --devices", metavar="DEVICE[,DEVICE]",
+    )  # fmt: skip
+    dtype: Dtype = option("auto", "What is computed in; auto: the checkpoint's own on a GPU, fp32 on a CPU.", MACHINE)
+    encode: Encode = option(
+        "none", "Keep bf16 weights of the target in 12 bits, which changes no bit of them. auto: where that is "
+        "predicted to be faster, or to fit.", MACHINE, metavar="HOW",
+    )  # fmt: skip
+    vram: int | tuple[int, ...] | None = option(
+        None, "Most GPU memory to use, such as 24GB or 20GiB: of each card, or one after the other: 22GB,24GB.",
+        MACHINE, size=True, metavar="SIZE[,SIZE]",
+    )  # fmt: skip
+    ram: int | None = option(
+        None, "Most host memory to use; by itself, what there is.", MACHINE, size=True, metavar="SIZE"
+    )
+    pinned: int | None = option(
+        None, "Most of it to page-lock; weights and KV beyond it are staged: slower. By itself, what the system gives.",
+        MACHINE, size=True, metavar="SIZE",
+    )  # fmt: skip
+    resident_layers: int | None = option(
+        None, "Layers that stay on the device; others are streamed every pass.", MACHINE, least=0, auto=True
+    )
+    emulate: Any = option(
+        None, "Play a smaller card, such as rtx4090: its memory and link are limits.", MACHINE, metavar="NAME|FILE"
+    )
+    profile: Any = option(
+        None, "Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one.",
+        MACHINE, metavar="NAME|FILE",
+    )  # fmt: skip
+    trace: Path | None = option(
+        None, "Write when what ran, for ui.perfetto.dev and tools/timeline.py.", OUTPUT, metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         wanted = {
@@ -462,22 +277,13 @@ class RuntimeConfig:
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
             is_model = isinstance(value, str | Path) or hasattr(value, "config")
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
-        require_types(self)
-        require(self.kv in ("auto", "gpu", "host"), f"kv must be auto, gpu or host, not {self.kv!r}")
-        require(self.weights in WEIGHTS, f"weights must be auto, stored or decoded, not {self.weights!r}")
-        require(self.encode in ENCODE, f"encode must be {', '.join(ENCODE[:-1])} or {ENCODE[-1]}, not {self.encode!r}")
-        for name in ("max_batch", "max_gamma", "gamma"):
-            require_positive(name, getattr(self, name))
-        for name in ("context", "tree_nodes"):
-            require_positive(name, getattr(self, name), least=0)
+        validate(self)
         self._check_devices()
         self._check_proposals()
 
     def _check_devices(self) -> None:
         """Refuse names that are none, cards of different kinds, and limits of more or fewer cards than there are."""
         names = self.devices
-        if isinstance(self.vram_bytes, list | tuple):
-            object.__setattr__(self, "vram_bytes", tuple(self.vram_bytes))
         if self.device != "auto" and self.emulate is None:  # a machine that is played has its own number of cards
             self.vram_of_cards(len(names))
 
@@ -510,7 +316,7 @@ class RuntimeConfig:
 
     def vram_of_cards(self, num_cards: int) -> tuple[int | None, ...]:
         """What is allowed of each of `num_cards` cards. Raises `OptionError` for as many figures as there are not."""
-        limits = self.vram_bytes
+        limits = self.vram
         if not isinstance(limits, tuple):
             return (limits,) * num_cards
         sizes, cards = f"size{'s' * (len(limits) != 1)}", f"{'is' if num_cards == 1 else 'are'} {num_cards} card"
@@ -528,3 +334,28 @@ class RuntimeConfig:
     def finds_draft(self) -> bool:
         """Whether a small model may draft that nobody has named."""
         return isinstance(self.draft, str) and self.draft == "auto" and self.speculation.mode in ("auto", "chain")
+
+
+class RuntimeOptions(TypedDict, total=False):
+    """The options of a runtime by name, for type checkers; they are the fields of `RuntimeConfig`."""
+
+    draft: Any
+    context: int | str | None
+    kv: KVPlace
+    weights: WeightStorage
+    allow_special_tokens: bool
+    speculation: SpeculationOptions
+    tree_nodes: int | str | None
+    gamma: int | str | None
+    max_gamma: int
+    max_batch: int | str | None
+    device: str
+    dtype: Dtype
+    encode: Encode
+    vram: str | int | Sequence[str | int] | None
+    ram: str | int | None
+    pinned: str | int | None
+    resident_layers: int | str | None
+    emulate: Any
+    profile: Any
+    trace: str | Path | None

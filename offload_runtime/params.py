@@ -6,13 +6,22 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar, cast
 
-from offload_runtime.config import is_of_type, require, require_positive, require_type, require_types, require_unicode
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import OptionError, require
+from offload_runtime.options import (
+    SAMPLING,
+    SPECULATION,
+    documented,
+    is_of_type,
+    option,
+    require_type,
+    require_unicode,
+    validate,
+)
 
 # Tokens of a request whose logits may be moved by a bias.
 MOST_BIASED = 1024
@@ -29,63 +38,68 @@ _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 _KEYED_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
+@documented()
 @dataclass(frozen=True)
 class SamplingParams:
     """How a token is chosen from logits: a pure function of (logits, the sequence's own tokens, seed, noise_id,
     position).
 
-    What is done to logits, in vLLM's order: `logit_bias` is added to the tokens that it names (-100 bans one, 100 wants
-    no other). `repetition_penalty` divides positive logits of tokens that occur in prompt or answer, and multiplies
-    negative ones (CTRL, arXiv 1909.05858, section 4.1; 1 is off). `frequency_penalty` is subtracted from a token's
-    logit as often as it occurs in the answer so far, `presence_penalty` once if it occurs there at all (0 is off). Then
-    comes the temperature, then the filters.
+    Logits are worked on in vLLM's order: bias, repetition (CTRL, arXiv 1909.05858, section 4.1), frequency, presence,
+    temperature, then the filters `top_k`, `top_p` and `min_p`, which never exclude the most likely token. What leaves a
+    schema or a grammar is excluded before the filters. Requests with the same seed and different `noise_id`s draw
+    independent noise.
 
-    `temperature` 0 is greedy, whatever the filters: they never exclude the most likely token. So is one below 0.001,
-    which logits cannot be divided by, and `top_p` 0: the temperature is 0 then. `top_k` 0, `top_p` 1 and
-    `min_p` 0 switch the filters off; they apply in this order after the temperature, as in transformers. Requests with
-    the same seed and different `noise_id`s draw independent noise.
-
-    `logit_bias` may be given as a mapping, and is a tuple of (token id, bias) in ascending order then.
-
-    The whole answer is JSON that `json_schema` allows, given as its text or its value and a text then, or whatever
-    `grammar` does, in llguidance's variant of Lark. Tokens that would leave it are excluded before the filters.
+    `logit_bias` may be given as a mapping, and is a tuple of (token id, bias) in ascending order then; `json_schema`
+    may be an object, and is its text then. The temperature is 0 where it was below 0.001 or `top_p` was 0.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    noise_id: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | Sequence[Sequence[float]] = ()
-    json_schema: Mapping[str, Any] | str | None = None
-    grammar: str | None = None
+    temperature: float = option(
+        0.0, "How freely tokens are drawn.", SAMPLING, least=0, below=math.inf, note="0 is greedy", metavar="T",
+        http=True,
+    )  # fmt: skip
+    top_k: int = option(0, "Keep the K likeliest tokens.", SAMPLING, least=0, note="0 is off", metavar="K", http=True)
+    top_p: float = option(
+        1.0, "Keep the likeliest tokens that hold P.", SAMPLING, least=0, most=1, note="1 is off", metavar="P",
+        http=True,
+    )  # fmt: skip
+    min_p: float = option(
+        0.0, "Drop tokens below P times the likeliest.", SAMPLING, least=0, most=1, note="0 is off", metavar="P",
+        http=True,
+    )  # fmt: skip
+    seed: int = option(0, "The same seed gives the same tokens.", SAMPLING, least=0, below=1 << 64, metavar="N")
+    noise_id: int = option(0, "One answer of several to the same seed.", least=0, below=1 << 32, flag=None)
+    presence_penalty: float = option(
+        0.0, "Take X from tokens that the answer has.", SAMPLING, least=-2, most=2, note="0 is off", metavar="X",
+        http=True,
+    )  # fmt: skip
+    frequency_penalty: float = option(
+        0.0, "Take X for each time that the answer has a token.", SAMPLING, least=-2, most=2, note="0 is off",
+        metavar="X", http=True,
+    )  # fmt: skip
+    repetition_penalty: float = option(
+        1.0, "Divide positive logits of tokens that prompt or answer have, and multiply negative ones.", SAMPLING,
+        least=0.1, most=10, note="1 is off", metavar="R", http=True,
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] | Sequence[Sequence[float]] = option(
+        (), "Add -100 (ban it) to 100 to a token's logit; may be repeated.", SAMPLING, metavar="ID=BIAS", repeated=True
+    )
+    json_schema: Mapping[str, Any] | str | None = option(
+        None, "The answer is JSON that this schema allows.", SAMPLING, metavar="FILE"
+    )
+    grammar: str | None = option(
+        None, "The answer is what this grammar allows, in llguidance's variant of Lark.", flag=None
+    )
 
     def __post_init__(self) -> None:
-        require_types(self)
+        validate(self)
         object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         once = None in (self.json_schema, self.grammar)
         require(once, "json_schema and grammar both say what an answer is: drop one of them")
         if self.grammar is not None:
             _require_short("grammar", self.grammar)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        temperature = self.temperature
-        require(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, not {temperature}")
-        require(self.top_k >= 0, f"top_k must be 0 (off) or positive, not {self.top_k}")
-        require(0 <= self.top_p <= 1, f"top_p must be in [0, 1], not {self.top_p}")
-        if temperature < _LEAST_TEMPERATURE or self.top_p == 0:
+        if self.temperature < _LEAST_TEMPERATURE or self.top_p == 0:
             object.__setattr__(self, "temperature", 0.0)
-        require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
-        require(0 <= self.seed < 1 << 64, f"seed must be in [0, 2**64), not {self.seed}")
-        require(0 <= self.noise_id < 1 << 32, f"noise_id must be in [0, 2**32), not {self.noise_id}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            require(-2 <= penalty <= 2, f"{name} must be in [-2, 2], not {penalty}")
-        penalty = self.repetition_penalty
-        require(0.1 <= penalty <= 10, f"repetition_penalty must be in [0.1, 10] (1 is off), not {penalty}")
 
     @property
     def greedy(self) -> bool:
@@ -200,39 +214,50 @@ def _require_short(name: str, text: str) -> None:
     require(fine, f"{name} has {len(text)} characters: at most {MOST_GRAMMAR_CHARACTERS} are taken")
 
 
+@documented()
 @dataclass(frozen=True)
 class GenerationParams:
     """What one answer is asked for, in the words of `Runtime.stream`.
 
-    `stop` may be given as a string or any sequence of them, and is a tuple then. `stop_token_ids` end the answer as the
-    model's own end tokens do, and all of these may not come before the answer has `min_tokens`; nor does a stop string
-    end it before. `gamma` tokens are proposed in a row
-    and `tree_nodes` in all, which 0 limits to chains; what is None is chosen. With `logprobs`, the log-probability of
-    every token is told, and so many of the likeliest ones (0 to 20) beside it: of the model's own distribution, before
-    bias, penalties, temperature and filters. `prompt_logprobs` is the same of the prompt, all of which is read then.
+    `stop` may be given as a string or any sequence of them, and is a tuple then. Nothing ends the answer before it has
+    `min_tokens`: no end token of the model, no stop token and no stop string. Log-probabilities are those of the
+    model's own distribution, before bias, penalties, temperature and filters.
     """
 
-    max_new_tokens: int = 256
-    stop: str | Sequence[str] = ()
-    gamma: int | None = None
-    ignore_eos: bool = False
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    tree_nodes: int | None = None
-    logprobs: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = None
+    max_new_tokens: int = option(256, "Longest answer, in tokens.", SAMPLING, least=1, metavar="N")
+    stop: str | Sequence[str] = option(
+        (), "End at this text; may be repeated.", SAMPLING, metavar="TEXT", repeated=True
+    )
+    gamma: int | None = option(
+        None, "Most tokens to propose per pass in a row. None chooses, by what was measured so far.", SPECULATION,
+        least=1, auto=True,
+    )  # fmt: skip
+    ignore_eos: bool = option(False, "Go on past the end-of-text token.", SAMPLING, http=True)
+    sampling: SamplingParams = SamplingParams()
+    tree_nodes: int | None = option(
+        None, "Most tokens to propose per pass in all, branches included; 0 for chains only. None chooses, unless "
+        "gamma is given, which then stands for chains.", least=0, flag=None,
+    )  # fmt: skip
+    logprobs: int | None = option(
+        None, "With --json tell every token's log-probability, and the N likeliest.", SAMPLING, least=0,
+        most=MOST_LOGPROBS, metavar="N",
+    )  # fmt: skip
+    min_tokens: int = option(
+        0, "Shortest answer, in tokens: nothing ends it before.", SAMPLING, least=0, metavar="N", http=True
+    )
+    stop_token_ids: Sequence[int] = option(
+        (), "End at this token, whatever --ignore-eos says; may be repeated.", SAMPLING, metavar="ID", repeated=True
+    )
+    prompt_logprobs: int | None = option(
+        None, "The same as logprobs of the prompt, all of which is read then.", least=0, most=MOST_LOGPROBS, flag=None
+    )
 
     def __post_init__(self) -> None:
-        require_types(self)
+        validate(self)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         # A lone string is not to be taken for a sequence of characters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        require_positive("max_new_tokens", self.max_new_tokens)
-        require_positive("gamma", self.gamma)
-        require_positive("tree_nodes", self.tree_nodes, least=0)
         require(all(self.stop), "an empty stop string would end every answer at once")
-        require_positive("min_tokens", self.min_tokens, least=0)
         most, fine = self.max_new_tokens, self.min_tokens <= self.max_new_tokens
         require(fine, f"min_tokens {self.min_tokens} is more than the {most} that are allowed (max_new_tokens)")
         ends = self.sampling.has_grammar and self.min_tokens > 0
@@ -242,49 +267,23 @@ class GenerationParams:
         require(all(0 <= token < 1 << 31 for token in self.stop_token_ids), "stop_token_ids has one below 0")
         endless = self.ignore_eos and self.sampling.has_grammar
         require(not endless, "ignore_eos does nothing where a json_schema or grammar says when an answer ends: drop it")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            fine = value is None or 0 <= value <= MOST_LOGPROBS
-            require(fine, f"{name} must be in [0, {MOST_LOGPROBS}], not {value}")
+
+    def changed(self, **options: Any) -> GenerationParams:
+        """The same with some options changed, those of `sampling` too. Raises `OptionError`."""
+        sampling = {name: options.pop(name) for name in SamplingParams.__dataclass_fields__ if name in options}
+        return replace(self, **options, sampling=replace(self.sampling, **sampling))
+
+    def value(self, name: str) -> Any:
+        """The value of an option, which may be one of `sampling`."""
+        return getattr(self if hasattr(self, name) else self.sampling, name)
 
 
 OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationParams])
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The options of an answer by name, as `Runtime.stream` and its like take them; what is left out is as in
-    `GenerationParams` and `SamplingParams`, whose fields they are.
-
-    Attributes:
-        max_new_tokens: Tokens to generate unless the model ends earlier.
-        temperature: 0 is greedy, and so is anything below 0.001.
-        top_k: Only the k most likely tokens; 0 is off.
-        top_p: Only the most likely tokens that hold this probability together; 1 is off, 0 is greedy.
-        min_p: Only tokens at least this likely relative to the most likely one; 0 is off.
-        seed: Of the sampling noise.
-        noise_id: Of the sampling noise as well: one answer of several to the same seed, in [0, 2**32).
-        stop: A string, or several, that end the text.
-        gamma: Most tokens proposed per pass in a row; None chooses round by round, by what was measured so far.
-        tree_nodes: Most tokens proposed per pass in all, branches included; 0 for chains only. None chooses, unless
-            `gamma` is given, which then stands for chains, or the runtime was loaded for a number.
-        ignore_eos: Go on after the end-of-sequence token.
-        min_tokens: The answer has so many tokens before what ends it may come: the end-of-sequence token, one of
-            `stop_token_ids` or a stop string.
-        stop_token_ids: Tokens that end the answer as well, whatever `ignore_eos` says; their text is not part of it.
-        presence_penalty: Subtracted from the logit of every token that the answer has already, -2 to 2; 0 is off.
-        frequency_penalty: The same as often as the answer has it.
-        repetition_penalty: Divides positive logits of tokens that prompt or answer have already, and multiplies
-            negative ones, 0.1 to 10; 1 is off.
-        logit_bias: By token id what is added to its logit, -100 (ban it) to 100; comes before the penalties, and all of
-            them before the temperature.
-        logprobs: 0 to 20: the result has every token's log-probability by the model's own distribution, before all of
-            these options, and so many of the likeliest tokens beside it (`TokenLogprobs`).
-        prompt_logprobs: The same of the prompt's tokens behind the first. The whole prompt is read for it, a window
-            after the other.
-        json_schema: The answer is JSON that this schema allows, an object or its text, unless `max_new_tokens` cuts it;
-            `{"type": "object"}` is any object. Needs the extra `[schemas]`.
-        grammar: The same by a grammar in llguidance's variant of Lark.
-    """
+    """The options of an answer by name, as `Runtime.stream` and its like take them; they are the fields of
+    `GenerationParams` and `SamplingParams`, which say what each is."""
 
     max_new_tokens: int
     temperature: float
@@ -309,6 +308,9 @@ class GenerationOptions(TypedDict, total=False):
     grammar: str | None
 
 
+documented(GenerationParams, SamplingParams)(GenerationOptions)
+
+
 def params_once(
     by_name: GenerationOptions, params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens,
     kind: Any = GenerationParams | None,
@@ -328,8 +330,7 @@ def params_once(
     if unknown := sorted(given.keys() - GenerationOptions.__annotations__.keys()):
         names = ", ".join(GenerationOptions.__annotations__)
         raise TypeError(f"{unknown[0]!r} is no option of an answer: there are {names}")
-    sampling = {one.name: given.pop(one.name) for one in fields(SamplingParams) if one.name in given}
-    return GenerationParams(**given, sampling=SamplingParams(**sampling))
+    return GenerationParams().changed(**given)
 
 
 def params_of_each(

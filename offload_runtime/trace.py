@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload_runtime.config import regular_file, write_atomically, writing
+from offload_runtime.files import regular_file, write_atomically, writing
 
 TRACE_VERSION = 1
 PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (

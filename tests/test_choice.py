@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.plan import MachineFigures, RunPlan, forecast, machine_figures, plan_run
+from offload_runtime.sizes import GB
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
@@ -36,7 +37,7 @@ def test_more_vram_never_predicts_slower(
         request = replace(request, draft="ngram", speculation=options)
     else:
         request = replace(request, speculation=SpeculationOptions(mode, draft_cache))
-    request = replace(request, vram_bytes=None)
+    request = replace(request, vram=None)
     less = plan_or_none(request, machine)
     if less is None:
         return
@@ -68,7 +69,7 @@ def asked_for(target: str, draft: str, context: int, **changes: Any) -> RuntimeC
 @pytest.mark.parametrize("vram_bytes", [12 * GB, 26 * GB, 60 * GB])
 @pytest.mark.parametrize(("target", "draft", "context"), PAIRS)
 def test_auto_is_the_fastest_of_what_could_be_asked_for(target: str, draft: str, context: int, vram_bytes: int) -> None:
-    request = asked_for(target, draft, context, vram_bytes=vram_bytes)
+    request = asked_for(target, draft, context, vram=vram_bytes)
     speeds = {}
     for mode in ("chain", "triforce"):
         for cache in ("retrieval", "streaming"):

@@ -258,9 +258,10 @@ def test_sampling_is_set_as_the_command_line_has_it(runtime: FakeRuntime) -> Non
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("temperature hot", "temperature 'hot': "), ("temperature", "temperature '': "), ("top-p 3", "top_p must be"),
-        ("max-new-tokens 0", "max-new-tokens '0': "), ("ignore-eos maybe", "ignore-eos is on or off, not 'maybe'"),
-        ("target other", "target is not an option of sampling: there are max-new-tokens, temperature"),
+        ("temperature hot", "temperature must be a number, not 'hot'"), ("top-p 3", "top-p must be in [0, 1]"),
+        ("temperature", "temperature must be a number, not ''"), ("max-new-tokens 0", "must be at least 1, not 0"),
+        ("ignore-eos maybe", "ignore-eos is on or off, not 'maybe'"),
+        ("target other", "target is not an option of sampling: there are max-new-tokens, stop"),
         ("logit-bias 5", "is not a bias: write it like 1234=-100"), ("logprobs 3", "does nothing without --json"),
     ],
 )  # fmt: skip

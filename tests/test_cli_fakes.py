@@ -19,10 +19,11 @@ import typer
 
 from offload_runtime.cli.app import app
 from offload_runtime.cli.options import with_options
-from offload_runtime.config import RuntimeConfig, write_atomically
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats
 from offload_runtime.engine.sessions import read_conversation
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.files import write_atomically
 from offload_runtime.params import GenerationParams
 from offload_runtime.speculation import Acceptance
 

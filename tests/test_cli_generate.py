@@ -70,19 +70,23 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
     arguments += ["--stop", "a b", "--stop", "c", "--logit-bias", "7=-100", "--logit-bias", "5=+2.5"]
+    arguments += ["--stop-token-ids", "5", "--stop-token-ids", "9", "--min-tokens", "2"]
     result = generate(runtime, *arguments, "--ignore-eos", "--prompt", "Hi", "--json", "--logprobs", "3")
     assert result.exit_code == 0, result.stderr
     sampling = SamplingParams(
         0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, presence_penalty=0.5, frequency_penalty=-1.0,
         repetition_penalty=1.2, logit_bias={5: 2.5, 7: -100.0},
     )  # fmt: skip
-    params = GenerationParams(11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling, logprobs=3)
+    params = GenerationParams(
+        11, ("a b", "c"), gamma=90, ignore_eos=True, sampling=sampling, logprobs=3, min_tokens=2, stop_token_ids=(5, 9)
+    )
     assert (runtime.requests, runtime.speculated) == ([("Hi", params)], [True])
     assert runtime.loads == [
         RuntimeConfig(
-            "some/model", "some/draft", "cuda", "bf16", 24_000_000_000, 60_000_000_000, 30_000_000_000, 2, 64, "host",
-            "stored", SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2), max_gamma=90, gamma=90,
-            encode="auto", tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
+            "some/model", "some/draft", device="cuda", dtype="bf16", vram=24_000_000_000, ram=60_000_000_000,
+            pinned=30_000_000_000, resident_layers=2, context=64, kv="host", weights="stored", max_gamma=90, gamma=90,
+            speculation=SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2), encode="auto",
+            tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
         )
     ]  # fmt: skip
 
@@ -125,13 +129,13 @@ def test_an_answer_that_runs_out_of_memory_shows_what_there_is(runtime: FakeRunt
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--presence-penalty", "2.5"], "presence_penalty must be in [-2, 2], not 2.5"),
-        (["--frequency-penalty", "-3"], "frequency_penalty must be in [-2, 2], not -3.0"),
-        (["--repetition-penalty", "0"], "repetition_penalty must be in [0.1, 10] (1 is off), not 0.0"),
+        (["--presence-penalty", "2.5"], "--presence-penalty must be in [-2, 2] (0 is off), not 2.5"),
+        (["--frequency-penalty", "-3"], "--frequency-penalty must be in [-2, 2] (0 is off), not -3.0"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be in [0.1, 10] (1 is off), not 0.0"),
         (["--logit-bias", "hello=3"], "--logit-bias 'hello=3' is not a bias: write it like 1234=-100"),
         (["--logit-bias", "5=101"], "logit_bias of token 5 must be in [-100, 100], not 101.0"),
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], "logit_bias names a token twice"),
-        (["--logprobs", "21", "--json"], "logprobs must be in [0, 20], not 21"),
+        (["--logprobs", "21", "--json"], "--logprobs must be in [0, 20], not 21"),
         (["--logprobs", "3"], "--logprobs 3 does nothing without --json, which prints them: add it, or drop it"),
     ],
 )
@@ -186,14 +190,19 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
         ("--prompt-file {tmp}/absent", "No such file"),
         ("--prompt-file {tmp}", "directory"),
         ("--prompt-file {tmp}/latin1", "not UTF-8 text: byte 0xe9 at offset 1"),
-        ("--prompt a --top-p 2", "top_p must be"),
-        ("--prompt a --temperature inf", "temperature must be"),
+        ("--prompt a --chat --template-option a=1 --template-option a=2", "--template-option gives a twice"),
+        ("--prompt a --top-p 2", "--top-p must be"),
+        ("--prompt a --temperature inf", "--temperature must be"),
         ("--prompt a --gamma 3 --draft none", "--draft none"),
         ("--prompt a --gamma 3 --speculation none", "--speculation none"),
         ("--prompt a --context many", "--context must be auto or a count of at least 1, not 'many'"),
         ("--prompt a --context 0", "--context must be auto or a count of at least 1, not '0'"),
         ("--prompt a --resident-layers -1", "--resident-layers must be auto or a count of at least 0"),
-        ("--prompt a --vram much", "not a size"),
+        ("--prompt a --vram much", "--vram 'much' is not a size"),
+        ("--prompt a --vram 24", "--vram '24' is 24 bytes: write 24GB, or 24B if that is meant"),
+        ("--prompt a --pinned 0GB", "--pinned must be positive"),
+        ("--prompt a --context 1.5", "--context must be auto or a count of at least 1, not '1.5'"),
+        ("--prompt a --top-k few", "--top-k must be a whole number, not 'few'"),
         ("--prompt a --target=", "--target is empty"),
     ],
 )

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.config import parse_bytes
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
+from offload_runtime.sizes import parse_bytes
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -82,7 +82,7 @@ def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
     ("arguments", "message"),
     [
         (("--profile", "rtx9999"), "rtx9999"),
-        (("--ram", "much"), "'much' is not a size"),
+        (("--ram", "much"), "--ram 'much' is not a size"),
         (("--ram", "1GB"), "--ram of 1.0 GB is too small"),
         (("--ram", "500GB", "--dtype", "fp32", "--context", "131072", "--batch", "4"), "the 68.7 GB of rtx4090: lower"),
         pytest.param(

@@ -116,7 +116,7 @@ def assert_one_line(code: int, out: str, err: str, words: str) -> None:
             ["--target", "{model}", "--kv", "disk"],
             "'disk' is not one of 'auto', 'gpu', 'host'; offload-runtime generate",
         ),
-        (["--target", "{model}", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+        (["--target", "{model}", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
         (["--prompt", "a"], "Missing option '--target'; offload-runtime generate --help lists the options"),
         (["--drafft", "a"], "No such option: --drafft"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime import Runtime
-from offload_runtime.config import (
-    GB,
-    ModelConfig,
-    RuntimeConfig,
-    SpeculationOptions,
-    count_or_auto,
-    format_bytes,
-    parse_bytes,
-    parse_sizes,
-    size_option_down,
-    write_atomically,
-)
+from offload_runtime.config import ModelConfig, RuntimeConfig, RuntimeOptions, SpeculationOptions
 from offload_runtime.errors import CheckpointError, OptionError, StorageError
-from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.files import write_atomically
+from offload_runtime.params import GenerationOptions, GenerationParams, SamplingParams
+from offload_runtime.sizes import GB, format_bytes, parse_bytes, parse_sizes, size_option_down
 
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("24GB", 24 * 10**9), ("512MiB", 512 << 20), ("1.5 gib", 3 << 29), ("100", 100), (" 7 kb ", 7000),
+    [("24GB", 24 * 10**9), ("512MiB", 512 << 20), ("1.5 gib", 3 << 29), ("4096", 4096), (" 7 kb ", 7000),
      ("2TB", 2 * 10**12), ("4.1MB", 4_100_000), ("2.01 GB", 2_010_000_000), ("5B", 5), (12345, 12345),
      ("1.GB", 10**9)],
 )  # fmt: skip
 def test_sizes(text: str | int, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"vram": 24}, "vram 24 is 24 bytes: write 24GB, or 24B if that is meant"),
+     ({"ram": "0.5"}, "ram must be positive"),
+     ({"vram": "22GB,24"}, "vram '24' is 24 bytes"), ({"pinned": "much"}, "pinned 'much' is not a size"),
+     ({"vram": []}, "vram"), ({"ram": True}, "ram")],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_are_surely_not_meant(options: RuntimeOptions, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        Runtime.load("a model", **options)
 
 
 @given(st.integers(1, 10**15))
@@ -71,14 +77,18 @@ def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
         RuntimeConfig("a model", kv="disk")
 
 
-@pytest.mark.parametrize("context", [None, "long", [4096], 1.5, True, "9" * 5000, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "context", ["long", [4096], 1.5, True, "1.5", "128KB", "0", "9" * 5000, float("nan"), float("inf")]
+)
 def test_a_context_is_a_number_or_auto(context: Any) -> None:
-    with pytest.raises(OptionError, match="context must be auto or a count of at least 0, not"):
+    with pytest.raises(OptionError, match="context must be auto or a count of at least 1, not"):
         Runtime.load("a model", context=context)
 
 
 def test_a_context_may_be_typed() -> None:
-    assert [count_or_auto("context", context) for context in ("auto", "4096", 4096)] == [None, 4096, 4096]
+    typed = ("auto", "4096", 4096, "128K", "128k", "1.5K", "1M", None)
+    found = [RuntimeConfig("a model", context=context).context for context in typed]  # type: ignore[arg-type]
+    assert found == [None, 4096, 4096, 131072, 128000, 1536, 1048576, None]
     with pytest.raises(CheckpointError, match="a model does not exist"):
         Runtime.load("a model", context="4096")
 
@@ -86,18 +96,17 @@ def test_a_context_may_be_typed() -> None:
 @pytest.mark.parametrize(
     ("options", "values", "words"),
     [(RuntimeConfig, {"max_gamma": "8"}, r"max_gamma must be of type int, not '8'"),
-     (RuntimeConfig, {"gamma": 2.5}, r"gamma must be of type int \| None, not 2.5"),
-     (RuntimeConfig, {"context": "4096"}, r"context must be of type int \| None, not '4096'"),
-     (RuntimeConfig, {"context": -3}, "context must be at least 0, not -3"),
-     (RuntimeConfig, {"max_batch": True}, "max_batch must be of type int | None, not True"),
-     (RuntimeConfig, {"kv": ["gpu"]}, r"kv must be of type str, not \['gpu'\]"),
+     (RuntimeConfig, {"gamma": 2.5}, "gamma must be auto or a count of at least 1, not 2.5"),
+     (RuntimeConfig, {"context": -3}, "context must be at least 1, not -3"),
+     (RuntimeConfig, {"max_batch": True}, "max_batch must be auto or a count of at least 1, not True"),
+     (RuntimeConfig, {"kv": ["gpu"]}, r"kv must be auto, gpu or host, not \['gpu'\]"),
      (RuntimeConfig, {"allow_special_tokens": 1}, "allow_special_tokens must be of type bool"),
      (RuntimeConfig, {"speculation": "chain"}, "speculation must be of type SpeculationOptions, not 'chain'"),
      (RuntimeConfig, {"trace": 5}, r"trace must be of type pathlib\S*Path \| None, not 5"),
      (RuntimeConfig, {"draft": None}, "draft must be a model, ngram or none, not None"),
      (RuntimeConfig, {"target": 5}, "target must be a directory, .* not 5"),
-     (SpeculationOptions, {"budget_tokens": "4096"}, "budget_tokens must be of type int"),
-     (SpeculationOptions, {"mode": 3}, "mode must be of type str"),
+     (SpeculationOptions, {"budget_tokens": None}, "budget_tokens must be auto or a count of at least 1, not None"),
+     (SpeculationOptions, {"mode": 3}, "mode must be auto, none, chain or triforce, not 3"),
      (SamplingParams, {"temperature": "0.6"}, "temperature must be of type float, not '0.6'"),
      (SamplingParams, {"seed": None}, "seed must be of type int, not None"),
      (GenerationParams, {"max_new_tokens": "5"}, "max_new_tokens must be of type int"),
@@ -151,9 +160,9 @@ def test_impossible_models(changes: dict[str, Any]) -> None:
     ("values", "word"),
     [({"mode": "magic"}, "none, chain or triforce"), ({"draft_cache": "small"}, "retrieval or streaming"),
      ({"chunk_size": 12}, "power of two"), ({"chunk_size": 128}, "2 to 64"),
-     ({"budget_tokens": 102}, "use 100"), ({"budget_tokens": 0}, "at least 1"), ({"sink_tokens": 0}, "at least 1"),
-     ({"sink_tokens": 257}, "at most 256"), ({"recent_tokens": 1}, "at least 2"), ({"gamma_draft": 0}, "at least 1"),
-     ({"gamma_draft": 25}, "at most 24"),
+     ({"budget_tokens": 102}, "use 100"), ({"budget_tokens": 0}, "at least 1"), ({"sink_tokens": 0}, r"\[1, 256\]"),
+     ({"sink_tokens": 257}, r"\[1, 256\]"), ({"recent_tokens": 1}, "at least 2"), ({"gamma_draft": 0}, r"\[1, 24\]"),
+     ({"gamma_draft": 25}, r"\[1, 24\]"),
      ({"refresh_steps": 0}, "at least 1")],
     ids=str,
 )  # fmt: skip
@@ -206,10 +215,20 @@ def test_the_file_that_the_answer_goes_to_is_not_replaced(number: int, stream: s
     assert answer.read_text() == "text"
 
 
+def test_options_by_name_are_those_of_the_configurations() -> None:
+    """As type checkers see them, and as `help` lists them."""
+    taken = {one.name for one in fields(RuntimeConfig)} - {"target"}
+    assert RuntimeOptions.__annotations__.keys() == taken
+    answers = {one.name for kind in (GenerationParams, SamplingParams) for one in fields(kind)} - {"sampling"}
+    assert GenerationOptions.__annotations__.keys() == answers
+    for documented, names in ((Runtime.load, taken), (GenerationOptions, answers)):
+        assert names <= set(re.findall(r"^ +(\w+): ", documented.__doc__ or "", flags=re.MULTILINE))
+
+
 @pytest.mark.parametrize(
     ("given", "sizes"),
     [("22GB, 24GB", (22 * GB, 24 * GB)), ("24GB", 24 * GB), (GB, GB), (["22GB", GB], (22 * GB, GB)),
-     ("1,2,3", (1, 2, 3))],
+     ("1kB,2kB,3kB", (1000, 2000, 3000))],
 )  # fmt: skip
 def test_sizes_of_one_card_or_of_each(given: Any, sizes: int | tuple[int, ...]) -> None:
     assert parse_sizes(given) == sizes
@@ -218,9 +237,9 @@ def test_sizes_of_one_card_or_of_each(given: Any, sizes: int | tuple[int, ...]) 
 def test_devices_are_names_with_commas_between_them() -> None:
     assert RuntimeConfig("m").devices == ("auto",)
     assert RuntimeConfig("m", device="cuda:0, cuda:1,cuda:0").devices == ("cuda:0", "cuda:1", "cuda:0")
-    two = RuntimeConfig("m", device="cpu,cpu", vram_bytes=(GB, 2 * GB))
+    two = RuntimeConfig("m", device="cpu,cpu", vram=(GB, 2 * GB))
     assert two.vram_of_cards(2) == (GB, 2 * GB)
-    assert RuntimeConfig("m", device="cpu,cpu", vram_bytes=GB).vram_of_cards(2) == (GB, GB)
+    assert RuntimeConfig("m", device="cpu,cpu", vram=GB).vram_of_cards(2) == (GB, GB)
     assert RuntimeConfig("m").vram_of_cards(3) == (None, None, None)
 
 
@@ -232,8 +251,8 @@ def test_devices_are_names_with_commas_between_them() -> None:
         ({"device": "cuda:0,,cuda:1"}, "an empty name"),
         ({"device": "cpu,cuda:0"}, "mixes cpu and cuda"),
         ({"device": "auto,cuda:0"}, "auto among others"),
-        ({"device": "cpu,cpu", "vram_bytes": (GB,)}, r"1 size and there are 2 cards"),
-        ({"device": "cpu", "vram_bytes": (GB, GB)}, r"2 sizes and there is 1 card"),
+        ({"device": "cpu,cpu", "vram": (GB,)}, r"1 size and there are 2 cards"),
+        ({"device": "cpu", "vram": (GB, GB)}, r"2 sizes and there is 1 card"),
     ],
 )
 def test_cards_that_do_not_go_together(options: dict[str, Any], said: str) -> None:

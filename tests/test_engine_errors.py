@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import (
     BudgetError,
@@ -25,6 +25,7 @@ from offload_runtime.errors import (
     OptionError,
     UnsupportedArchitectureError,
 )
+from offload_runtime.sizes import parse_bytes
 from tests.helpers.engine import (
     CONTEXT_TOKENS,
     NUM_LAYERS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import write_report
 
-from offload_runtime.config import write_atomically
+from offload_runtime.files import write_atomically
 from offload_runtime.trace import Trace, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,10 +24,13 @@ RUNTIME = ROOT / "offload_runtime"
 KERNELS = "offload_runtime_kernels"
 PROFILES = "offload_runtime_profiles"
 
-# What each module may import besides itself, and the three that are free to all. A folder is one module.
+# What each module may import besides itself, and those that are free to all. A folder is one module.
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "params": set(),
+    "options": set(),
+    "sizes": set(),
+    "files": set(),
     "errors": set(),
     "memory": {KERNELS},  # for small tensors that go up and down by a kernel
     "trace": set(),
@@ -55,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     PROFILES: set(),
 }  # fmt: skip
-FREE_TO_ALL = {"config", "errors", "params"}
+FREE_TO_ALL = {"config", "errors", "files", "options", "params", "sizes"}
 WITHOUT_PROJECT_IMPORTS = {"errors", KERNELS, PROFILES}
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.config import GB, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
+from offload_runtime.sizes import GB
 
 TARGET = "wide_target"
 CONTEXT = 6000

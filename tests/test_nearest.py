@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.hardware import load_profile
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.plan import Refusal, machine_figures, plan_or_refuse
+from offload_runtime.sizes import GB, parse_bytes
 from offload_runtime.weights import describe_model
 from tests.helpers.planning import CONFIGS, plan_or_none
 
@@ -101,7 +102,7 @@ def test_the_context_is_the_longest_though_a_short_one_cannot_be_retrieved_from(
     machine = replace(machine_figures(load_profile("rtx4090")), ram_bytes=400 * GB, pinnable_bytes=None)
     request = RuntimeConfig(
         describe_model(CONFIGS / "llama-3.1-8b"), describe_model(CONFIGS / "llama-3.2-1b"), context=100_000,
-        kv="gpu", speculation=SpeculationOptions("triforce", "retrieval"), vram_bytes=22_700_000_000,
+        kv="gpu", speculation=SpeculationOptions("triforce", "retrieval"), vram=22_700_000_000,
     )  # fmt: skip
     outcome = plan_or_refuse(request, machine)
     assert isinstance(outcome, Refusal)

@@ -92,7 +92,7 @@ def plan_of_7b(**changes: Any) -> RunPlan:
 def test_streamed_weights_as_measured() -> None:
     ours = measured("streaming-passes-h200.json")["results"]["ours"]
     machine = h200(ours["memcpy_gbps"])
-    plan = plan_of_7b(context=2048, resident_layers=0, max_gamma=1023, vram_bytes=24 * 10**9)
+    plan = plan_of_7b(context=2048, resident_layers=0, max_gamma=1023, vram=24 * 10**9)
     for window in ours["windows"]:
         predicted = pass_time(plan, machine, length_tokens=520, rows=window["window_tokens"])
         assert predicted.bytes_streamed == ours["bytes_per_token"] and predicted.bound_by == "link"

@@ -11,11 +11,12 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime import Runtime
 from offload_runtime.cli.app import app
-from offload_runtime.config import GB, RuntimeConfig
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import Refusal, RunPlan, describe_models, forecast, machine_figures, plan_or_refuse, plan_run
 from offload_runtime.plan.offers import formats_that_fit, smaller_formats, upgrades
+from offload_runtime.sizes import GB
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CARD = machine_figures(load_profile("rtx4090"))
@@ -111,7 +112,7 @@ def test_formats_that_are_named_fit_and_smaller_ones_than_ones_own_only() -> Non
 def test_a_desktop_keeps_its_memory_unless_the_user_says_what_a_run_may_take() -> None:
     free, whole = plan_run(request("llama-3.1-70b", "Q4_K_M"), CARD), CARD.vram_bytes
     assert free.device_bytes <= whole - 1_500_000_000
-    more = plan_run(request("llama-3.1-70b", "Q4_K_M", vram_bytes=25 * GB), CARD)
+    more = plan_run(request("llama-3.1-70b", "Q4_K_M", vram=25 * GB), CARD)
     assert isinstance(more, RunPlan) and more.device_bytes > whole - 1_500_000_000
     assert "1.9 GB are left to the desktop" in plan("llama-3.1-8b").stdout
     assert "desktop" not in plan("llama-3.1-8b", "--vram", "24GB").stdout

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
@@ -28,6 +28,7 @@ from offload_runtime.plan import (
     plan_or_refuse,
     plan_run,
 )
+from offload_runtime.sizes import GB
 from offload_runtime.weights import ModelLayout, describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
@@ -59,9 +60,9 @@ def check_limits(plan: RunPlan, machine: MachineFigures) -> None:
 
 def check_asked_limits(plan: RunPlan, request: RuntimeConfig) -> None:
     """Nor what was allowed of it."""
-    assert request.vram_bytes is None or plan.device_bytes <= request.vram_bytes
-    assert request.ram_bytes is None or plan.host_bytes <= request.ram_bytes
-    assert request.pinned_bytes is None or plan.pinned_bytes <= request.pinned_bytes
+    assert request.vram is None or plan.device_bytes <= request.vram
+    assert request.ram is None or plan.host_bytes <= request.ram
+    assert request.pinned is None or plan.pinned_bytes <= request.pinned
 
 
 @PROPERTY
@@ -89,7 +90,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     assert plan.is_staged == ("staging ring" in host)
     kv_is_streamed = len(plan.resident_kv_layers) < target.config.num_layers
     assert ("pieces to write KV through" in host) == (plan.is_staged and kv_is_streamed)
-    lockable = [limit for limit in (request.pinned_bytes, machine.pinnable_bytes) if limit is not None]
+    lockable = [limit for limit in (request.pinned, machine.pinnable_bytes) if limit is not None]
     if plan.is_staged:
         kv_on_host = host.get("KV cache", 0) + host.get("staged KV cache", 0)
         assert on_host + kv_on_host > min(lockable)
@@ -142,22 +143,22 @@ def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     kv_staged = plan_run(request, machine)
     assert 0 < len(kv_staged.placement.staged_kv_layers) < 32 and 20 * GB - kv_staged.pinned_bytes < 2 * GB
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, .*pieces to write the KV"):
-        plan_run(replace(request, pinned_bytes=10_000_000), machine)
-    staged = plan_run(replace(staged_request(request), pinned_bytes=5 * GB), machine)
+        plan_run(replace(request, pinned=10_000_000), machine)
+    staged = plan_run(replace(staged_request(request), pinned=5 * GB), machine)
     assert staged.pinned_bytes <= 5 * GB and len(staged.placement.staged_layers) > 0
     assert len(plan_run(staged_request(request), machine).placement.staged_layers) == 0
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, too little by .*a ring to stage"):
-        plan_run(replace(staged_request(request), pinned_bytes=10_000_000), machine)
+        plan_run(replace(staged_request(request), pinned=10_000_000), machine)
     too_small = r"--ram of 12\.0 GB is too small by .* GB \(streamed layers 11\.8 GB, Python and libraries .*\)"
     with pytest.raises(BudgetError, match=too_small):
-        plan_run(replace(staged_request(request), ram_bytes=12 * GB, context=4096), machine)
+        plan_run(replace(staged_request(request), ram=12 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
-        plan_run(replace(request, vram_bytes=30 * GB), machine)
+        plan_run(replace(request, vram=30 * GB), machine)
 
 
 def staged_request(request: RuntimeConfig) -> RuntimeConfig:
     """The same with a small card and all of it streamed."""
-    return replace(request, context=4096, max_batch=1, kv="gpu", vram_bytes=8 * GB)
+    return replace(request, context=4096, max_batch=1, kv="gpu", vram=8 * GB)
 
 
 def test_a_profile_without_a_gpu_or_a_link_cannot_be_planned_for() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, parse_bytes
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import (
@@ -22,6 +22,7 @@ from offload_runtime.plan import (
     plan_or_refuse,
     plan_run,
 )
+from offload_runtime.sizes import GB, parse_bytes
 from offload_runtime.weights import DescribedModel, describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -63,18 +64,18 @@ def test_equal_cards_share_layers_and_bytes_alike(kv: str) -> None:
 
 
 def test_a_card_that_is_too_small_is_named() -> None:
-    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram_bytes=(20 * GB, GB))
+    request = RuntimeConfig(model("llama-2-13b"), "none", context=2048, vram=(20 * GB, GB))
     with pytest.raises(BudgetError, match=r"device memory on card 1 of 1\.0 GB is too small by") as refused:
         plan_on_all(request, TWO)
     named = re.search(r": ([0-9.]+ GB) is the least", str(refused.value))
     assert named is not None
-    enough = replace(request, vram_bytes=(20 * GB, parse_bytes(named[1])))
+    enough = replace(request, vram=(20 * GB, parse_bytes(named[1])))
     assert plan_on_all(enough, TWO).num_cards == 2
     outcome = plan_or_refuse(naming_all(request, TWO), TWO)
     assert isinstance(outcome, Refusal)
     assert any(one.change.startswith("--vram 20.0GB,") for one in outcome.suggestions)
     with pytest.raises(BudgetError, match="on card 0"):
-        plan_on_all(replace(request, vram_bytes=(GB, 20 * GB)), TWO)
+        plan_on_all(replace(request, vram=(GB, 20 * GB)), TWO)
 
 
 @PROPERTY
@@ -100,7 +101,7 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
     assert host == {part.name: part.nbytes for part in plan.host}
     assert plan.host_bytes <= machine.ram_bytes
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
-    assert request.pinned_bytes is None or plan.pinned_bytes <= request.pinned_bytes
+    assert request.pinned is None or plan.pinned_bytes <= request.pinned
     predicted = forecast(plan, several)
     assert predicted.plain.bytes_streamed == plan.streamed_bytes
     assert 0 < predicted.plain.lookahead_s <= predicted.plain.copies_s or not plan.streamed_bytes
@@ -110,7 +111,7 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
 @given(requests(), machines)
 def test_a_second_card_never_refuses(request: RuntimeConfig, machine: MachineFigures) -> None:
     """What fits one card fits two, but for what a second ring takes of page-locked memory."""
-    request = replace(request, pinned_bytes=None, speculation=SpeculationOptions(request.speculation.mode))
+    request = replace(request, pinned=None, speculation=SpeculationOptions(request.speculation.mode))
     machine = replace(machine, pinnable_bytes=None)
     if plan_or_none(request, machine) is None or request.target.config().num_layers < 2:
         return

@@ -173,7 +173,7 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
     [
         ({"frobnicate": 1}, "frobnicate"),
         ({"temperature": "hot"}, "temperature"),
-        ({"temperature": -1}, None),
+        ({"temperature": -1}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": 100}, "n"),
         ({"logprobs": 3}, "logprobs"),
@@ -181,7 +181,8 @@ def test_control_tokens_in_messages_are_text(served: Served, alone: Runtime) -> 
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5000": 1}}, None),
-        ({"presence_penalty": 3}, None),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0"),

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from offload_runtime import plan as planning
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import RunPlan, find_plan
+from offload_runtime.sizes import GB
 from tests.helpers.engine import refuse_weights
 
 CARD = torch.device("cuda", 0)

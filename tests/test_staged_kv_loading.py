@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from offload_runtime import plan as planning
-from offload_runtime.config import SpeculationOptions, parse_bytes
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.memory import Registrar
 from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
+from offload_runtime.sizes import parse_bytes
 from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
     PROMPT,
     failing,
@@ -83,7 +84,7 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(whole), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
     registrar = LimitedRegistrar(limit)
-    with on_host(registrar, target, pinned_bytes=limit, resident_layers=resident) as runtime:
+    with on_host(registrar, target, pinned=limit, resident_layers=resident) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
         plan = runtime.plan
         staged = plan.placement.staged_kv_layers
@@ -129,7 +130,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, expec
     assert asked is not None
     limit = parse_bytes(asked[1])
     assert 3_400_000 < limit <= 3_700_000
-    with on_host(registrar, target, resident_layers=NUM_LAYERS, pinned_bytes=limit) as runtime:
+    with on_host(registrar, target, resident_layers=NUM_LAYERS, pinned=limit) as runtime:
         assert runtime.plan.placement.staged_kv_layers
         assert tokens_of(runtime) == expected
         runtime.generate([*LONG_PROMPT, *LONG_PROMPT, *LONG_PROMPT], max_new_tokens=1)
@@ -145,7 +146,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_
     kv_bytes = whole.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
     options = SpeculationOptions("triforce", **SMALL)
-    with on_host(registrar, target, draft=one_layer_draft, speculation=options, pinned_bytes=kv_bytes) as runtime:
+    with on_host(registrar, target, draft=one_layer_draft, speculation=options, pinned=kv_bytes) as runtime:
         assert runtime.plan.has_verifier
     with pytest.raises(BudgetError) as caught:
         on_host(
@@ -153,7 +154,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_
             target,
             draft=one_layer_draft,
             speculation=options,
-            pinned_bytes=kv_bytes - 100_000,
+            pinned=kv_bytes - 100_000,
             on_progress=refuse_weights,
         )
     said = str(caught.value)
@@ -170,7 +171,7 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     target: Path, whole: RunPlan, expected: tuple[int, ...], way: str, after: int
 ) -> None:
     registrar = LimitedRegistrar(NO_LIMIT)
-    with on_host(registrar, target, pinned_bytes=least(whole), resident_layers=NUM_LAYERS) as runtime:
+    with on_host(registrar, target, pinned=least(whole), resident_layers=NUM_LAYERS) as runtime:
         target_parts = runtime.engine.target
         engine = target_parts.shares[0].engine if way == "h2d" else target_parts.runner.cache.writes.engine  # type: ignore[union-attr]
         fail, move = failing(after), engine.move  # type: ignore[attr-defined]

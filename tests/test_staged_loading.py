@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.config import format_bytes
 from offload_runtime.copy import ring_shape
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
@@ -20,6 +19,7 @@ from offload_runtime.plan import (
     pass_time,
 )
 from offload_runtime.plan.request import PROCESS_BYTES
+from offload_runtime.sizes import format_bytes
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 
@@ -109,7 +109,7 @@ def test_a_limit_is_kept_from_the_beginning(
     least = 2 * ring_shape(layer_bytes).piece_bytes
     limit = max(least, round(share * streamed) * layer_bytes)
     registrar = LimitedRegistrar(limit)
-    with load_locked_by(registrar, target, resident_layers=resident, pinned_bytes=limit) as runtime:
+    with load_locked_by(registrar, target, resident_layers=resident, pinned=limit) as runtime:
         assert list(tokens_of(runtime)) == expected
         assert runtime.plan.pinned_bytes == registrar.locked_bytes <= limit
         assert registrar.most_locked_bytes <= limit
@@ -168,9 +168,9 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path)
 @pytest.mark.usefixtures("nothing_left")
 def test_too_little_page_locked_memory_is_refused_before_anything_is_read(target: Path, layer_bytes: int) -> None:
     least = 2 * ring_shape(layer_bytes).piece_bytes
-    message = lock_refused(target, resident_layers=0, pinned_bytes=least - 1)
+    message = lock_refused(target, resident_layers=0, pinned=least - 1)
     assert "--pinned page-locks" in message and "too little by 1 B" in message and "it fits" in message
-    message = lock_refused(target, kv="host", context=400, pinned_bytes=1000)
+    message = lock_refused(target, kv="host", context=400, pinned=1000)
     assert "pieces to write the KV cache through" in message and "with --kv gpu it fits" in message
 
 

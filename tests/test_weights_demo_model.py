@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_runtime.config import user_directory
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import HubError
+from offload_runtime.files import user_directory
 from offload_runtime.weights import ModelLayout, fetch_demo_model, open_checkpoint
 
 TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"

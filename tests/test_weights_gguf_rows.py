@@ -17,11 +17,12 @@ from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.linear import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
+from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
 from tests.helpers.assembly import first_layers, make_runner
@@ -187,7 +188,7 @@ def test_what_is_kept_as_stored_is_left_to_the_plan(source: CheckpointSource) ->
 
     def chosen(vram_bytes: int, **asked: Any) -> tuple[bool, bool]:
         """Whether target and draft are kept as they are stored."""
-        request = RuntimeConfig(described, described, context=256, kv="gpu", vram_bytes=vram_bytes, **asked)
+        request = RuntimeConfig(described, described, context=256, kv="gpu", vram=vram_bytes, **asked)
         plan = plan_run(request, MACHINE)
         assert plan.draft is not None and plan.request == request
         return plan.target.layout == layouts[0], plan.draft.layout == layouts[0]

@@ -21,8 +21,8 @@ from kernel_cases import attention, encodings, kv, linear, rows
 from kernel_cases.case import DEVICE, Case
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
-from offload_runtime.config import GB
 from offload_runtime.errors import DeviceError
+from offload_runtime.sizes import GB
 
 OPERATIONS = {**attention.CASES, **encodings.CASES, **kv.CASES, **linear.CASES, **rows.CASES}
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import harness
 from harness import check_out, emit, leading_agreement, provenance, write_unfinished
@@ -28,7 +28,7 @@ from widening.checkpoint import in_shape
 from widening.shapes import shape_named
 from widening.stretched import StretchedCheckpoint
 
-from offload_runtime.config import DRAFT_CACHES, SpeculationOptions
+from offload_runtime.config import DraftCache, SpeculationOptions
 from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
@@ -57,7 +57,7 @@ def add_long_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emulate", help="a machine with a smaller card to play, by a profile's name or file")
     parser.add_argument("--dtype", choices=("auto", *harness.DTYPES), default="bf16")
     parser.add_argument("--draft", default="model", choices=("model", "none"))
-    parser.add_argument("--draft-cache", default="streaming", choices=DRAFT_CACHES)
+    parser.add_argument("--draft-cache", default="streaming", choices=get_args(DraftCache))
     parser.add_argument("--recent", type=int, default=512, help="tokens of a streaming draft cache")
     parser.add_argument("--budget", type=int, default=4096, help="retrieved tokens of each layer and head")
     parser.add_argument("--chunk-size", type=int, default=SpeculationOptions.chunk_size)

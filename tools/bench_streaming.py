@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import harness
 from common import PASSED_ON, add_run_options, as_words
@@ -31,9 +31,10 @@ from ours_runtime import add_single_options
 from systems import SYSTEMS as COMPARED
 from systems import System, link_bound, measured, run_system, table, times_ours_over
 
-from offload_runtime.config import ENCODE, GB, WEIGHTS
+from offload_runtime.config import Encode, WeightStorage
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
+from offload_runtime.sizes import GB
 
 _OF_OURS = (
     "windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window", "cold",
@@ -135,8 +136,10 @@ def make_parser() -> harness.Parser:
     add_single_options(parser)
     parser.set_defaults(windows=(1, 17, 128, 1024))
     parser.add_argument("--context", type=int, help="of ours: tokens that its KV cache reserves")
-    parser.add_argument("--weights", choices=WEIGHTS, help="of ours: how quantised weights are kept (auto)")
-    parser.add_argument("--encode", choices=ENCODE, help="of ours: whether bf16 is kept in 12 bits (none)")
+    parser.add_argument(
+        "--weights", choices=get_args(WeightStorage), help="of ours: how quantised weights are kept (auto)"
+    )
+    parser.add_argument("--encode", choices=get_args(Encode), help="of ours: whether bf16 is kept in 12 bits (none)")
     parser.add_argument("--kv", choices=("auto", "gpu", "host"), help="of ours: where the KV cache lives (auto)")
     parser.add_argument("--emulate", help="of ours: a machine with a smaller card to play, by name or file")
     parser.add_argument("--devices", help="of ours, instead of --device: several cards, like cuda:0,cuda:1")

@@ -27,11 +27,11 @@ from harness import check_out, emit, provenance, write_unfinished
 from widening.checkpoint import in_shape, noisy_copy
 from widening.shapes import shape_named
 
-from offload_runtime.config import GB
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.params import SamplingParams
+from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 PLAIN, AUTO = "plain", "auto"

@@ -27,10 +27,10 @@ from common import PASSED_ON, SHAPES, add_run_options, as_words, check_context, 
 from harness import check_out, emit, provenance, write_unfinished
 from ours_runtime import NO_MODEL, add_our_options, our_options
 
-from offload_runtime.config import require_positive
 from offload_runtime.engine.load_model import open_sources, read_tokenizer
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
+from offload_runtime.options import require_positive
 from offload_runtime.plan.request import resolve_context
 from offload_runtime.weights import fetch_demo_model
 

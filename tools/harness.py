@@ -26,9 +26,10 @@ _TOOLS = Path(__file__).resolve().parent
 # Last: nothing in them shadows an installed package.
 sys.path += [str(folder) for folder in (_TOOLS / "peers", _TOOLS.parent / "kernels", _TOOLS.parent)]
 
-from offload_runtime.config import parse_bytes, require_positive  # noqa: E402 (found where the lines above say)
 from offload_runtime.errors import OffloadError, OptionError, StorageError  # noqa: E402
 from offload_runtime.hardware import load_profile  # noqa: E402
+from offload_runtime.options import require_positive  # noqa: E402 (found where the lines above say)
+from offload_runtime.sizes import parse_bytes  # noqa: E402 (found where the lines above say)
 
 _Options = ParamSpec("_Options")
 REPORTED_PACKAGES = ("torch", "transformers", "triton", "accelerate", "deepspeed", "offload-runtime")

@@ -16,7 +16,7 @@ from common import NO_ROOM_CODE
 from harness import leading_agreement
 from ours_runtime import NO_MODEL
 
-from offload_runtime.config import GB
+from offload_runtime.sizes import GB
 
 PEERS = Path(__file__).resolve().parent / "peers"
 _SHOWN_CHARACTERS = 600

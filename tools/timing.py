@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import harness  # noqa: F401 (finds the package, installed or not)
 import torch
 
-from offload_runtime.config import GB
 from offload_runtime.engine import EndEvent, ErrorEvent, GenerationResult, Scheduler, TokenEvent
 from offload_runtime.params import GenerationParams
+from offload_runtime.sizes import GB
 
 # Large enough for a GPU, and for a CPU not slow.
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}

@@ -13,8 +13,8 @@ from typing import Any
 
 import harness  # noqa: F401 (finds the package, installed or not)
 
-from offload_runtime.config import format_bytes
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.sizes import format_bytes
 from offload_runtime.trace import (
     COMPUTE,
     DRAFT,

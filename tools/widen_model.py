@@ -36,9 +36,9 @@ from widening.shapes import SHAPES, shape_named
 from widening.stored import BF16, STORED, mix_named, stored_llama
 from widening.stretched import StretchedCheckpoint
 
-from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
+from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
 from offload_runtime.weights.mixes import stored_kinds
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
@@ -22,9 +22,10 @@ from offload_runtime.cli.options import (
     sampling_values,
     with_sampling_option,
 )
-from offload_runtime.config import format_bytes, require, require_unicode
-from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.errors import OffloadError, OptionError, StorageError, require
+from offload_runtime.options import require_unicode
 from offload_runtime.params import GenerationParams
+from offload_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream
@@ -40,7 +41,7 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
         refuse_early(config)
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
 
-    template_options = dict(cast("list[tuple[str, Any]]", options.template_options or []))
+    template_options = dict(options.template_options or [])
 
     def check(room: PromptRoom) -> None:
         room.check(params)
@@ -278,7 +279,7 @@ def _set(session: ChatSession, argument: str) -> None:
     changed, _, text = argument.partition(" ")
     if changed:
         session.options = with_sampling_option(session.options, changed, text.strip())
-    for name, value in sampling_values(session.options).items():
+    for name, value in sampling_values(session.options.params).items():
         if changed in ("", name):
             terminal.status_line(f"  {name:<18} {value}")
 

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from offload_runtime.cli.generate import link_figure, load_runtime, stream_answer
 from offload_runtime.cli.options import DemoOptions
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
-from offload_runtime.config import RuntimeConfig, format_bytes
+from offload_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult
@@ -39,15 +39,15 @@ def demo(options: DemoOptions, *, engine: Any = None) -> None:
     show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
     target = str((engine or own).fetch_demo_model(on_progress=status_line, show_download=show_progress))
-    max_gamma = max(RuntimeConfig.max_gamma, options.params.gamma or 0)
-    config = RuntimeConfig(target, device=options.device, dtype=options.dtype, resident_layers=0, max_gamma=max_gamma)
+    config = replace(options.config, target=target)
     results: dict[str, GenerationResult] = {}
     with load_runtime(config, engine, show_progress=show_progress, threads=options.threads) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
-        short = replace(options, max_new_tokens=min(_WARM_UP_TOKENS, options.max_new_tokens), no_progress=True)
+        few = replace(options.params, max_new_tokens=min(_WARM_UP_TOKENS, options.params.max_new_tokens))
+        short = replace(options, params=few, no_progress=True)
         for start in ways.values():
             _finished(stream_answer(start, messages, short, show=None))
         for name, start in ways.items():

@@ -11,17 +11,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, refuse_early
 from offload_runtime.cli.plan_details import print_explanation
-from offload_runtime.config import RuntimeConfig, format_bytes, require
-from offload_runtime.errors import BudgetError
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.errors import BudgetError, require
+from offload_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
@@ -36,10 +38,11 @@ _PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retri
 
 def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    config, params, show_progress = options.config, options.params, not options.no_progress
-    allowed = options.chat or not options.allow_special_tokens
+    params, show_progress = options.params, not options.no_progress
+    config = replace(options.config, max_batch=max(1, len(options.prompt_file or ())))
+    allowed = options.chat or not config.allow_special_tokens
     require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
-    template_options = dict(cast("list[tuple[str, Any]]", options.template_options or []))
+    template_options = dict(options.template_options or [])
     needed = "--template-option does nothing without --chat: add it, or drop this"
     require(options.chat or not template_options, needed)
     named = read_prompts(options.prompt, options.prompt_file or [])
@@ -297,5 +300,5 @@ def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:
     from offload_runtime.plan.request import DTYPE_NAMES
 
     dtype = DTYPE_NAMES[runtime.dtype]
-    asked = {"target": options.target, "draft": options.draft, "seed": options.seed}
+    asked = {"target": options.config.target, "draft": options.config.draft, "seed": options.params.sampling.seed}
     return {**asked, "device": str(runtime.device), "dtype": dtype, "emulated": runtime.emulated}

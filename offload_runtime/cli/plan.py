@@ -16,8 +16,10 @@ from rich.table import Column, Table
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions, refuse_early
 from offload_runtime.cli.plan_details import draw_plan, plan_tables, require_plotting
-from offload_runtime.config import GB, RuntimeConfig, format_bytes, require
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.errors import require
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
+from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.plan import MemoryPart, PassTime, Refusal, RunForecast, RunPlan, Upgrade
@@ -30,8 +32,8 @@ def plan(options: PlanOptions) -> None:
     config, picture = options.config, options.plot
     no_cpu = "nothing predicts how fast a CPU is: drop --device cpu to plan for a GPU, such as --profile rtx4090"
     require(config.devices[0] != "cpu", no_cpu)
-    machine = choose_profile(options.profile)
-    about = machine_lines(machine, config, named=options.profile is not None)
+    machine = choose_profile(config.profile)
+    about = machine_lines(machine, config, named=config.profile is not None)
     if picture is not None:
         require_plotting(picture)
     refuse_early(config)
@@ -147,7 +149,7 @@ def memory_lines(plan: RunPlan) -> list[Table | str]:
 def machine_lines(machine: MachineProfile, config: RuntimeConfig, *, named: bool) -> list[str]:
     """Whose figures these are, and how to get others where the user has not named a machine."""
     sizes = f"{format_bytes(machine.vram_bytes or 0)} and {format_bytes(machine.ram_bytes)} of RAM"
-    if machine.vram_others_bytes and config.vram_bytes is None:
+    if machine.vram_others_bytes and config.vram is None:
         sizes += f"; {format_bytes(machine.vram_others_bytes)} are left to the desktop"
     lines = ["", f"for {machine.gpu_name} with {sizes}; details with --explain"]
     how = "another with --profile NAME, this machine's own after `offload-runtime profile --save NAME`"

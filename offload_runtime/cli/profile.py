@@ -10,8 +10,8 @@ from rich.table import Column, Table
 
 from offload_runtime.cli.options import ProfileOptions
 from offload_runtime.cli.terminal import ProgressBars, only_json, print_result, write_text
-from offload_runtime.config import format_bytes
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
+from offload_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.hardware import MachineProfile

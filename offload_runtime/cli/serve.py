@@ -15,43 +15,27 @@ from typing import Any
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import ServeOptions, refuse_early
-from offload_runtime.config import require
 from offload_runtime.server import require_extra
-
-_KEY_VARIABLE = "OFFLOAD_RUNTIME_API_KEY"
 
 
 def serve(options: ServeOptions, *, engine: Any = None) -> None:
     """Answer requests of OpenAI's API, and with a page to chat with at /."""
-    config = options.config  # judged before anything is loaded
-    fine = options.sessions is not None or options.sessions_bytes is None
-    require(fine, "--sessions-size does nothing without --sessions: add it, or drop this")
+    config, served = options.config, options.server  # judged before anything is loaded
     if engine is None:
         refuse_early(config)
     require_extra()
     from offload_runtime.engine.sessions import prefix_files
-    from offload_runtime.server.gate import ServerConfig
     from offload_runtime.server.run import Server
 
-    key = options.api_key
-    served = ServerConfig(
-        host=options.host, port=options.port,
-        api_key=os.environ.get(_KEY_VARIABLE) or None if key is None else key,
-        allowed_hosts=tuple(options.allowed_host or ()), cors_origins=tuple(options.cors_origin or ()),
-        max_waiting=options.max_waiting, prefix_cache_bytes=options.prefix_cache_bytes or 0,
-        sessions=options.sessions, sessions_bytes=options.sessions_bytes,
-        max_tokens=options.max_tokens, max_body_bytes=options.max_body_bytes,
-        max_seconds=options.max_seconds, grace_s=options.grace_s,
-    )  # fmt: skip
-    if options.sessions is not None:
-        prefix_files(options.sessions).close()  # in use, or not to be written: found out before loading
+    if served.sessions is not None:
+        prefix_files(served.sessions).close()  # in use, or not to be written: found out before loading
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served, terminal.status_line) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (
             load_runtime(
                 config, engine, show_progress=not options.no_progress, explain=options.explain, threads=options.threads
             ) as runtime,
-            server.serving(runtime, *(options.served_model_name or [model_name(options.target)])),
+            server.serving(runtime, *(options.served_model_name or [model_name(config.target)])),
         ):
             at_once = runtime.plan.target.batch
             terminal.status_line(f"ready: {at_once} request{'s' * (at_once > 1)} at once, a page at {server.url}/")

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_runtime.config import regular_file, require, user_directory
-from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.errors import OffloadError, OptionError, StorageError, require
+from offload_runtime.files import regular_file, user_directory
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

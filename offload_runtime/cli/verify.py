@@ -20,7 +20,8 @@ from offload_runtime.cli.terminal import (
     read_text,
     status_line,
 )
-from offload_runtime.config import RuntimeConfig, SpeculationOptions, require
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.errors import require
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -34,8 +35,9 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
     config, show_progress = options.config, not options.no_progress
     extra = {} if options.prompts is None else read_prompts(options.prompts)
-    require(options.speculation != "none", "--speculation none leaves nothing to verify: leave it out")
-    proposed = options.draft != "none" or options.speculation == "triforce"
+    mode = config.speculation.mode
+    require(mode != "none", "--speculation none leaves nothing to verify: leave it out")
+    proposed = config.draft != "none" or mode == "triforce"
     require(proposed, "--draft none leaves nothing to verify: name a draft model or ngram")
     if engine is None:
         refuse_early(config)
@@ -92,11 +94,11 @@ def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
     """Of a runtime on several cards, the same target on the first alone: with its memory and as many layers as fit."""
     from offload_runtime.hardware import load_profile
 
-    limits, machine = config.vram_bytes, config.emulate
+    limits, machine = config.vram, config.emulate
     if machine is not None:
         machine = replace(load_profile(machine), gpus=1)
     return replace(
-        config, device=str(runtime.device), vram_bytes=limits[0] if isinstance(limits, tuple) else limits, draft="none",
+        config, device=str(runtime.device), vram=limits[0] if isinstance(limits, tuple) else limits, draft="none",
         speculation=SpeculationOptions(), gamma=None, tree_nodes=None, resident_layers=None, trace=None,
         emulate=machine, context=runtime.context_tokens,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from offload_runtime_kernels.pace_link import pace_link, pace_link_reference
 
-from offload_runtime.config import GB
 from offload_runtime.errors import CopyError
+from offload_runtime.sizes import GB
 from offload_runtime.trace import CopyLog, Label
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;

@@ -16,9 +16,9 @@ from typing import Any
 
 from jinja2 import Environment, meta
 
-from offload_runtime.config import is_of_type
 from offload_runtime.engine.template_forms import TEXT, TOOLS, Message, MessageError, TemplateForms, joined
 from offload_runtime.errors import OptionError
+from offload_runtime.options import is_of_type
 
 # What messages and their parts may have, beside the fields that a template names; and what they may have that is empty.
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})

@@ -23,7 +23,7 @@ import torch
 
 from offload_runtime import memory
 from offload_runtime import plan as planning
-from offload_runtime.config import RuntimeConfig, format_bytes, require
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
@@ -31,7 +31,7 @@ from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.windows import WindowLimits
-from offload_runtime.errors import DeviceError
+from offload_runtime.errors import DeviceError, require
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import (
@@ -47,6 +47,7 @@ from offload_runtime.memory import (
 )
 from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
+from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Choice, Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
@@ -221,7 +222,7 @@ def _load(
     assembly.require_kernels(device)
     registrar = memory.registrar_for(device)
     page_locks = registrar is not None
-    limits = planning.limits_here(config.ram_bytes, config.pinned_bytes, read_host_info(), page_locks=page_locks)
+    limits = planning.limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
     limits_bytes = config.vram_of_cards(len(devices))
     if emulation is not None:
         for one, count in Counter(devices).items():
@@ -363,7 +364,7 @@ def _plan_cards(
                 budgets.append(DeviceBudget(card.device, card.limit_bytes, other_bytes=card.other_bytes))
             undo.callback(budgets[-1].release)
             budgets[-1].planned_bytes = card.limit_bytes or 0  # until it is planned: a GPU may be named twice
-        first, sizes = budgets[0], request.vram_bytes
+        first, sizes = budgets[0], request.vram
         devices = {budget.device for budget in budgets[:count]}
         if isinstance(sizes, tuple):
             sizes = sizes[:count] if count > 1 else sizes[0]
@@ -377,7 +378,7 @@ def _plan_cards(
             link_ratio=ratios[0],
             hops_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
         )  # fmt: skip
-        asked = replace(request, device=",".join([first.device.type] * count), vram_bytes=sizes)
+        asked = replace(request, device=",".join([first.device.type] * count), vram=sizes)
         if is_open and count < len(cards):  # a further card may have room
             return find(asked, figures, own)
         with planning.ways_out(asked, _figures_here(figures, own, budgets[:count]), lambda: _what_to_close(budgets)):

@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload_runtime.config import (
-    ModelConfig,
-    RuntimeConfig,
-    SpeculationOptions,
-    count_or_auto,
-    format_bytes,
-    parse_bytes,
-    parse_sizes,
-    require,
-    require_type,
-)
+from offload_runtime.config import ModelConfig, RuntimeConfig
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.engine import Engine, StepOutput, device_errors
 from offload_runtime.engine.load import load_runtime
@@ -40,14 +30,15 @@ from offload_runtime.engine.sessions import (
 )
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.token_stream import TokenStream
-from offload_runtime.errors import BudgetError
-from offload_runtime.hardware import MachineProfile
+from offload_runtime.errors import BudgetError, require
 from offload_runtime.kv import BlockStore
 from offload_runtime.model import Window
+from offload_runtime.options import documented, require_type
 from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
+from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
@@ -55,6 +46,7 @@ from offload_runtime.weights import CheckpointSource
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
+    from offload_runtime.config import RuntimeOptions
     from offload_runtime.engine.chat_template import ChatTemplate
     from offload_runtime.params import GenerationOptions
 
@@ -106,88 +98,27 @@ class Runtime(AbstractContextManager["Runtime"]):
         return f"<Runtime: {config.architecture} of {shape}, {DTYPE_NAMES[self.dtype]} on {devices}{state}>"
 
     @classmethod
+    @documented(RuntimeConfig)
     def load(
-        cls, target: str | Path | CheckpointSource, *, draft: str | Path | CheckpointSource = "auto",
-        device: str = "auto", dtype: str = "auto",
-        vram: str | int | Sequence[str | int] | None = None, ram: str | int | None = None,
-        pinned: str | int | None = None,
-        resident_layers: int | str = "auto", context: int | str = "auto",
-        kv: str = "auto", weights: str = "auto", speculation: SpeculationOptions | None = None,
-        max_batch: int | str = 1,
-        max_gamma: int = 63, gamma: int | None = None, tree_nodes: int | None = None,
-        emulate: str | Path | MachineProfile | None = None,
-        profile: str | Path | MachineProfile | None = None, on_progress: LoadProgress | None = None,
+        cls, target: str | Path | CheckpointSource, *, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-        trace: str | Path | None = None, allow_special_tokens: bool = False, encode: str = "none",
+        **options: Unpack[RuntimeOptions],
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
         Args:
             target: Directory with safetensors, a `.gguf` file, `org/name` on the hub, or an opened checkpoint.
-            draft: `ngram` (guesses from the context), `none`, or a small model of the same vocabulary. `auto` takes one
-                that lies beside the target or in the hub's cache, where that is predicted to be faster, else `ngram`;
-                `placement` says what.
-            device: `auto`, `cuda`, `cuda:N` or `cpu`, or several cards that layers are dealt out to, such as
-                `cuda:0,cuda:1`.
-            dtype: `auto` (the checkpoint's on a GPU, fp32 on a CPU), `bf16`, `fp16` or `fp32`.
-            vram: Hard limit of device memory, like `24GB`, of each card, or `22GB,24GB`; None allows all that is free.
-            ram: Hard limit of host memory, Python and libraries included (1.6 GB are taken for them), at most what is
-                available; None allows that but for a reserve.
-            pinned: Hard limit of page-locked host memory; None allows what the system does. Layers that it does not
-                suffice for, and then keys and values, are staged from pageable memory, which is slower.
-            resident_layers: Layers kept on the device, or `auto` for as many as fit.
-            context: Tokens to reserve the KV cache for, or `auto`: the model's maximum, at most 8192 unless `kv` is
-                `host`.
-            kv: Where the KV cache lives: `gpu`, `host` (paged from there, growing with the text), or `auto`,
-                which takes what is predicted to be faster.
-            weights: Whether matrices of quantised files are kept as they are `stored` and decoded before every product,
-                or `decoded` as they are loaded, which takes more memory and bytes over the link; `auto` takes what is
-                predicted to be faster, for target and draft, and decodes on a CPU. Changes no token.
-            speculation: How tokens are proposed; None for what `SpeculationOptions` chooses by itself.
-            max_batch: Most prompts that `generate_batch` may be given at once, and requests that a `Scheduler` runs;
-                each gets its own KV cache. `auto`: as many, up to 16, as fit without streaming more than one does.
-            max_gamma: Largest `gamma` that `generate` may be asked for, and longest chain; sets the workspace.
-            gamma: Most tokens to propose per pass in a row, where `generate` is not asked for another number; None for
-                what suits device and draft.
-            tree_nodes: Most tokens to propose per pass in all, no more of them in a row than `gamma` if that is given,
-                where `generate` is not asked for another number; windows have room for this many, or `max_gamma`. None
-                chooses, and makes room for up to 1024 nodes (256 without a draft model) or for none, whichever is
-                predicted to be the fastest; 0 makes none.
-            emulate: A machine with a smaller card to play, by a profile's name or file: its device memory is a limit as
-                `vram` is, and copies keep its link's bandwidth. Loading does not, and neither do the gathers of
-                retrieved chunks from host memory. What computes stays as fast as it is.
-            profile: The figures by which what is left to be chosen is chosen, and by which `stats` predicts passes (but
-                for the link, which is measured). None takes a profile of this GPU, your own or a shipped one; where
-                there is none, it is chosen by that of an RTX 4090 and nothing is predicted.
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
             check: Called with what prompts have to go with, before weights are read; what it raises ends the loading.
-            trace: File to write the time line of all copies, passes, layers and drafting to when the runtime is closed,
-                for chrome://tracing, ui.perfetto.dev and `tools/timeline.py`. None records nothing and costs nothing.
-            allow_special_tokens: Text of chat messages that spells a control token (`<|im_end|>`) is that token, as it
-                always is in a prompt that is a text. By itself it is plain text, and the template sees it with another
-                first character.
-            encode: Whether matrices of the target that would be in bf16 are kept in 12 bits, without loss, and decoded
-                for every product: `none`, `always`, or `auto`, where that is predicted to be faster or to fit. Those
-                whose exponents are too unlike stay as they are; that is found while they are read, and everything is
-                planned and read once more then.
+            options: By name, as listed below (`RuntimeConfig`).
 
         Raises:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        layers, tokens = count_or_auto("resident_layers", resident_layers), count_or_auto("context", context)
-        sequences = count_or_auto("max_batch", max_batch)
-        vram_bytes = None if vram is None else parse_sizes(vram)
-        ram_bytes, pinned_bytes = (None if size is None else parse_bytes(size) for size in (ram, pinned))
-        config = RuntimeConfig(
-            target=target, draft=draft, device=device, dtype=dtype, vram_bytes=vram_bytes, ram_bytes=ram_bytes,
-            pinned_bytes=pinned_bytes, resident_layers=layers, context=tokens, kv=kv, weights=weights,
-            speculation=speculation or SpeculationOptions(), max_batch=sequences, max_gamma=max_gamma, gamma=gamma,
-            tree_nodes=tree_nodes, emulate=emulate, profile=profile,
-            trace=Path(trace) if isinstance(trace, str) else trace,
-            allow_special_tokens=allow_special_tokens, encode=encode,
-        )  # fmt: skip
+        given: Any = options  # in any of the forms that the configuration brings into its own
+        config = RuntimeConfig(target, **given)
         return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
 
     @classmethod

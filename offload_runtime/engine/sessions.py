@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import GB, delete_leftovers, regular_file, require, require_unicode, write_atomically
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError, require
+from offload_runtime.files import delete_leftovers, regular_file, write_atomically
 from offload_runtime.kv import BlockFiles, BlockLayout, block_names
 from offload_runtime.kv.device import block_shape
+from offload_runtime.options import require_unicode
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
+from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource
 
 # To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
@@ -123,7 +125,7 @@ def session_caches(
 ) -> dict[str, SessionCache]:
     """The caches whose blocks sessions have: `target`, and `draft` where there is one. Raises as `made_with`."""
     source = _opened(plan.request.target)
-    locks = target.rope.device.type == "cuda" and plan.request.pinned_bytes is None
+    locks = target.rope.device.type == "cuda" and plan.request.pinned is None
     caches = {"target": SessionCache(target, source, made_with(source, target), locks=locks)}
     if draft is not None and draft_state is not None:
         source = _opened(plan.request.draft)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from offload_runtime.config import format_bytes
 from offload_runtime.copy import (
     FEWEST_PIECES,
     CopyEngine,
@@ -20,6 +19,7 @@ from offload_runtime.hardware.host_bench import usable_cores
 from offload_runtime.kv import BlockLocking
 from offload_runtime.memory import HostArena, PageableMemory, Registrar
 from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
+from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import HostWeights
 
 

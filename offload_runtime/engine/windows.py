@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from weakref import WeakKeyDictionary
 
-from offload_runtime.config import require
 from offload_runtime.engine.request import Request
+from offload_runtime.errors import require
 from offload_runtime.kv import KVCache
 from offload_runtime.params import GenerationParams
 from offload_runtime.speculation import (

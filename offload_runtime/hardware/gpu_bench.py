@@ -24,10 +24,10 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS, library_agrees
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
-from offload_runtime.config import GB, format_bytes
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
 from offload_runtime.memory import Card, HopBuffers, hop, on_card
+from offload_runtime.sizes import GB, format_bytes
 
 # [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
 _MODEL_MATRICES = (

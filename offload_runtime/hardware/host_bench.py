@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from offload_runtime.config import GB, GIB, format_bytes
 from offload_runtime.hardware.profile import CpuFigures
 from offload_runtime.memory import HostArena, Registrar, host_memory
+from offload_runtime.sizes import GB, GIB, format_bytes
 
 # --- what the system says
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from offload_runtime.config import user_directory, write_atomically, writing
 from offload_runtime.errors import OptionError, ProfileError
+from offload_runtime.files import user_directory, write_atomically, writing
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -26,8 +26,8 @@ import torch
 from filelock import FileLock, Timeout
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import write_atomically, writing
 from offload_runtime.errors import SessionError, StorageError
+from offload_runtime.files import write_atomically, writing
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.memory import HostArena, Registrar, check_host_memory, touch
 

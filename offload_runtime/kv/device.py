@@ -16,10 +16,11 @@ from offload_runtime_kernels.compact_rows import compact_rows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.memory import DeviceBudget, upload
+from offload_runtime.sizes import format_bytes
 
 
 class LayerCache(Protocol):

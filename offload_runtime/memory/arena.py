@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, DeviceError
+from offload_runtime.sizes import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 # WSL2 and Windows lock only a part of the memory: of an arena that does not fit, whole blocks are locked all the same.

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.config import GB, format_bytes, size_option_down
 from offload_runtime.errors import BudgetError, DeviceError
+from offload_runtime.sizes import GB, format_bytes, size_option_down
 
 # Context, cuBLAS and Triton modules of one process, when nothing was there to measure it by (H200, torch 2.11: 0.5 GB).
 TYPICAL_CONTEXT_BYTES = 600_000_000

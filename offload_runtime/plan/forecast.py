@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload_runtime.config import format_bytes
 from offload_runtime.plan import cost
 from offload_runtime.plan.cost import PassTime, PrefillTime, StepPrediction
 from offload_runtime.plan.memory import Placement, RunPlan
 from offload_runtime.plan.request import MachineFigures
+from offload_runtime.sizes import format_bytes
 
 ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 

@@ -14,7 +14,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
-from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions, format_bytes
+from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
@@ -45,6 +45,7 @@ from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
 from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
 from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
+from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import DescribedModel, ModelLayout
 from offload_runtime.weights.loader import passing_bytes
 

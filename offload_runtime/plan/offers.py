@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from offload_runtime.config import GB, RuntimeConfig, SpeculationOptions, format_bytes, idle_options
+from offload_runtime.config import RuntimeConfig, SpeculationOptions, idle_options
 from offload_runtime.errors import OffloadError
 from offload_runtime.plan.cost import pass_time, tok_per_s
 from offload_runtime.plan.forecast import RunForecast
 from offload_runtime.plan.memory import RunPlan
 from offload_runtime.plan.request import MachineFigures
 from offload_runtime.plan.search import plan_run
+from offload_runtime.sizes import GB, format_bytes
 from offload_runtime.weights import DescribedModel, UsualDraft, usual_draft
 from offload_runtime.weights.mixes import MIXES, stored_kinds
 from offload_runtime.weights.neighbours import USUAL_MIX
@@ -132,8 +133,8 @@ def _offers(plan: RunPlan, machine: MachineFigures) -> Iterable[tuple[str, Runti
         yield *without_draft(request), machine, ""
     if plan.streamed_bytes and request.encode == "none" and not request.target.kinds:
         yield "--encode auto", replace(request, encode="auto"), machine, "the same bits"
-    if request.vram_bytes is not None:
-        yield "without --vram", replace(request, vram_bytes=None), machine, ""
+    if request.vram is not None:
+        yield "without --vram", replace(request, vram=None), machine, ""
     if request.resident_layers is not None:
         yield "--resident-layers auto", replace(request, resident_layers=None), machine, ""
     if plan.streamed_bytes:
@@ -147,7 +148,7 @@ def _offers(plan: RunPlan, machine: MachineFigures) -> Iterable[tuple[str, Runti
     if plan.is_staged:
         ram_bytes = 2 * machine.ram_bytes
         more = replace(machine, ram_bytes=ram_bytes, pinnable_bytes=machine.lockable_bytes + machine.ram_bytes)
-        yield f"{format_bytes(ram_bytes)} of RAM", replace(request, ram_bytes=None, pinned_bytes=None), more, ""
+        yield f"{format_bytes(ram_bytes)} of RAM", replace(request, ram=None, pinned=None), more, ""
     if limits.num_cards == 1:
         what = "a second card" if machine.num_cards == 1 else "both cards"
         yield what, *second_card(request, machine), "layers dealt out to both"
@@ -155,9 +156,9 @@ def _offers(plan: RunPlan, machine: MachineFigures) -> Iterable[tuple[str, Runti
 
 def second_card(request: RuntimeConfig, machine: MachineFigures) -> tuple[RuntimeConfig, MachineFigures]:
     """The same run of one card, and its layers dealt out to two."""
-    limit = request.vram_bytes
+    limit = request.vram
     limit = limit[0] if isinstance(limit, tuple) else limit
-    return replace(request, device="auto", vram_bytes=limit), replace(machine, num_cards=2)
+    return replace(request, device="auto", vram=limit), replace(machine, num_cards=2)
 
 
 # --- other proposals

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv import KV_RING_SLOTS, kv_cache_bytes
 from offload_runtime.plan.memory import (
@@ -24,6 +23,7 @@ from offload_runtime.plan.memory import (
     listed,
     unmatched_kv_bytes,
 )
+from offload_runtime.sizes import format_bytes, format_bytes_up
 
 # Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 RING_SLOTS = 3

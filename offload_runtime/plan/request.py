@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_runtime.config import GB, ModelConfig, RuntimeConfig, format_bytes, require
+from offload_runtime.config import ModelConfig, RuntimeConfig
 from offload_runtime.copy import MOST_THREADS
-from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError
+from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError, require
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
+from offload_runtime.sizes import GB, format_bytes
 from offload_runtime.weights import DescribedModel, describe_model, share_vocabulary
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
@@ -347,11 +348,11 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
     )
     names = [f"cuda:{card}" for card in range(named)] if request.device == "auto" else request.devices
     ratios = machine.link_ratios(names)
-    ram_bytes = within("--ram", request.ram_bytes, machine.ram_bytes, f"of {name}", other)
+    ram_bytes = within("--ram", request.ram, machine.ram_bytes, f"of {name}", other)
     pinned_bytes, pinned_name = machine.pinnable_bytes, name
-    if request.pinned_bytes is not None:
+    if request.pinned is not None:
         pinned_name, whose = "--pinned", f"that {name} page-locks"
-        pinned_bytes = within(pinned_name, request.pinned_bytes, machine.lockable_bytes, whose, other)
+        pinned_bytes = within(pinned_name, request.pinned, machine.lockable_bytes, whose, other)
     ram_name = "--ram" if ram_bytes < machine.ram_bytes else "the host memory"
     return MemoryLimits(
         device_bytes, machine.vram_reserved_bytes, ram_bytes, ram_name, pinned_bytes, pinned_name,

@@ -15,7 +15,7 @@ from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import RuntimeConfig, format_bytes, format_bytes_up
+from offload_runtime.config import Encode, RuntimeConfig
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.kv import kv_cache_bytes
 from offload_runtime.plan.cost import tok_per_s
@@ -30,6 +30,7 @@ from offload_runtime.plan.request import (
     resolve_dtype,
 )
 from offload_runtime.plan.staging import least_pinned_bytes, stage
+from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.weights import DescribedModel
 
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
@@ -126,7 +127,7 @@ def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
     draft = replace(request, draft=_decoded(request.draft))
     both = replace(draft, target=_decoded(request.target))
     ways = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]
-    encodes = ("none", "always") if request.encode == "auto" else (request.encode,)
+    encodes: tuple[Encode, ...] = ("none", "always") if request.encode == "auto" else (request.encode,)
     found = [replace(way, encode=encode) for way in ways for encode in encodes]
     return [way for number, way in enumerate(found) if way not in found[:number]]
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import format_bytes, format_bytes_up
 from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.plan.memory import NO_RING, MemoryPart, ModelPlan, Placement, RunPlan, listed
 from offload_runtime.plan.placement import layers_to_keep, spread
+from offload_runtime.sizes import format_bytes, format_bytes_up
 
 # Pieces on their way to the host at once, each moved on by a thread of its own.
 _WRITEBACK_PIECE_BYTES = 16 << 20

@@ -11,13 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
-from offload_runtime.config import (
-    GB,
-    RuntimeConfig,
-    format_bytes_up,
-    parse_bytes,
-    size_option_down,
-)
+from offload_runtime.config import RuntimeConfig, SpeculationMode
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.memory import RunPlan, make_plan
@@ -34,6 +28,7 @@ from offload_runtime.plan.offers import (
 from offload_runtime.plan.request import NO_LIMIT_BYTES, MachineFigures, limits_of, longest_context, resolve_context
 from offload_runtime.plan.search import find_candidates, most_sequences, plan_run
 from offload_runtime.plan.staging import least_pinned_bytes
+from offload_runtime.sizes import GB, format_bytes_up, parse_bytes, size_option_down
 
 _CONTEXT_STEP = 256
 _LEAST_BUDGET = 256
@@ -113,7 +108,7 @@ def ways_out(request: RuntimeConfig, machine: MachineFigures, what_to_close: Cal
     try:
         yield
     except BudgetError as error:
-        close = what_to_close() if request.vram_bytes is None else ""
+        close = what_to_close() if request.vram is None else ""
         raise replace(refusal(error, request, machine), close=close).error() from error
 
 
@@ -133,7 +128,7 @@ def refusal(error: OffloadError, request: RuntimeConfig, machine: MachineFigures
         suggestions += islice(_fitting(_smallest(lowered, machine), machine, before), 1)
     short_bytes, larger = _larger_machine(beyond, lowered, machine)
     # Where the machine is short of RAM, settings that fit are so slow that a smaller file is worth telling of.
-    too_large = not suggestions or ("host memory" in short_bytes and request.ram_bytes is None)
+    too_large = not suggestions or ("host memory" in short_bytes and request.ram is None)
     formats = tuple(formats_that_fit(lowered, machine)) if too_large else ()
     suggestions += larger
     if not suggestions and isinstance(error, OptionError):
@@ -163,13 +158,13 @@ def _within(request: RuntimeConfig, machine: MachineFigures) -> tuple[dict[str, 
     """Options that lower limits beyond what the machine has to nearly all of it, and the request that follows."""
     options, there = {}, {"vram": machine.vram_bytes, "ram": machine.ram_bytes, "pinned": machine.lockable_bytes}
     for name, there_bytes in there.items():
-        asked = getattr(request, f"{name}_bytes")
+        asked = getattr(request, name)
         most_bytes = max(asked) if isinstance(asked, tuple) else asked
         if most_bytes is not None and most_bytes > there_bytes:
             whole = parse_bytes(size_option_down(there_bytes))
             lowered = _each(asked, partial(min, whole))
             options[f"--{name}"] = _sizes_option(lowered)
-            request = _with(request, f"{name}_bytes", lowered)
+            request = _with(request, name, lowered)
     return options, request
 
 
@@ -207,9 +202,9 @@ def _shorter(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change
 
 def _with_vram_of(request: RuntimeConfig, nbytes: int) -> RuntimeConfig:
     """The same where each card may take `nbytes`, or more where it may already."""
-    asked = request.vram_bytes
+    asked = request.vram
     raised = tuple(max(nbytes, one) for one in asked) if isinstance(asked, tuple) else nbytes
-    return replace(request, vram_bytes=raised)
+    return replace(request, vram=raised)
 
 
 def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence[int]) -> int | None:
@@ -224,13 +219,13 @@ def _least_vram(request: RuntimeConfig, machine: MachineFigures, sizes: Sequence
 
 
 def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Change]:
-    if request.vram_bytes is not None:
-        asked_bytes = min(request.vram_bytes) if isinstance(request.vram_bytes, tuple) else request.vram_bytes
+    if request.vram is not None:
+        asked_bytes = min(request.vram) if isinstance(request.vram, tuple) else request.vram
         sizes = range((asked_bytes // _VRAM_STEP + 1) * _VRAM_STEP, machine.vram_bytes + 1, _VRAM_STEP)
         if (vram_bytes := _least_vram(request, machine, sizes)) is not None:
             raised = _with_vram_of(request, vram_bytes)
-            assert raised.vram_bytes is not None
-            yield f"--vram {_sizes_option(raised.vram_bytes)}", raised
+            assert raised.vram is not None
+            yield f"--vram {_sizes_option(raised.vram)}", raised
     if request.encode == "none":
         yield "--encode auto", replace(request, encode="auto")
     yield from _shorter(request, machine)
@@ -243,7 +238,7 @@ def _single_changes(request: RuntimeConfig, machine: MachineFigures) -> Iterator
         yield "--resident-layers auto", replace(request, resident_layers=None)
     options = request.speculation
     if options.mode == "triforce":
-        mode = "none" if request.proposed_by == "none" else "chain"
+        mode: SpeculationMode = "none" if request.proposed_by == "none" else "chain"
         yield proposing(f"--speculation {mode}", request, request.draft, replace(options, mode=mode))
         budgets = [options.chunk_size << power for power in range(16)]
         yield from _largest(
@@ -271,9 +266,9 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
         change, request = without_draft(request)
         changes.append(change)
     ways = [(changes, request)]
-    if request.vram_bytes is not None:
+    if request.vram is not None:
         whole = size_option_down(machine.vram_bytes)  # as much as is typed as it is printed
-        ways.append(([f"--vram {whole}", *changes], replace(request, vram_bytes=parse_bytes(whole))))
+        ways.append(([f"--vram {whole}", *changes], replace(request, vram=parse_bytes(whole))))
     for changes, request in ways:
         yield " ".join(changes), request
         for change, shorter in _shorter(request, machine):
@@ -293,7 +288,7 @@ def _larger_machine(
     if request.context is not None and request.context > longest:
         options["--context"], request = str(longest), replace(request, context=longest)
     ample = replace(machine, ram_bytes=NO_LIMIT_BYTES, pinnable_bytes=None, vram_bytes=NO_LIMIT_BYTES)
-    searched, vram_limit = replace(request, ram_bytes=None, pinned_bytes=None), there.device_bytes or 0
+    searched, vram_limit = replace(request, ram=None, pinned=None), there.device_bytes or 0
     vram_limit = min([vram_limit, *(card.device_bytes or 0 for card in there.further_cards)])
     # From what there is on, in steps.
     vram_bytes = _least_vram(searched, ample, range(vram_limit, NO_LIMIT_BYTES + 1, _BYTES_STEP))
@@ -312,13 +307,13 @@ def _larger_machine(
     ):
         if needed <= allowed:
             continue
-        kept_bytes = machine.vram_others_bytes if option == "vram" and request.vram_bytes is None else 0
+        kept_bytes = machine.vram_others_bytes if option == "vram" and request.vram is None else 0
         short_bytes[memory], size = needed - allowed, format_bytes_up(needed + kept_bytes)
-        if (asked := getattr(request, f"{option}_bytes")) is not None:
+        if (asked := getattr(request, option)) is not None:
             enough = parse_bytes(size)
             raised = _each(asked, partial(max, enough))
             options[f"--{option}"] = _sizes_option(raised)
-            request = _with(request, f"{option}_bytes", raised)
+            request = _with(request, option, raised)
         if parse_bytes(size) > (getattr(machine, field) or NO_LIMIT_BYTES):
             lacking.append(f"{size} of {memory}")
             larger = _with(larger, field, parse_bytes(size))

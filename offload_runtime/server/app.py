@@ -32,7 +32,8 @@ from offload_runtime.errors import (
 )
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.answers import Answers, Choice, unless_gone
-from offload_runtime.server.gate import App, Gate, ServerConfig, error_body
+from offload_runtime.server.config import ServerConfig
+from offload_runtime.server.gate import App, Gate, error_body
 from offload_runtime.server.metrics import Metrics
 from offload_runtime.server.protocol import Ending, Envelope, usage_of
 from offload_runtime.server.schema import (

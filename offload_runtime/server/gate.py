@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from offload_runtime.config import require, require_positive, require_types
+from offload_runtime.server.config import ServerConfig
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # What a browser needs before a key can be typed in, and a load balancer has none.
 _OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/page.svg", "/health"})
 _HEADERS = (
@@ -38,85 +34,6 @@ _HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Where the server listens, who may ask, and for how much.
-
-    Attributes:
-        host: Address or name to listen at. Anything but this machine's own (loopback) needs an `api_key`.
-        port: 0 picks a free one.
-        api_key: What every request has to bring as `Authorization: Bearer …`; None asks for nothing.
-        allowed_hosts: Names in the Host header besides `host` and those of loopback.
-        cors_origins: Origins whose pages may ask, such as `https://chat.example`.
-        max_waiting: Requests that may wait for a slot; further ones are told to come back.
-        prefix_cache_bytes: As of `Scheduler`, and `sessions` and `sessions_bytes`.
-        max_tokens: Most tokens of an answer; None is as many as the context has room for.
-        max_body_bytes: Largest body of a request.
-        max_seconds: After so long an answer ends as it is, the time that it waited included; so does reading a body,
-            after a tenth of it.
-        grace_s: How long answers may go on once the server is being stopped.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    max_waiting: int = 64
-    prefix_cache_bytes: int = 0
-    sessions: Path | None = None
-    sessions_bytes: int | None = None
-    max_tokens: int | None = None
-    max_body_bytes: int = 8_000_000
-    max_seconds: float = 3600.0
-    grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require(0 <= self.port < 1 << 16, f"port must be in [0, 65535], not {self.port}")
-        require_positive("max_tokens", self.max_tokens)
-        require_positive("max_body_bytes", self.max_body_bytes)
-        require(self.max_waiting >= 0, f"max_waiting must not be negative, not {self.max_waiting}")
-        require(self.max_seconds > 0, f"max_seconds must be positive, not {self.max_seconds}")
-        require(self.grace_s >= 0, f"grace must not be negative, not {self.grace_s}")
-        for origin in self.cors_origins:
-            fine = origin.startswith(("http://", "https://")) and origin.count("/") == 2
-            require(fine, f"{origin!r} is not an origin: write it like https://chat.example")
-        key = self.api_key
-        require(key is None or (key.isascii() and key.isprintable() and key == key.strip() != ""),
-                "an API key is a word of printable ASCII characters")  # fmt: skip
-        needed = f"listening at {self.host} lets other machines ask: give --api-key or OFFLOAD_RUNTIME_API_KEY"
-        require(self.is_loopback or key is not None, needed)
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine reaches the server."""
-        return self.host == "localhost" or getattr(_address(self.host), "is_loopback", False)
-
-    def allows_host(self, header: str) -> bool:
-        """Whether a Host header names this server. An address always does where all are listened at: only a name can
-        be made to stand for another machine's."""
-        name = _host_of(header)
-        if name in _LOOPBACK_NAMES | {self.host.lower()} | {host.lower() for host in self.allowed_hosts}:
-            return True
-        return getattr(_address(self.host), "is_unspecified", False) and _address(name) is not None
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
-
-
-def _host_of(header: str) -> str:
-    """The name in a Host header, without port and brackets."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
 
 
 class Gate:

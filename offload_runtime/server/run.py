@@ -13,7 +13,7 @@ import uvicorn
 from offload_runtime.engine import Scheduler
 from offload_runtime.errors import OptionError
 from offload_runtime.server.app import Service, make_app
-from offload_runtime.server.gate import ServerConfig
+from offload_runtime.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -60,7 +60,7 @@ class Server(AbstractContextManager["Server"]):
         finish within `grace_s`."""
         config = self._config
         with Scheduler(
-            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes,
+            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes or 0,
             sessions=config.sessions, sessions_bytes=config.sessions_bytes,
         ) as scheduler:  # fmt: skip
             self._service.begin(runtime, scheduler, *models)

@@ -10,11 +10,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from offload_runtime.engine.template_forms import require_shallow
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
+from offload_runtime.options import option_fields
 from offload_runtime.params import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.server.answer_parser import AnswerParser
 from offload_runtime.server.fields import HARMLESS, renamed, without_harmless
@@ -23,9 +24,13 @@ from offload_runtime.server.tool_calls import calls_grammar, tools_in_words, wri
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
-# Fields by the name that `SamplingParams` has for them.
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-                    "repetition_penalty", "logit_bias")  # fmt: skip
+# Options of an answer that requests have as they are.
+_OPTIONS = {
+    one.name: one
+    for kind in (SamplingParams, GenerationParams)
+    for one in option_fields(kind)
+    if one.option is not None and one.option.http
+}
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _SEEDS = 1 << 53  # what every JSON reader keeps exactly
@@ -86,12 +91,12 @@ def _request_error(error: ValidationError) -> RequestError:
 class StreamOptions(_Body):
     """How a stream ends."""
 
-    harmless = {"include_obfuscation": ()}
+    harmless: ClassVar = {"include_obfuscation": ()}
     include_usage: bool = False
 
 
 class _JsonSchema(_Body):
-    harmless = {"name": (), "description": (), "strict": ()}
+    harmless: ClassVar = {"name": (), "description": (), "strict": ()}
     schema_: dict[str, Any] = Field(alias="schema")
 
 
@@ -116,10 +121,14 @@ class ResponseFormat(_Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class AnswerBody(_Body):
-    """What requests for answers have in common."""
+_fields: dict[str, Any] = {name: (one.hint | None, None) for name, one in _OPTIONS.items()}
+_Options: Any = create_model("_Options", __base__=_Body, **_fields)
 
-    harmless = HARMLESS
+
+class AnswerBody(_Options):
+    """What requests for answers have in common, beside the options that they have as they are."""
+
+    harmless: ClassVar = HARMLESS
     model: str | None = None
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
     stop: str | list[str] | None = None
@@ -127,17 +136,8 @@ class AnswerBody(_Body):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] | None = None
     x_sources: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
 
@@ -152,22 +152,24 @@ class AnswerBody(_Body):
         Raises:
             RequestError, OptionError: A value makes no sense, or is not supported.
         """
-        sampling = {**defaults, "seed": self._seed()}
-        for name in _SAMPLING_FIELDS:
-            if (value := getattr(self, name)) is not None:
-                sampling[name] = _token_ids(value) if name == "logit_bias" else value
-        sampling["top_k"] = max(0, sampling.get("top_k", 0))  # -1 is off with some clients
+        asked = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        options = {**defaults, **asked, "logit_bias": _token_ids(self.logit_bias or {}), "seed": self._seed()}
+        options["top_k"] = max(0, options.get("top_k", 0))  # -1 is off with some clients
+        for name in asked:
+            try:
+                _OPTIONS[name].checked(name, options[name])
+            except OptionError as error:
+                raise RequestError(str(error), name) from error
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _MOST_STOPS:
             raise RequestError(f"stop has {len(stops)} strings: at most {_MOST_STOPS} are allowed", "stop")
         most = room_tokens if limit_tokens is None else min(room_tokens, limit_tokens)
-        asked = self.wanted_tokens(max(1, most))
-        if limit_tokens is not None and asked > limit_tokens:
-            raise RequestError(f"max_tokens {asked} is more than the {limit_tokens} that are allowed", "max_tokens")
-        return GenerationParams(
-            asked, tuple(stops), ignore_eos=self.ignore_eos, sampling=SamplingParams(**sampling),
+        wanted = self.wanted_tokens(max(1, most))
+        if limit_tokens is not None and wanted > limit_tokens:
+            raise RequestError(f"max_tokens {wanted} is more than the {limit_tokens} that are allowed", "max_tokens")
+        return GenerationParams().changed(
+            **options, max_new_tokens=wanted, stop=stops, stop_token_ids=self.stop_token_ids or (),
             logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs,
-            min_tokens=self.min_tokens, stop_token_ids=self.stop_token_ids,
         )  # fmt: skip
 
     def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
@@ -223,7 +225,7 @@ class AnswerBody(_Body):
 class ChatBody(AnswerBody):
     """`/v1/chat/completions`."""
 
-    harmless = {**HARMLESS, "add_special_tokens": (False,)}
+    harmless: ClassVar = {**HARMLESS, "add_special_tokens": (False,)}
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -312,7 +314,7 @@ class CompletionBody(AnswerBody):
     """`/v1/completions`."""
 
     # max_tokens -1, which is no limit, is not what a completion has where it says nothing.
-    harmless = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
+    harmless: ClassVar = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     max_tokens: int | None = Field(None, ge=-1)
@@ -337,7 +339,7 @@ class CompletionBody(AnswerBody):
             return 1  # which is left out
         if self.max_tokens == -1:
             return most
-        return self.max_tokens or min(most, max(self.min_tokens, _COMPLETION_TOKENS))
+        return self.max_tokens or min(most, max(self.min_tokens or 0, _COMPLETION_TOKENS))
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from itertools import chain, count, cycle, islice
 from typing import Any
 
-from offload_runtime.config import require
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
+from offload_runtime.errors import require
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify import equality
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total

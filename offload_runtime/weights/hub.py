@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offload_runtime.config import user_directory
 from offload_runtime.errors import HubError, StorageError
+from offload_runtime.files import user_directory
 from offload_runtime.weights.fields import shown
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")

@@ -18,7 +18,8 @@ import torch
 from offload_runtime_kernels.coded_bf16 import CODED
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.config import ModelConfig
+from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
 from offload_runtime.weights.encodings.coded_bf16 import CodedRows
 from offload_runtime.weights.encodings.gguf_rows import GgufRows

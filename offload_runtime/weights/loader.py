@@ -19,8 +19,9 @@ import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import GB, ModelConfig
+from offload_runtime.config import ModelConfig
 from offload_runtime.memory import HostArena, Registrar
+from offload_runtime.sizes import GB
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight

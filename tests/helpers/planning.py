@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from offload_runtime import plan as planning
-from offload_runtime.config import GB, ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
+from offload_runtime.sizes import GB
 from offload_runtime.weights import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
@@ -53,9 +54,9 @@ def requests(draw: st.DrawFn) -> RuntimeConfig:
         max_batch=draw(st.sampled_from([1, 1, 2, 5])),
         resident_layers=draw(st.sampled_from([None, None, None, 0, 1])),
         speculation=SpeculationOptions(mode),
-        vram_bytes=draw(limits(2 * GB, 40 * GB)),
-        ram_bytes=draw(limits(6 * GB, 600 * GB)),
-        pinned_bytes=draw(limits(GB // 10, 300 * GB)),
+        vram=draw(limits(2 * GB, 40 * GB)),
+        ram=draw(limits(6 * GB, 600 * GB)),
+        pinned=draw(limits(GB // 10, 300 * GB)),
     )
 
 
@@ -82,7 +83,7 @@ def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | N
 def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
     """The plan as on a CPU, for device memory without a limit: no layer of a cache on the host stays on a GPU only
     because there is room for all of a small model's."""
-    assert request.vram_bytes is None and request.emulate is None, "a limit that was asked for would be ignored"
+    assert request.vram is None and request.emulate is None, "a limit that was asked for would be ignored"
     return find_plan(request, machine, replace(limits, device_bytes=None))
 
 

@@ -24,9 +24,11 @@ from widening.made import random_llama
 from widening.shapes import WideShape, shape_named
 from widening.stored import STORED, stored_llama
 
-from offload_runtime.config import parse_bytes, require_positive
+from offload_runtime.config import Dtype
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
+from offload_runtime.options import require_positive
 from offload_runtime.params import SamplingParams
+from offload_runtime.sizes import parse_bytes
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
@@ -108,7 +110,7 @@ class PeerOptions:
     new_tokens: int
     warmup: int
     repeats: int
-    dtype_name: str
+    dtype_name: Dtype
     vram_bytes: int | None
     resident_layers: int | None
     device: torch.device

@@ -27,8 +27,8 @@ from measurement import Prepared, run_peer
 from models import NamedWeights, fill_rotary, layer_elements, make_module, resident_layers, transformers_config
 from transformers import PreTrainedModel
 
-from offload_runtime.config import require_positive
 from offload_runtime.errors import OffloadError, OptionError
+from offload_runtime.options import require_positive
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:

@@ -17,8 +17,8 @@ from runs import Asked, Run, answers, asked_generations, figures, num_differing_
 from timing import measure_link_gbps
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
-from offload_runtime.config import format_bytes
 from offload_runtime.errors import BudgetError, NumericalError, OffloadError, OptionError
+from offload_runtime.sizes import format_bytes
 
 
 @dataclass

@@ -22,9 +22,10 @@ from common import PeerOptions
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from offload_runtime.config import ModelConfig, format_bytes
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import read_host_info
+from offload_runtime.sizes import format_bytes
 
 NOTE = "transformers' offloaded cache, mended: its copies wait for each other, and cropped layers are copied whole"
 # More than any round of decoding reads, proposals included.

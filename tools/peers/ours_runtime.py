@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from common import PeerOptions, check_context, model_name, options_from, peer_parser, refused
@@ -30,12 +30,13 @@ from harness import check_machine, emit, integers, provenance  # isort: skip (`c
 from timing import Answer, measure_copy_gbps, measure_link_gbps, timed_answer  # isort: skip
 
 from offload_runtime.config import (
-    DRAFT_CACHES,
-    ENCODE,
-    SPECULATION_MODES,
-    WEIGHTS,
+    DraftCache,
+    Encode,
+    KVPlace,
     RuntimeConfig,
+    SpeculationMode,
     SpeculationOptions,
+    WeightStorage,
     idle_options,
 )
 from offload_runtime.engine import Runtime, Scheduler
@@ -58,15 +59,15 @@ class OurOptions:
     """See `Runtime.load` and its `generate`; None leaves it to the runtime."""
 
     draft: str = "ngram"
-    speculation: str = "auto"
+    speculation: SpeculationMode = "auto"
     gamma: int | None = None
     tree_nodes: int | None = None
-    kv: str = "auto"
+    kv: KVPlace = "auto"
     budget_tokens: int | None = None
     draft_cache: str | None = None
     context: int | None = None
-    weights: str = "auto"
-    encode: str = "none"
+    weights: WeightStorage = "auto"
+    encode: Encode = "none"
     emulate: str | None = None
     devices: str | None = None
 
@@ -100,13 +101,25 @@ def add_our_options(parser: argparse.ArgumentParser) -> None:
         help="of `ours`: tokens that its KV cache reserves, for prompt, answer and proposals behind it; those of the "
         "peers grow (default: what the longest takes, and 256 more)",
     )  # fmt: skip
-    parser.add_argument("--speculation", choices=SPECULATION_MODES, help="of `ours` (auto)")
+    parser.add_argument("--speculation", choices=get_args(SpeculationMode), help="of `ours` (auto)")
     parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
     parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
     parser.add_argument("--budget-tokens", type=int, help="of `ours`: tokens of a retrieval cache, of each layer")
-    parser.add_argument("--draft-cache", choices=DRAFT_CACHES, help="of `ours`: the draft's own KV cache")
-    parser.add_argument("--weights", choices=WEIGHTS, help="of `ours`: how a quantised file's are kept (auto)")
-    parser.add_argument("--encode", choices=ENCODE, help="of `ours`: whether bf16 is kept in 12 bits (none)")
+    parser.add_argument(
+        "--draft-cache",
+        choices=get_args(DraftCache),
+        help="of `ours`: the draft's own KV cache",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=get_args(WeightStorage),
+        help="of `ours`: how a quantised file's are kept (auto)",
+    )
+    parser.add_argument(
+        "--encode",
+        choices=get_args(Encode),
+        help="of `ours`: whether bf16 is kept in 12 bits (none)",
+    )
     parser.add_argument("--emulate", help="of `ours`: a machine with a smaller card to play, by name or file")
     parser.add_argument("--devices", help="of `ours`, instead of --device: several cards, like cuda:0,cuda:1")
     parser.add_argument(

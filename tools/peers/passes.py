@@ -12,12 +12,12 @@ from common import PeerOptions
 
 from harness import leading_agreement, percentiles  # isort: skip (`common` sets the path)
 
-from offload_runtime.config import GB
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan import pass_time
+from offload_runtime.sizes import GB
 from offload_runtime.speculation import DraftRequest, Proposal, Proposer
 
 _WARMUP_PASSES = 3

@@ -11,7 +11,7 @@ from typing import Any
 from common import PeerOptions
 from harness import percentile, percentiles
 
-from offload_runtime.config import GB
+from offload_runtime.sizes import GB
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from offload_runtime.config import format_bytes
 from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_runtime.config import ModelConfig, require_positive
+from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
+from offload_runtime.options import require_positive
 
 
 @dataclass(frozen=True)

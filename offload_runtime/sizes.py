@@ -1,0 +1,85 @@
+"""Sizes in bytes and counts, as people write them and read them."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Real
+
+from offload_runtime.errors import require
+
+GB = 1_000_000_000
+GIB = 1 << 30
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
+_SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
+_MOST_BYTES = 10**18  # no machine has as much memory
+_LEAST_BARE = 1000  # fewer bytes nobody means: GB were
+_COUNT_UNITS = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}  # as vLLM has them
+
+
+def parse_bytes(text: str | float, name: str = "") -> int:
+    """Turn `"24GB"`, `"512MiB"` or a number of bytes into an integer; units are decimal unless written with an `i`.
+
+    Raises:
+        OptionError: It is no size, not positive, or so small a number without a unit that another one was meant; the
+            message calls it `name`.
+    """
+    number, unit, shown = text, "", f"{name} {reprlib.repr(text)}".lstrip()  # a word may be of any length
+    if not isinstance(number, Real):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+        fine = match is not None and match[2].lower() in _SIZE_UNITS
+        require(fine, f"{shown} is not a size: write it like 24GB, 512MiB or a number of bytes")
+        assert match is not None
+        number, unit = float(match[1]), match[2].lower()
+    size = number * _SIZE_UNITS[unit]
+    fine = size < _MOST_BYTES and round(size) > 0
+    way_out = "write it like 24GB, or drop it for all that there is"
+    most = format_bytes(_MOST_BYTES)
+    require(fine, f"{name or 'a size'} must be positive and less than {most}, not {reprlib.repr(text)}: {way_out}")
+    is_meant = bool(unit) or size >= _LEAST_BARE
+    require(is_meant, f"{shown} is {number:g} bytes: write {number:g}GB, or {number:g}B if that is meant")
+    return round(size)  # 4.1 * 10**6 is a little less than what was meant
+
+
+def parse_sizes(text: str | float | Sequence[str | float], name: str = "") -> int | tuple[int, ...]:
+    """Do the same with one size, or with several: a sequence, or one text with commas such as `"22GB,24GB"`."""
+    if isinstance(text, str):
+        sizes = tuple(parse_bytes(one, name) for one in text.split(","))
+        return sizes if len(sizes) > 1 else sizes[0]
+    return tuple(parse_bytes(one, name) for one in text) if isinstance(text, Sequence) else parse_bytes(text, name)
+
+
+def parse_count(text: str) -> int:
+    """Turn `"4096"`, `"4K"` (of 1024) or `"128k"` (of 1000) into an integer. Raises `ValueError`."""
+    match = re.fullmatch(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)([kKmM]?)\s*", text)
+    number = Fraction(match[1]) * _COUNT_UNITS[match[2]] if match else Fraction(1, 2)
+    if number.denominator != 1:
+        raise ValueError("not a whole number")
+    return number.numerator
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write bytes for people: `13.5 GB`, `256.0 MB`, in decimal units as the link's bandwidth is."""
+    for unit, scale in (("TB", 10**12), ("GB", GB), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def _last_digit(size_bytes: int) -> int:
+    """Bytes that the last digit of `format_bytes` stands for."""
+    return max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))
+
+
+def format_bytes_up(size_bytes: int) -> str:
+    """Like `format_bytes`, but never less than what it stands for: a user types it back."""
+    step = _last_digit(size_bytes)
+    return format_bytes(-(-size_bytes // step) * step)
+
+
+def size_option_down(size_bytes: int) -> str:
+    """Bytes as an option's value, `12.3GB`, and never more than what it stands for: the user types it as a limit."""
+    step = _last_digit(size_bytes)
+    return format_bytes(size_bytes // step * step).replace(" ", "")
