@@ -25,7 +25,7 @@ def runtime() -> FakeRuntime:
 
 
 def chat(runtime: FakeRuntime, *arguments: str, turns: str | bytes) -> Result:
-    app = app_of(engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
 
 

@@ -36,7 +36,7 @@ COMMANDS = {
     "chat in JSON": ["chat", *ANSWER, "--json"],
 }
 ENGINE = SimpleNamespace(Runtime=None)  # what runtimes are loaded by, anew in every test
-PROGRAM = app_of(engine=ENGINE)
+PROGRAM = app_of(ENGINE)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
 import signal
@@ -14,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import typer
 
+from offload_runtime import engine
 from offload_runtime.cli.app import app
 from offload_runtime.cli.options import with_options
 from offload_runtime.config import RuntimeConfig
@@ -28,16 +29,18 @@ from offload_runtime.params import GenerationParams
 from offload_runtime.speculation import Acceptance
 
 
-def app_of(**others: Any) -> typer.Typer:
-    """The program, whose commands are given those of these arguments that they take, beside their options."""
+def app_of(stand_ins: Any, room: Any = engine) -> typer.Typer:
+    """The program for which the attributes of `stand_ins` stand in for those of a room, of the same names."""
 
     def given(info: Any) -> Any:
         command, own = info.callback.__wrapped__, copy.copy(info)
-        takes = inspect.signature(command).parameters.keys() & others.keys()
 
         @wraps(command)
         def run(options: Any) -> None:
-            command(options, **{name: others[name] for name in takes})
+            with pytest.MonkeyPatch.context() as patch:
+                for name, stand_in in vars(stand_ins).items():
+                    patch.setattr(room, name, stand_in)
+                command(options)
 
         own.callback = with_options(run)
         return own

@@ -26,13 +26,13 @@ def runtime() -> FakeRuntime:
 
 
 def generate(runtime: FakeRuntime, *arguments: str, stdin: str | bytes | None = None) -> Result:
-    app = app_of(engine=SimpleNamespace(Runtime=runtime))
+    app = app_of(SimpleNamespace(Runtime=runtime))
     return CliRunner().invoke(app, ["generate", "--target", "some/model", *arguments], input=stdin)
 
 
 def demo(runtime: FakeRuntime, model: Path, *arguments: str) -> Result:
     engine = SimpleNamespace(Runtime=runtime, fetch_demo_model=lambda **options: model)
-    return CliRunner().invoke(app_of(engine=engine), ["demo", *arguments], env={"COLUMNS": "100"})
+    return CliRunner().invoke(app_of(engine), ["demo", *arguments], env={"COLUMNS": "100"})
 
 
 def error_lines(result: Result) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.errors import DeviceError
-from offload_runtime.hardware import MachineProfile, load_profile, profile_toml
+from offload_runtime.hardware import MachineProfile, load_profile, measure, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions
@@ -57,7 +58,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasuring:
 
 
 def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
-    app = app_of(measure=measuring)
+    app = app_of(SimpleNamespace(measure_machine=measuring), measure)
     return CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "140"})
 
 

@@ -296,7 +296,7 @@ def run_program(program: Any, words: list[str], stdin: bytes = b"") -> tuple[int
 def program_of(runtime: Any) -> Any:
     """The program with a runtime in place of its own. Typer takes longer to make it than to run most command lines."""
     given = SimpleNamespace(Runtime=runtime, fetch_demo_model=fetch_demo_model)
-    return typer.main.get_command(app_of(engine=given))
+    return typer.main.get_command(app_of(given))
 
 
 def _error_lines(stderr: str) -> list[str]:

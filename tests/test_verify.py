@@ -130,7 +130,7 @@ class Misreading(Runtime):
 
 @pytest.mark.slow
 def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
-    result = run(target, "--json", program=app_of(engine=SimpleNamespace(Runtime=Misreading)))
+    result = run(target, "--json", program=app_of(SimpleNamespace(Runtime=Misreading)))
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     assert record["verdict"] == "defect"

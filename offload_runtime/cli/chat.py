@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from offload_runtime.engine.request import PromptRoom
 
 
-def chat(options: ChatOptions, *, engine: Any = None) -> None:
+def chat(options: ChatOptions) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
     config, params = options.config, options.params  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
-    if engine is None:
-        refuse_early(config)
+    refuse_early(config)
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
 
     template_options = dict(options.template_options or [])
@@ -53,7 +52,7 @@ def chat(options: ChatOptions, *, engine: Any = None) -> None:
         _only_here(options.session) as held,
         terminal.only_json(options.as_json) as output,
         load_runtime(
-            config, engine, explain=options.explain, show_progress=show_progress, check=check, threads=options.threads
+            config, explain=options.explain, show_progress=show_progress, check=check, threads=options.threads
         ) as runtime,
     ):
         options, line = options.with_defaults(runtime.sampling_defaults)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Column, Table
@@ -31,17 +31,17 @@ DEFAULT_PROMPT = (
 _WARM_UP_TOKENS = 4
 
 
-def demo(options: DemoOptions, *, engine: Any = None) -> None:
+def demo(options: DemoOptions) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
-    from offload_runtime import engine as own
+    from offload_runtime.engine import fetch_demo_model
     from offload_runtime.plan import memory_name
 
     show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
-    target = str((engine or own).fetch_demo_model(on_progress=status_line, show_download=show_progress))
+    target = str(fetch_demo_model(on_progress=status_line, show_download=show_progress))
     config = replace(options.config, target=target)
     results: dict[str, GenerationResult] = {}
-    with load_runtime(config, engine, show_progress=show_progress, threads=options.threads) as runtime:
+    with load_runtime(config, show_progress=show_progress, threads=options.threads) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.

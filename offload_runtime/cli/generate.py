@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce"}
 
 
-def generate(options: GenerateOptions, *, engine: Any = None) -> None:
+def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
     params, show_progress = options.params, not options.no_progress
     config = replace(options.config, max_batch=max(1, len(options.prompt_file or ())))
@@ -47,8 +47,7 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     require(options.chat or not template_options, needed)
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
-    if engine is None:
-        refuse_early(config)
+    refuse_early(config)
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
@@ -63,7 +62,7 @@ def generate(options: GenerateOptions, *, engine: Any = None) -> None:
     with (
         terminal.only_json(options.as_json),
         load_runtime(
-            config, engine, show_progress=show_progress, explain=options.explain, check=check, threads=options.threads
+            config, show_progress=show_progress, explain=options.explain, check=check, threads=options.threads
         ) as runtime,
     ):
         try:
@@ -118,13 +117,13 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 
 @contextmanager
 def load_runtime(
-    config: RuntimeConfig, engine: Any = None, *, show_progress: bool, explain: bool = False,
+    config: RuntimeConfig, *, show_progress: bool, explain: bool = False,
     check: CheckPrompts | None = None, threads: int | None = None,
 ) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
     lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first, `threads`
-    are PyTorch's on the CPU, and `engine` stands in for the room of that name."""
-    from offload_runtime import engine as own
+    are PyTorch's on the CPU."""
+    from offload_runtime.engine import Runtime
 
     if threads is not None:
         import torch
@@ -132,7 +131,7 @@ def load_runtime(
         torch.set_num_threads(threads)
     on_plan = print_explanation if explain else None
     with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
-        runtime = (engine or own).Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
+        runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
     with runtime:
         terminal.status_line(runtime.load_report)
         terminal.status_line(runtime.placement)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NOT_MEASURED = "not measured"
 
 
-def profile(options: ProfileOptions, *, measure: Any = None) -> None:
+def profile(options: ProfileOptions) -> None:
     """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
     if options.save is not None:
         check_name(options.save)  # before a minute of measuring, not after it
@@ -28,7 +28,7 @@ def profile(options: ProfileOptions, *, measure: Any = None) -> None:
 
     asked = MeasureOptions(options.device, options.quick, options.full, options.disk_file)
     with only_json(options.as_json), ProgressBars(enabled=not options.no_progress) as bars:
-        report = (measure or measure_machine)(asked, on_progress=bars.update)
+        report = measure_machine(asked, on_progress=bars.update)
     advice = advise(report)
     saved: str | None = None
     try:

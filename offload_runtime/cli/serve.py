@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
@@ -18,11 +17,10 @@ from offload_runtime.cli.options import ServeOptions, refuse_early
 from offload_runtime.server import require_extra
 
 
-def serve(options: ServeOptions, *, engine: Any = None) -> None:
+def serve(options: ServeOptions) -> None:
     """Answer requests of OpenAI's API, and with a page to chat with at /."""
     config, served = options.config, options.server  # judged before anything is loaded
-    if engine is None:
-        refuse_early(config)
+    refuse_early(config)
     require_extra()
     from offload_runtime.engine.sessions import prefix_files
     from offload_runtime.server.run import Server
@@ -33,7 +31,7 @@ def serve(options: ServeOptions, *, engine: Any = None) -> None:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (
             load_runtime(
-                config, engine, show_progress=not options.no_progress, explain=options.explain, threads=options.threads
+                config, show_progress=not options.no_progress, explain=options.explain, threads=options.threads
             ) as runtime,
             server.serving(runtime, *(options.served_model_name or [model_name(config.target)])),
         ):

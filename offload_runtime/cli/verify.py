@@ -31,7 +31,7 @@ DEFECT_EXIT_CODE = 1
 _MOST_FINDINGS = 10
 
 
-def verify(options: VerifyOptions, *, engine: Any = None) -> None:
+def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
     config, show_progress = options.config, not options.no_progress
     extra = {} if options.prompts is None else read_prompts(options.prompts)
@@ -39,8 +39,7 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     require(mode != "none", "--speculation none leaves nothing to verify: leave it out")
     proposed = config.draft != "none" or mode == "triforce"
     require(proposed, "--draft none leaves nothing to verify: name a draft model or ngram")
-    if engine is None:
-        refuse_early(config)
+    refuse_early(config)
     import torch
 
     from offload_runtime import __version__
@@ -50,9 +49,7 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
     plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
     with (
         only_json(options.as_json),
-        load_runtime(
-            config, engine, show_progress=show_progress, check=plan.encoded, threads=options.threads
-        ) as runtime,
+        load_runtime(config, show_progress=show_progress, check=plan.encoded, threads=options.threads) as runtime,
         ProgressBars(enabled=show_progress) as bars,
     ):
         report = verify(runtime, plan, on_progress=bars.update, on_expected=_say_how_long if options.quick else None)
@@ -62,7 +59,7 @@ def verify(options: VerifyOptions, *, engine: Any = None) -> None:
         alone = one_card_config(config, runtime)
         with (
             only_json(options.as_json),
-            load_runtime(alone, engine, show_progress=show_progress, threads=options.threads) as first,
+            load_runtime(alone, show_progress=show_progress, threads=options.threads) as first,
             ProgressBars(enabled=show_progress) as bars,
         ):
             one = decode_plainly(first, plan, bars.update, stage="one card")
