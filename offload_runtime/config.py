@@ -28,8 +28,8 @@ MOST_GAMMA_DRAFT = 24
 
 
 def card_names(device: str) -> tuple[str, ...]:
-    """Names of the cards that a `device` such as `cuda:0,cuda:1` stands for; raises `OptionError` for none, and for
-    cards of different kinds."""
+    """Return the names of the cards that a `device` such as `cuda:0,cuda:1` stands for; raises `OptionError` for none,
+    and for cards of different kinds."""
     names = tuple(name.strip() for name in device.split(","))
     require(all(names), f"device {device!r} has an empty name: write it like cuda:0, or cuda:0,cuda:1")
     kinds = {name.split(":")[0] for name in names}
@@ -111,7 +111,7 @@ class ModelConfig:
 @documented()
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """How tokens are proposed, none of which changes the output.
+    """These options say how tokens are proposed; none changes the output.
 
     The retrieval verifier of TriForce is the target over `budget_tokens` of each layer and KV head, in chunks of
     `chunk_size`. A draft that retrieves does so with the same two.
@@ -145,12 +145,12 @@ class SpeculationOptions:
         chunks_of_budget(self.budget_tokens, self.chunk_size)
 
     def steps_between_choices(self, *, on_host: bool) -> int:
-        """`refresh_steps`, of a target whose keys are in host memory or not."""
+        """Return `refresh_steps`, of a target whose keys are in host memory or not."""
         return self.refresh_steps or (1 if on_host else 4)
 
 
 def idle_options(has_draft: bool, mode: str, draft_cache: str) -> dict[str, str]:
-    """Fields of `SpeculationOptions` that nothing would look at, and why, with the way out.
+    """Find fields of `SpeculationOptions` that nothing would look at, and why, with the way out.
 
     `has_draft` says whether a model drafts; the others are such fields.
     """
@@ -174,7 +174,7 @@ def idle_options(has_draft: bool, mode: str, draft_cache: str) -> dict[str, str]
 
 
 def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
-    """Chunks that make up a retrieval budget.
+    """Return how many chunks make up a retrieval budget.
 
     Raises:
         OptionError: The chunk size is not supported, or the budget is not a number of whole chunks.
@@ -190,7 +190,7 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
 @documented()
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """What a runtime is loaded with: the options of `Runtime.load`, the command line and the tools.
+    """A runtime is loaded with these options of `Runtime.load`, the command line and the tools.
 
     `target` and `draft` may be opened checkpoints, `emulate` and `profile` profiles of machines. A card that `device`
     names twice is two logical cards. Limits of memory are in bytes, or texts such as `24GB`; None allows what there
@@ -311,11 +311,12 @@ class RuntimeConfig:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Names of the cards; `auto` stands for one."""
+        """Return the names of the cards; `auto` stands for one."""
         return card_names(self.device)
 
     def vram_of_cards(self, num_cards: int) -> tuple[int | None, ...]:
-        """What is allowed of each of `num_cards` cards. Raises `OptionError` for as many figures as there are not."""
+        """Return what is allowed of each of `num_cards` cards. Raises `OptionError` for as many figures as there are
+        not."""
         limits = self.vram
         if not isinstance(limits, tuple):
             return (limits,) * num_cards
@@ -326,18 +327,18 @@ class RuntimeConfig:
 
     @property
     def proposed_by(self) -> str:
-        """Who proposes, in words: `ngram`, `none`, or `the draft` for a model that is named."""
+        """Say who proposes: `ngram`, `none`, or `the draft` for a model that is named."""
         own = {"auto": "ngram", "ngram": "ngram", "none": "none"}  # of auto as long as no model was found
         return own.get(self.draft, "the draft") if isinstance(self.draft, str) else "the draft"
 
     @property
     def finds_draft(self) -> bool:
-        """Whether a small model may draft that nobody has named."""
+        """Return whether a small model may draft that nobody has named."""
         return isinstance(self.draft, str) and self.draft == "auto" and self.speculation.mode in ("auto", "chain")
 
 
 class RuntimeOptions(TypedDict, total=False):
-    """The options of a runtime by name, for type checkers; they are the fields of `RuntimeConfig`."""
+    """Type checkers read here what options a runtime has by name; they are the fields of `RuntimeConfig`."""
 
     draft: Any
     context: int | str | None

@@ -20,7 +20,7 @@ _IN_HOME = {"config": ".config", "cache": ".cache", "state": ".local/state"}
 
 
 def user_directory(kind: str, *, holds: str) -> Path:
-    """The user's own directory for one kind of files.
+    """Find the user's own directory for one kind of files.
 
     Our environment variable OFFLOAD_RUNTIME_KIND names it above all else. Otherwise it lies in the platform's directory
     for such files: that of APPDATA (settings) or LOCALAPPDATA on Windows, elsewhere that of XDG_KIND_HOME or, where
@@ -59,7 +59,7 @@ def writing(path: Path, way_out: str) -> Iterator[None]:
 
 
 def regular_file(path: Path, *, way_out: str) -> Path:
-    """The place of a file that may be written: what symbolic links lead to, and nothing yet or a regular file.
+    """Find where a file may be written: symbolic links are followed, and nothing or a regular file is there.
 
     Raises:
         StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy, or

@@ -31,7 +31,7 @@ _MOST_COUNT = 1 << 63  # no machine counts to more
 
 @dataclass(frozen=True)
 class Option:
-    """What an option says of itself beside its type and default.
+    """An option says this of itself beside its type and default.
 
     Attributes:
         help: What it does, for all doors.
@@ -63,7 +63,7 @@ class Option:
 
     @cached_property
     def bounds(self) -> str:
-        """Its bounds in words, as they follow `must be`; empty without any."""
+        """Say the bounds, as they follow `must be`; nothing without any."""
         least, most, below = self.least, self.most, self.below
         if least is None:
             return ""
@@ -83,14 +83,14 @@ class Option:
 
 
 def option(default: T, help: str, group: str | None = None, **about: Any) -> T:
-    """The field of a dataclass for an option, `about` which an `Option` says the rest; MISSING is no default."""
+    """Make the field of a dataclass for an option; `about` are attributes of `Option`, and MISSING is no default."""
     made: Any = field(default=default, metadata={"option": Option(help, group, **about)})
     return made
 
 
 @dataclass(frozen=True)
 class OptionField:
-    """A field of a configuration, with what it says of itself; a configuration within another says nothing."""
+    """An `OptionField` is a field of a configuration; one that is a configuration itself may have no `Option`."""
 
     name: str
     hint: Any
@@ -98,24 +98,24 @@ class OptionField:
     option: Option | None
 
     def changed(self, default: Any = MISSING, **words: Any) -> OptionField:
-        """The same with another default, or with other words about it."""
+        """Return the same with another default, or with other attributes of its `Option`."""
         assert self.option is not None
         default = self.default if default is MISSING else default
         return replace(self, default=default, option=replace(self.option, **words))
 
     @cached_property
     def types(self) -> tuple[Any, ...]:
-        """The types that it may be of."""
+        """Return the types that it may be of."""
         return get_args(self.hint) if isinstance(self.hint, UnionType) else (self.hint,)
 
     @property
     def automatic(self) -> Any:
-        """What `auto` stands for."""
+        """Return what `auto` stands for."""
         return None if NoneType in self.types else self.default
 
     @property
     def description(self) -> str:
-        """Its help, its bounds, and what its values stand for."""
+        """Say what it does, its bounds, and what its values stand for."""
         assert self.option is not None
         option = self.option
         automatic = f"auto: {self.default}" if option.auto and self.automatic is not None else ""
@@ -158,7 +158,7 @@ class OptionField:
         return value
 
     def _count(self, name: str, given: Any) -> Any:
-        """The count, which may be typed, or what `auto` stands for."""
+        """Return the count, which may be typed, or what `auto` stands for."""
         assert self.option is not None
         value: Any = given
         if isinstance(given, str):
@@ -178,7 +178,7 @@ class OptionField:
 
 @cache
 def option_fields(kind: Any) -> tuple[OptionField, ...]:
-    """The fields of a configuration."""
+    """Return the fields of a configuration."""
     hints = get_type_hints(kind)
     return tuple(
         OptionField(one.name, hints[one.name], one.default, one.metadata.get("option")) for one in fields(kind)
@@ -195,7 +195,7 @@ def validate(config: Any) -> None:
 
 
 def documented(*kinds: type) -> Callable[[T], T]:
-    """A decorator that lists options at the end of a docstring: those of configurations, or of the decorated one."""
+    """Make a decorator that lists options at the end of a docstring: those of `kinds`, or of what it decorates."""
 
     def add(documented: T) -> T:
         of: Any = kinds or (documented,)
@@ -222,7 +222,7 @@ _NUMBERS = {int: Integral, float: Real}  # numpy's as well
 
 
 def is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; True is no number, and a text is no sequence."""
+    """Return whether a value is of an annotated type; True is no number, and a text is no sequence."""
     parts = get_args(hint)
     if isinstance(hint, UnionType):
         return any(is_of_type(value, one) for one in parts)

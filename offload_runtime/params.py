@@ -103,44 +103,44 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is a plain argmax."""
+        """Return whether sampling is a plain argmax."""
         return self.temperature == 0
 
     @property
     def filtered(self) -> bool:
-        """Whether any of top-k, top-p, min-p restricts the allowed tokens."""
+        """Return whether any of top-k, top-p, min-p restricts the allowed tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept."""
+        """Return `logit_bias` as it is kept."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a schema or a grammar says which tokens may come."""
+        """Return whether a schema or a grammar says which tokens may come."""
         return self.json_schema is not None or self.grammar is not None
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the tokens before them."""
+        """Return whether logits depend on the tokens before them."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @cached_property
     def without_noise(self) -> SamplingParams:
-        """What two requests share that choose alike: everything but the noise."""
+        """Return what two requests share that choose alike: everything but the noise."""
         return replace(self, seed=0, noise_id=0)
 
     @cached_property
     def filters_alone(self) -> SamplingParams:
-        """What two requests share whose filters exclude the same tokens of the same logits."""
+        """Return what two requests share whose filters exclude the same tokens of the same logits."""
         if not self.filtered:
             return SamplingParams()
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 def _bias_pairs(given: Mapping[int, float] | Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    """A logit bias as it is kept. Raises `OptionError`."""
+    """Bring a logit bias into the form that it is kept in. Raises `OptionError`."""
     pairs = list(given.items() if isinstance(given, Mapping) else given)
     for pair in pairs:
         fine = len(pair) == 2 and isinstance(pair[0], Integral)
@@ -155,7 +155,7 @@ def _bias_pairs(given: Mapping[int, float] | Sequence[Sequence[float]]) -> tuple
 
 
 def _schema_text(given: Mapping[str, Any] | str | None) -> str | None:
-    """A JSON schema as it is kept. Raises `OptionError`."""
+    """Bring a JSON schema into the form that it is kept in. Raises `OptionError`."""
     if given is None:
         return None
     try:
@@ -201,7 +201,7 @@ def require_exact_numbers(schema: Any, *, is_value: bool = False, is_named: bool
 
 
 def _is_loose(key: str, bound: float) -> bool:
-    """Whether answers could lie outside a bound that is taken for the nearest double. No integer is above 2**63 - 1."""
+    """Return whether answers could exceed a bound that is taken for the nearest double; integers end at 2**63 - 1."""
     if abs(bound) < _LARGEST_EXACT or (key.endswith("aximum") and bound >= (1 << 63) - 1):
         return False
     return key.startswith("exclusive") or abs(bound) > 1 << 64 or int(float(bound)) != bound
@@ -217,7 +217,7 @@ def _require_short(name: str, text: str) -> None:
 @documented()
 @dataclass(frozen=True)
 class GenerationParams:
-    """What one answer is asked for, in the words of `Runtime.stream`.
+    """One answer is asked for with these options, in the words of `Runtime.stream`.
 
     `stop` may be given as a string or any sequence of them, and is a tuple then. Nothing ends the answer before it has
     `min_tokens`: no end token of the model, no stop token and no stop string. Log-probabilities are those of the
@@ -269,12 +269,12 @@ class GenerationParams:
         require(not endless, "ignore_eos does nothing where a json_schema or grammar says when an answer ends: drop it")
 
     def changed(self, **options: Any) -> GenerationParams:
-        """The same with some options changed, those of `sampling` too. Raises `OptionError`."""
+        """Return the same with some options changed, those of `sampling` too. Raises `OptionError`."""
         sampling = {name: options.pop(name) for name in SamplingParams.__dataclass_fields__ if name in options}
         return replace(self, **options, sampling=replace(self.sampling, **sampling))
 
     def value(self, name: str) -> Any:
-        """The value of an option, which may be one of `sampling`."""
+        """Return the value of an option, which may be one of `sampling`."""
         return getattr(self if hasattr(self, name) else self.sampling, name)
 
 
@@ -315,8 +315,8 @@ def params_once(
     by_name: GenerationOptions, params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens,
     kind: Any = GenerationParams | None,
 ) -> GenerationParams | OneOrMany:  # fmt: skip
-    """The options of a call, which were given by name or all of them as `params`, of this `kind`; `max_new_tokens` is
-    its usual number.
+    """Return the options of a call, which were given by name or all of them as `params`, of this `kind`;
+    `max_new_tokens` is its usual number.
 
     Raises:
         OptionError: They were given in both ways, are of another kind, or make no sense.
@@ -336,7 +336,7 @@ def params_once(
 def params_of_each(
     params: GenerationParams | Sequence[GenerationParams], noise_ids: Sequence[int] | None, count: int
 ) -> list[GenerationParams]:
-    """The options of each of `count` requests that are answered together.
+    """Return the options of each of `count` requests that are answered together.
 
     Args:
         params: Of all of them, or of each.

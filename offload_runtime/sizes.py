@@ -69,17 +69,17 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def _last_digit(size_bytes: int) -> int:
-    """Bytes that the last digit of `format_bytes` stands for."""
+    """Return the bytes that the last digit of `format_bytes` stands for."""
     return max(1, 10 ** (3 * ((len(str(size_bytes)) - 1) // 3) - 1))
 
 
 def format_bytes_up(size_bytes: int) -> str:
-    """Like `format_bytes`, but never less than what it stands for: a user types it back."""
+    """Write bytes as `format_bytes` does, but never less than there are: a user types it back."""
     step = _last_digit(size_bytes)
     return format_bytes(-(-size_bytes // step) * step)
 
 
 def size_option_down(size_bytes: int) -> str:
-    """Bytes as an option's value, `12.3GB`, and never more than what it stands for: the user types it as a limit."""
+    """Write bytes as an option's value, `12.3GB`, never more than there are: the user types it as a limit."""
     step = _last_digit(size_bytes)
     return format_bytes(size_bytes // step * step).replace(" ", "")

@@ -202,6 +202,7 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
         ("--prompt a --vram 24", "--vram '24' is 24 bytes: write 24GB, or 24B if that is meant"),
         ("--prompt a --pinned 0GB", "--pinned must be positive"),
         ("--prompt a --context 1.5", "--context must be auto or a count of at least 1, not '1.5'"),
+        ("--prompt a --stop-token-ids=-1", "--stop-token-ids must be at least 0, not -1"),
         ("--prompt a --top-k few", "--top-k must be a whole number, not 'few'"),
         ("--prompt a --target=", "--target is empty"),
     ],

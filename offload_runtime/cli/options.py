@@ -45,7 +45,7 @@ CHAT_TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Part:
-    """A configuration within the options of a command: `only` some of its options, or all but those `without`.
+    """A part of a command's options is a configuration: `only` some of its options, or all but those `without`.
 
     `changed` says what default or words an option has here, and `fixed` are values that nobody can choose.
     """
@@ -56,11 +56,11 @@ class Part:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether an option of this name is among those of the command."""
+        """Return whether an option of this name is among those of the command."""
         return name not in self.without if self.only is None else name in self.only
 
     def options(self, kind: Any) -> list[OptionField]:
-        """The options of a configuration, and of those within it, that a command line has."""
+        """Return the options of a configuration, and of those within it, that the command line has."""
         found: list[OptionField] = []
         for one in option_fields(kind):
             if is_dataclass(one.hint):
@@ -70,20 +70,20 @@ class Part:
         return [one for one in found if one.option is not None and one.option.flag is not None]
 
     def made(self, kind: Any, given: Mapping[str, Any]) -> Any:
-        """The configuration that was asked for."""
+        """Make the configuration that was asked for."""
         values = {name: value for name, value in given.items() if value is not None and self.has(name)}
         return _made(kind, {**values, **self.fixed})
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A configuration of values by name, with those within it."""
+    """Make a configuration, and those within it, of values by name."""
     parts = {one.name: _made(one.hint, values) for one in option_fields(kind) if is_dataclass(one.hint)}
     own = {one.name: values[one.name] for one in option_fields(kind) if one.name in values}
     return kind(**parts, **own)
 
 
 def _part(**about: Any) -> Any:
-    """The field of a command's options for a configuration, `about` which a `Part` says the rest."""
+    """Make the field of a command's options for a configuration; `about` are attributes of `Part`."""
     return field(metadata={"part": Part(**about)})
 
 
@@ -104,7 +104,7 @@ _template_options: Any = partial(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `plan` takes."""
+    """`plan` takes these options."""
 
     config: RuntimeConfig = _part(
         without=("emulate", "trace", "allow_special_tokens"),
@@ -121,7 +121,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """What a command that answers takes: also how tokens are sampled, and what is told of the run."""
+    """A command that answers takes these options."""
 
     config: RuntimeConfig = _part()
     params: GenerationParams = _part(without=("tree_nodes",))
@@ -142,7 +142,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(AnswerOptions):
-    """What `generate` takes."""
+    """`generate` takes these options."""
 
     prompt: str | None = option(None, "What to continue or answer.", metavar="TEXT")
     prompt_file: list[str] | None = _file(
@@ -154,7 +154,8 @@ class GenerateOptions(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(AnswerOptions):
-    """What `chat` takes: longer answers, sampled as the model's makers want it where the user has `chosen` nothing."""
+    """`chat` takes these options: answers are longer, and sampled as the model's makers want it where the user has
+    `chosen` nothing."""
 
     params: GenerationParams = _part(
         without=("tree_nodes",),
@@ -172,8 +173,8 @@ class ChatOptions(AnswerOptions):
     chosen: frozenset[str] = frozenset()
 
     def with_defaults(self, named: Mapping[str, float]) -> tuple[ChatOptions, str | None]:
-        """The same with what the user left open, as the model's makers `named` it or else the command's own; and a line
-        that says so."""
+        """Return the same with what the user left open, as the model's makers `named` it or else the command's own; and
+        a line that says so."""
         taken = {name: value for name, value in named.items() if name not in self.chosen}
         own: dict[str, float] = {} if "temperature" in self.chosen else {"temperature": CHAT_TEMPERATURE}
         line: str | None = None
@@ -188,7 +189,7 @@ class ChatOptions(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What `serve` takes."""
+    """`serve` takes these options."""
 
     config: RuntimeConfig = _part(changed={"max_batch": {"default": None, "flag": "--max-requests", "group": "Limits"}})
     server: ServerConfig = _part()
@@ -203,7 +204,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What `verify` takes."""
+    """`verify` takes these options."""
 
     config: RuntimeConfig = _part(without=("gamma", "profile", "allow_special_tokens", "trace"))
     threads: int | None = _threads()
@@ -217,7 +218,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What `profile` takes."""
+    """`profile` takes these options."""
 
     save: str | None = option(None, "Keep the profile by this name, over one that has it.", metavar="NAME")
     device: str = option(
@@ -233,7 +234,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What `demo` takes; its `config` has the target once that was fetched."""
+    """`demo` takes these options; its `config` has the target once that was fetched."""
 
     config: RuntimeConfig = _part(
         only=("device", "dtype", "max_gamma"), changed={"device": {"help": "Where the target runs."}},
@@ -265,7 +266,7 @@ def refuse_early(config: RuntimeConfig) -> None:
 
 
 def _bias(name: str, text: str) -> tuple[int, float]:
-    """A token id with its bias."""
+    """Read a token id with its bias."""
     match = re.fullmatch(r"([0-9]{1,10})=([+-]?[0-9]{1,9}(?:\.[0-9]*)?)", text.strip())
     require(match is not None, f"{name} {text!r} is not a bias: write it like 1234=-100")
     assert match is not None
@@ -273,7 +274,7 @@ def _bias(name: str, text: str) -> tuple[int, float]:
 
 
 def _template_option(name: str, text: str) -> tuple[str, Any]:
-    """Name and value of an option of a chat template; a value is JSON, or else a text."""
+    """Read name and value of an option of a chat template; a value is JSON, or else a text."""
     key, equals, value = text.partition("=")
     require(bool(key and equals), f"{name} {text!r} is not an option: write it like enable_thinking=false")
     require_unicode(name, text)
@@ -284,7 +285,7 @@ def _template_option(name: str, text: str) -> tuple[str, Any]:
 
 
 def _devices(name: str, text: str) -> str:
-    """Names of devices that can be some, wherever they are."""
+    """Refuse names that no device has, wherever it is."""
     for device in text.split(","):
         is_device = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", device.strip()) is not None
         require(is_device, f"{name} {device!r} is not a device: use auto, cuda, cuda:N or cpu, or cuda:0,cuda:1")
@@ -292,19 +293,19 @@ def _devices(name: str, text: str) -> str:
 
 
 def _text(name: str, text: str) -> str:
-    """A text, if it is one."""
+    """Refuse what is no text."""
     require_unicode(name, text)
     return text
 
 
-def _whole(name: str, text: str) -> int:
-    """A whole number."""
-    count: int = OptionField(name, int, None, Option("")).read(name, text)
+def _whole(name: str, text: str, *, least: int | None = None) -> int:
+    """Read a whole number."""
+    count: int = OptionField(name, int, None, Option("", least=least)).read(name, text)
     return count
 
 
 def _thread_count(name: str, text: str) -> int:
-    """A number of threads that this machine can run."""
+    """Read how many threads to run, which this machine has to be able to."""
     there, count = os.cpu_count() or 1, _whole(name, text)
     fine = 1 <= count <= there
     require(fine, f"{name} {count} is not 1 to {there}: this machine has {there} logical cores")
@@ -313,7 +314,7 @@ def _thread_count(name: str, text: str) -> int:
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "logit_bias": _bias, "template_options": _template_option, "device": _devices, "threads": _thread_count,
-    "json_schema": lambda name, file: read_text(file, option=name), "stop_token_ids": _whole,
+    "json_schema": lambda name, file: read_text(file, option=name), "stop_token_ids": partial(_whole, least=0),
     **dict.fromkeys(("prompt", "stop", "system", "api_key", "served_model_name"), _text),
 }  # fmt: skip
 
@@ -326,7 +327,7 @@ def read_option(one: OptionField, name: str, text: str) -> Any:
 
 
 def _typer_option(one: OptionField) -> inspect.Parameter:
-    """An option as typer wants it."""
+    """Describe an option as typer wants it."""
     about = one.option
     assert about is not None and about.flag is not None
     names = about.flag.split() or [f"--{one.name.replace('_', '-')}"]
@@ -360,7 +361,7 @@ def _typer_option(one: OptionField) -> inspect.Parameter:
 
 
 def _options_of(command: type) -> dict[str, OptionField]:
-    """All options of a command, by name."""
+    """Return all options of a command, by name."""
     found: dict[str, OptionField] = {}
     for one, own in zip(option_fields(command), fields(command), strict=True):
         part = own.metadata.get("part")
@@ -371,8 +372,8 @@ def _options_of(command: type) -> dict[str, OptionField]:
 
 
 def _settled(given: dict[str, Any]) -> dict[str, Any]:
-    """What a command line says, with what one option means for others; raises `OptionError` for one that would do
-    nothing beside the others."""
+    """Complete what a command line says with what one option means for others; raises `OptionError` for one that would
+    do nothing beside the others."""
     gamma = given.get("gamma")
     if isinstance(gamma, int):
         given["max_gamma"] = max(RuntimeConfig.max_gamma, gamma)
@@ -419,7 +420,7 @@ SAMPLING_OPTIONS = {
 
 
 def sampling_values(params: GenerationParams) -> dict[str, str]:
-    """How tokens are sampled, by `SAMPLING_OPTIONS`, as the command line has it."""
+    """Say how tokens are sampled, by `SAMPLING_OPTIONS`, as the command line has it."""
 
     def written(value: Any) -> str:
         if isinstance(value, bool):
@@ -435,7 +436,7 @@ def sampling_values(params: GenerationParams) -> dict[str, str]:
 
 
 def with_sampling_option(options: ChatOptions, name: str, text: str) -> ChatOptions:
-    """The same but for one of `SAMPLING_OPTIONS`, read as on the command line; a switch is `on` or `off`, what may be
+    """Change one of `SAMPLING_OPTIONS`, read as on the command line; a switch is `on` or `off`, what may be
     repeated is added to, and `none` takes back what was said. Raises `OptionError`."""
     require(name in SAMPLING_OPTIONS, f"{name} is not an option of sampling: there are {', '.join(SAMPLING_OPTIONS)}")
     one = SAMPLING_OPTIONS[name]

@@ -15,7 +15,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 @documented()
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where the server listens, who may ask, and for how much.
+    """These options say where the server listens, who may ask, and for how much.
 
     Reading the body of a request may take a tenth of `max_seconds`.
     """
@@ -73,12 +73,12 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """Return whether only this machine reaches the server."""
         return self.host == "localhost" or getattr(_address(self.host), "is_loopback", False)
 
     def allows_host(self, header: str) -> bool:
-        """Whether a Host header names this server. An address always does where all are listened at: only a name can
-        be made to stand for another machine's."""
+        """Return whether a Host header names this server. An address always does where all are listened at: only a name
+        can be made to stand for another machine's."""
         name = _host_of(header)
         if name in _LOOPBACK_NAMES | {self.host.lower()} | {host.lower() for host in self.allowed_hosts}:
             return True
@@ -93,7 +93,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _host_of(header: str) -> str:
-    """The name in a Host header, without port and brackets."""
+    """Return the name in a Host header, without port and brackets."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]
