@@ -299,8 +299,8 @@ class RuntimeConfig:
             raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
         if nodes and (draft == "none" or mode in ("none", "triforce")):
             why = f"--speculation {mode}" if mode in ("none", "triforce") else "--draft none"
-            way_out = "drop it, or take --speculation chain with --draft ngram or a model"
-            raise OptionError(f"--tree-nodes {nodes} does nothing with {why}: {way_out}")
+            remedy = "drop it, or take --speculation chain with --draft ngram or a model"
+            raise OptionError(f"--tree-nodes {nodes} does nothing with {why}: {remedy}")
         if gamma is None:
             return
         fits = gamma <= self.max_gamma

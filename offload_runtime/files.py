@@ -46,8 +46,8 @@ def user_directory(kind: str, *, holds: str) -> Path:
 
 
 @contextmanager
-def writing(path: Path, way_out: str) -> Iterator[None]:
-    """Say of a file that the system refuses to write why, and what the user can do instead (`way_out`).
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Say of a file that the system refuses to write why, and what the user can do instead (`remedy`).
 
     Raises:
         StorageError: For every OSError within, and for a path that none can be, of a NUL or half a character.
@@ -55,39 +55,39 @@ def writing(path: Path, way_out: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as why:
-        raise StorageError(f"{path} cannot be written ({getattr(why, 'strerror', None) or why}): {way_out}") from why
+        raise StorageError(f"{path} cannot be written ({getattr(why, 'strerror', None) or why}): {remedy}") from why
 
 
-def regular_file(path: Path, *, way_out: str) -> Path:
+def regular_file(path: Path, *, remedy: str) -> Path:
     """Find where a file may be written: symbolic links are followed, and nothing or a regular file is there.
 
     Raises:
         StorageError: A device, a FIFO, a socket or a directory is there, which a file in its place would destroy, or
             the file that standard output or standard error goes to; or no file can have this name.
     """
-    with writing(path, way_out), suppress(FileNotFoundError):
+    with writing(path, remedy), suppress(FileNotFoundError):
         real = Path(os.path.realpath(path))
         there = real.lstat()
         if not stat.S_ISREG(there.st_mode):
-            raise StorageError(f"{path} is not a regular file, and stays as it is: {way_out}")
+            raise StorageError(f"{path} is not a regular file, and stays as it is: {remedy}")
         for number, stream in ((1, "standard output"), (2, "standard error")):
             with suppress(OSError):  # a closed stream goes nowhere
                 if os.path.samestat(there, os.fstat(number)):
-                    raise StorageError(f"{path} is where {stream} goes: {way_out}")
+                    raise StorageError(f"{path} is where {stream} goes: {remedy}")
     return real
 
 
-def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *, way_out: str) -> None:
+def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *, remedy: str) -> None:
     """Write a regular file, text as UTF-8, so that a reader sees the old one or the whole new one, never a part.
 
     Symbolic links stay, and what they lead to is written. What is not text comes in pieces.
 
     Raises:
-        StorageError: The disk is full or the place cannot be written, with the `way_out`; what was there is then
+        StorageError: The disk is full or the place cannot be written, with the `remedy`; what was there is then
             untouched.
     """
-    real = regular_file(path, way_out=way_out)
-    with writing(path, way_out):
+    real = regular_file(path, remedy=remedy)
+    with writing(path, remedy):
         # In the same directory, because a rename is atomic only within one file system; a name has 255 bytes at most.
         prefix = f".{real.name[:_MOST_OF_NAME]}-"
         descriptor, partial = tempfile.mkstemp(dir=real.parent, prefix=prefix, suffix=".part")

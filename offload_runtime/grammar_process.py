@@ -41,7 +41,7 @@ _TRIAL_TOKENS = 12
 _MOST_WAIT_S = 60.0  # of a machine so busy that the process does not get its 5 s
 
 # What to do about messages that do not say so, by a part of them.
-_WAYS_OUT = {
+_REMEDIES = {
     "for integer range": "give bounds of up to ±(2**63 - 1024), or leave them out",
     "for float range": "give bounds of less than ±10**18, or leave them out",
     "has too many digits": "give one of fewer digits, or leave it out",
@@ -85,7 +85,7 @@ class GrammarFactory:
 def reason_of(matcher: LLMatcher) -> str:
     """What llguidance says is wrong, without the lines in which it shows where, and what helps."""
     reason = str(matcher.get_error()).split("\n<")[0].split("\n   1 |")[0]
-    return reason + next((f": {way_out}" for part, way_out in _WAYS_OUT.items() if part in reason), "")
+    return reason + next((f": {remedy}" for part, remedy in _REMEDIES.items() if part in reason), "")
 
 
 @contextmanager
@@ -164,8 +164,8 @@ class GrammarProcess:
                 if not self._is_ready:
                     raise UnavailableError(f"{what}: the process that compiles grammars has ended ({died})") from None
                 limits = f"{_MOST_SECONDS} s, {_MOST_BYTES >> 20} MiB and {_STACK_BYTES >> 20} MiB of stack"
-                way_out = "use smaller numbers, less of it in one another, or fewer rules"
-                raise OptionError(f"{what}: compiling it takes more than {limits} ({died}): {way_out}") from None
+                remedy = "use smaller numbers, less of it in one another, or fewer rules"
+                raise OptionError(f"{what}: compiling it takes more than {limits} ({died}): {remedy}") from None
         if message:
             raise OptionError(message)
 

@@ -32,7 +32,7 @@ from offload_runtime.penalties import LogitAdjustments
 _WEIGHT_BITS = 40
 _MAX_VOCAB_SIZE = 1 << 22
 # Ways to sample of which each runs kernels of its own.
-DIFFERENT_WAYS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
+WARM_UP_SAMPLINGS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 # Rows that are filtered together when a token is chosen for each.
 MOST_FILTERED_ROWS = 32
 _LEAST_PART_ROWS = 2

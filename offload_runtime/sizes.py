@@ -35,9 +35,9 @@ def parse_bytes(text: str | float, name: str = "") -> int:
         number, unit = float(match[1]), match[2].lower()
     size = number * _SIZE_UNITS[unit]
     fine = size < _MOST_BYTES and round(size) > 0
-    way_out = "write it like 24GB, or drop it for all that there is"
+    remedy = "write it like 24GB, or drop it for all that there is"
     most = format_bytes(_MOST_BYTES)
-    require(fine, f"{name or 'a size'} must be positive and less than {most}, not {reprlib.repr(text)}: {way_out}")
+    require(fine, f"{name or 'a size'} must be positive and less than {most}, not {reprlib.repr(text)}: {remedy}")
     is_meant = bool(unit) or size >= _LEAST_BARE
     require(is_meant, f"{shown} is {number:g} bytes: write {number:g}GB, or {number:g}B if that is meant")
     return round(size)  # 4.1 * 10**6 is a little less than what was meant

@@ -31,7 +31,7 @@ PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
 MOST_SPANS = 1_000_000
 # Of so many attempts to catch host and device at one moment the tightest counts.
 _ALIGNMENTS = 5
-_WAY_OUT = "name another place with --trace"
+_REMEDY = "name another place with --trace"
 _OF_CARD = " of card "
 
 
@@ -352,8 +352,8 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: It is a directory, a device or the like, or nothing can be written beside it.
     """
-    with writing(path, _WAY_OUT):
-        tempfile.TemporaryFile(dir=regular_file(path, way_out=_WAY_OUT).parent).close()
+    with writing(path, _REMEDY):
+        tempfile.TemporaryFile(dir=regular_file(path, remedy=_REMEDY).parent).close()
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
@@ -370,7 +370,7 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
     other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
     events = ",\n".join(json.dumps(event) for event in _events(trace))
     text = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n{events}\n]}}\n'
-    write_atomically(path, text, way_out=_WAY_OUT)
+    write_atomically(path, text, remedy=_REMEDY)
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:

@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "rollback: a cut on the device keeps a token too many",
         f"{_KV}/device.py",
-        "        self._lengths[sequence] = length\n",
-        "        self._lengths[sequence] = min(length + 1, self._lengths[sequence])\n",
+        "        self._lengths[slot] = length\n",
+        "        self._lengths[slot] = min(length + 1, self._lengths[slot])\n",
         ("tests/test_cache_histories.py::test_a_cut_and_what_is_written_behind_it",),
     ),
     Mutation(
@@ -61,8 +61,8 @@ MUTATIONS = (
     Mutation(
         "rollback: a block that is cut and filled again still counts as written",
         f"{_KV}/host_io.py",
-        "self.arrived[sequence] = min(self.arrived[sequence], block)",
-        "self.arrived[sequence] = min(self.arrived[sequence], block + 1)",
+        "self.arrived[slot] = min(self.arrived[slot], block)",
+        "self.arrived[slot] = min(self.arrived[slot], block + 1)",
         ("tests/test_cache_histories.py::test_a_block_that_is_written_anew_is_not_taken_for_there",),
     ),
     Mutation(
@@ -75,15 +75,15 @@ MUTATIONS = (
     Mutation(
         "slot reuse: chunks of the request that held a slot before stay retrieved",
         f"{_KV}/retrieval.py",
-        "self.chunks.forget(sequence)\n        self.recent[sequence] = range(0)",
-        "self.recent[sequence] = self.recent[sequence]",
+        "self.chunks.forget(slot)\n        self.recent[slot] = range(0)",
+        "self.recent[slot] = self.recent[slot]",
         ("tests/test_scheduler.py::test_a_slot_that_is_used_again_is_as_good_as_new[triforce]",),
     ),
     Mutation(
         "slot reuse: a draft takes a new text for the one that held its slot before",
         "offload_runtime/runners/draft_kv.py",
-        'it only grows."""\n        self._agreed[sequence] = 0',
-        'it only grows."""\n        self._agreed[sequence] += 0',
+        'it only grows."""\n        self._agreed[slot] = 0',
+        'it only grows."""\n        self._agreed[slot] += 0',
         ("tests/test_scheduler.py::test_a_slot_that_is_used_again_is_as_good_as_new[chain]",),
     ),
     Mutation(
@@ -110,8 +110,8 @@ MUTATIONS = (
     Mutation(
         "position: after a move the sinks are rotated as if nothing had been let go of",
         f"{_KV}/device.py",
-        "self.rope_shifts[sequence] += dropped",
-        "self.rope_shifts[sequence] += 0",
+        "self.rope_shifts[slot] += dropped",
+        "self.rope_shifts[slot] += 0",
         ("tests/test_cache_histories.py::test_any_history_of_a_window_over_a_text",),
     ),
     Mutation(
@@ -136,10 +136,10 @@ MUTATIONS = (
         ("tests/test_cache_histories.py::test_the_first_step_chooses_and_the_others_use",),
     ),
     Mutation(
-        "slot reuse: a slot is filled again while its last user holds it",
+        "slot reuse: a buffer is filled again while its last user holds it",
         "offload_runtime/copy/schedule.py",
-        "        ring.held.append(slot)\n",
-        "        ring.held.append(slot)\n        ring.idle.append(slot)\n",
+        "        ring.held.append(buffer)\n",
+        "        ring.held.append(buffer)\n        ring.idle.append(buffer)\n",
         ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
     ),
     Mutation(

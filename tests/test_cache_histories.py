@@ -47,9 +47,9 @@ class Marks:
         return list(range(self._newest - count + 1, self._newest + 1))
 
 
-def put(data: torch.Tensor, layer: int, slots: Sequence[int], marks: Sequence[int]) -> None:
+def put(data: torch.Tensor, layer: int, buffers: Sequence[int], marks: Sequence[int]) -> None:
     """Write keys and values of tokens to slots of one sequence's blocks [N, 2, H_kv, 256, D]; values are negative."""
-    place, mark = torch.tensor(slots, dtype=torch.int64), torch.tensor(marks, dtype=data.dtype)
+    place, mark = torch.tensor(buffers, dtype=torch.int64), torch.tensor(marks, dtype=data.dtype)
     sides = torch.stack((mark, -mark), 1)[:, :, None, None] + layer / 8
     data[place // BLOCK_TOKENS, :, :, place % BLOCK_TOKENS] = sides.expand(-1, -1, *data.shape[2::2])
 
@@ -68,10 +68,10 @@ class Watched:
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int, int], list[int]] = {}
 
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         for block in blocks:
             own = kv.data[row, (block - kv.first_block) % kv.num_blocks][None]
-            self.seen[layer, sequence, block] = held(own, layer, BLOCK_TOKENS)
+            self.seen[layer, slot, block] = held(own, layer, BLOCK_TOKENS)
 
 
 class Played:
@@ -80,59 +80,59 @@ class Played:
     def __init__(self) -> None:
         self.cache = DeviceKVCache(
             CONFIG, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budget=DeviceBudget(CPU, None),
-            spare_slots=SPARE,
+            spare_positions=SPARE,
         )  # fmt: skip
         self.expected: list[list[int]] = [[] for _ in range(BATCH)]
         self.watched = Watched()
         self.cache.observers.append(self.watched)
         self._marks = Marks()
 
-    def _put(self, sequence: int, slots: Sequence[int]) -> list[int]:
-        marks = self._marks.new(len(slots))
+    def _put(self, slot: int, buffers: Sequence[int]) -> list[int]:
+        marks = self._marks.new(len(buffers))
         for layer in range(LAYERS):
             data = self.cache.store(layer).data
-            put(data[sequence if data.shape[0] == BATCH else 0], layer, slots, marks)
+            put(data[slot if data.shape[0] == BATCH else 0], layer, buffers, marks)
         return marks
 
-    def _behind(self, sequence: int, count: int) -> range:
-        length = self.cache.length(sequence)
+    def _behind(self, slot: int, count: int) -> range:
+        length = self.cache.length(slot)
         return range(length, length + count)
 
-    def prefill(self, sequence: int, count: int) -> None:
+    def prefill(self, slot: int, count: int) -> None:
         """A prompt, all of which stays."""
-        self.cache.begin_prefill(sequence, count)
-        self.expected[sequence] += self._put(sequence, self._behind(sequence, count))
-        self.cache.end_prefill(sequence, count)
+        self.cache.begin_prefill(slot, count)
+        self.expected[slot] += self._put(slot, self._behind(slot, count))
+        self.cache.end_prefill(slot, count)
 
-    def window(self, sequence: int, count: int, path: Sequence[int]) -> None:
+    def window(self, slot: int, count: int, path: Sequence[int]) -> None:
         """A window of `count` tokens, of which the rows `path` are accepted."""
-        self.cache.begin_window([sequence], [count])
-        marks = self._put(sequence, self._behind(sequence, count))
-        self.cache.commit_path(sequence, path)
-        self.expected[sequence] += [marks[row] for row in path]
+        self.cache.begin_window([slot], [count])
+        marks = self._put(slot, self._behind(slot, count))
+        self.cache.commit_path(slot, path)
+        self.expected[slot] += [marks[row] for row in path]
 
-    def adopt(self, sequence: int, spare: Sequence[int]) -> None:
+    def adopt(self, slot: int, spare: Sequence[int]) -> None:
         """Nodes that were drafted ahead in spare slots become the sequence's next tokens."""
-        slots = [self.cache.spare_slots[index] for index in spare]
-        self.cache.begin_window([sequence], [0])
-        marks = self._put(sequence, slots)
-        self.cache.adopt(sequence, slots, self.cache.length(sequence))
-        self.cache.commit(sequence, len(slots))
-        self.expected[sequence] += marks
+        buffers = [self.cache.spare_positions[index] for index in spare]
+        self.cache.begin_window([slot], [0])
+        marks = self._put(slot, buffers)
+        self.cache.adopt(slot, buffers, self.cache.length(slot))
+        self.cache.commit(slot, len(buffers))
+        self.expected[slot] += marks
 
-    def cut(self, sequence: int, length: int) -> None:
-        self.cache.truncate(sequence, length)
-        del self.expected[sequence][length:]
+    def cut(self, slot: int, length: int) -> None:
+        self.cache.truncate(slot, length)
+        del self.expected[slot][length:]
 
     def check(self) -> None:
         self.cache.begin_window((), ())  # all sequences are to be seen
-        for sequence, expected in enumerate(self.expected):
-            assert self.cache.length(sequence) == len(expected)
+        for slot, expected in enumerate(self.expected):
+            assert self.cache.length(slot) == len(expected)
             for layer in range(LAYERS):
-                assert held(self.cache.store(layer).data[sequence], layer, len(expected)) == expected
+                assert held(self.cache.store(layer).data[slot], layer, len(expected)) == expected
                 for block in range(len(expected) // BLOCK_TOKENS):
                     own = expected[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-                    assert self.watched.seen[layer, sequence, block] == own, "observers were told of something else"
+                    assert self.watched.seen[layer, slot, block] == own, "observers were told of something else"
 
 
 def test_a_cut_and_what_is_written_behind_it() -> None:
@@ -158,21 +158,21 @@ def test_a_path_of_a_tree() -> None:
 def test_any_history_on_the_device(data: st.DataObject) -> None:
     played = Played()
     for _ in range(data.draw(st.integers(1, 12))):
-        sequence = data.draw(st.integers(0, BATCH - 1))
-        length = played.cache.length(sequence)
+        slot = data.draw(st.integers(0, BATCH - 1))
+        length = played.cache.length(slot)
         room = CAPACITY - length
         action = data.draw(st.sampled_from(["prefill", "window", "adopt", "cut"]))
         if action == "cut":
-            played.cut(sequence, data.draw(st.integers(0, length)))
+            played.cut(slot, data.draw(st.integers(0, length)))
         elif action == "prefill" and room:
-            played.prefill(sequence, data.draw(st.integers(1, min(room, 400))))
+            played.prefill(slot, data.draw(st.integers(1, min(room, 400))))
         elif action == "window" and room:
             count = data.draw(st.integers(1, min(played.cache.max_tokens_with_draft - length, 40)))
             behind = data.draw(st.sets(st.integers(0, count - 1)))
-            played.window(sequence, count, [0, *sorted(behind - {0})][:room])
+            played.window(slot, count, [0, *sorted(behind - {0})][:room])
         elif action == "adopt":
             spare = data.draw(st.permutations(range(SPARE)))
-            played.adopt(sequence, spare[: data.draw(st.integers(0, min(room, SPARE)))])
+            played.adopt(slot, spare[: data.draw(st.integers(0, min(room, SPARE)))])
         played.check()
 
 
@@ -391,30 +391,30 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
     tables = []
     for layer in range(LAYERS):
         tables.append(BlockTable.empty(BATCH, 2, CPU))
-        for sequence in range(BATCH):
-            tables[layer].put(sequence, 0, blocks[layer, sequence])
+        for slot in range(BATCH):
+            tables[layer].put(slot, 0, blocks[layer, slot])
     texts, marks = [list[int]() for _ in range(BATCH)], Marks()
     for _ in range(data.draw(st.integers(1, 10))):
-        sequence, text = data.draw(st.sampled_from(list(enumerate(texts))))
+        slot, text = data.draw(st.sampled_from(list(enumerate(texts))))
         kept = data.draw(st.integers(0, len(text)))
         if kept < len(text):
             del text[kept:]
-            chunks.forget(sequence, kept)
+            chunks.forget(slot, kept)
         text += marks.new(data.draw(st.integers(0, capacity * size - kept)))
         available = len(text) // size
         for layer in range(LAYERS):
-            put(blocks[layer, sequence], layer, range(len(text)), text) if text else None
+            put(blocks[layer, slot], layer, range(len(text)), text) if text else None
             count = min(places, available)
             selected = torch.full((1, HEADS, places), -1, dtype=torch.int32)
             for head in range(HEADS):
                 order = data.draw(st.permutations(range(available)))[:count]
                 selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
-            chunks.update(layer, selected, tables[layer], sequence=sequence)
+            chunks.update(layer, selected, tables[layer], slot=slot)
             for head in range(HEADS):
-                order = chunks.resident[layer, sequence, head].tolist()
+                order = chunks.resident[layer, slot, head].tolist()
                 assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
                 expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
-                own = chunks.blocks(layer).data[sequence, :, :, head : head + 1]
+                own = chunks.blocks(layer).data[slot, :, :, head : head + 1]
                 assert held(own, layer, count * size) == expected
 
 

@@ -15,7 +15,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.memory import Card, HopBuffers, hop, on_card, reaches
+from offload_runtime.memory import Card, TransferBuffers, on_card, reaches, transfer
 from offload_runtime.runners import StepGraphs
 from offload_runtime.sizes import format_bytes
 from tests.helpers.engine import PROMPT, one_thread  # noqa: F401 (an autouse fixture)
@@ -79,16 +79,16 @@ def test_a_step_over_two_gpus_is_a_graph(peers: bool) -> None:
     one, other = (Card(number, torch.device("cuda", number)) for number in range(2))
     if peers and not reaches(one.device, other.device):
         pytest.skip("these GPUs do not reach each other")
-    graphs, buffers = StepGraphs(one.device, [other.device]), HopBuffers(peers=peers)
+    graphs, buffers = StepGraphs(one.device, [other.device]), TransferBuffers(peers=peers)
     here = torch.zeros(1 << 20, dtype=torch.int64, device=one.device)
     there = torch.zeros(1 << 20, dtype=torch.int64, device=other.device)
 
     def step() -> None:
-        (moved,) = hop([here], one, other, buffers)
+        (moved,) = transfer([here], one, other, buffers)
         with on_card(other):
             there.mul_(3).add_(moved)
             doubled = there * 2
-        (back,) = hop([doubled], other, one, buffers)
+        (back,) = transfer([doubled], other, one, buffers)
         here.copy_(back + 1)
 
     expected_here = expected_there = 0

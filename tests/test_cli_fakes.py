@@ -254,7 +254,7 @@ class FakeConversation:
 
     def save(self, path: Path) -> None:
         content = json.dumps({"version": 1, "messages": self.messages})
-        write_atomically(path, content, way_out="nothing was changed, choose another place")
+        write_atomically(path, content, remedy="nothing was changed, choose another place")
 
     def load(self, path: Path) -> int:
         self.messages = read_conversation(path)["messages"]

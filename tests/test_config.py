@@ -190,10 +190,10 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     to_fifo.symlink_to(fifo)
     for path in (fifo, to_fifo, loop, tmp_path):
         with pytest.raises(StorageError, match=f"{path.name} is not a regular file, and stays as it is: elsewhere"):
-            write_atomically(path, "text", way_out="elsewhere")
+            write_atomically(path, "text", remedy="elsewhere")
     assert fifo.is_fifo() and to_fifo.is_symlink() and loop.is_symlink()
     for path in (link, dangling):
-        write_atomically(path, "ümlaut", way_out="elsewhere")
+        write_atomically(path, "ümlaut", remedy="elsewhere")
         assert path.is_symlink() and path.read_text(encoding="utf-8") == "ümlaut"
     assert target.read_bytes() == (tmp_path / "new").read_bytes() == "ümlaut".encode()
     assert {path.name for path in tmp_path.iterdir()} == {"fifo", "file", "link", "dangling", "loop", "to-fifo", "new"}
@@ -207,11 +207,11 @@ def test_the_file_that_the_answer_goes_to_is_not_replaced(number: int, stream: s
         try:
             for path in (answer, Path(f"/dev/fd/{number}")):
                 with pytest.raises(StorageError, match=f"{path.name} is where {stream} goes: elsewhere"):
-                    write_atomically(path, "text", way_out="elsewhere")
+                    write_atomically(path, "text", remedy="elsewhere")
         finally:
             os.dup2(before, number)
             os.close(before)
-    write_atomically(answer, "text", way_out="elsewhere")
+    write_atomically(answer, "text", remedy="elsewhere")
     assert answer.read_text() == "text"
 
 

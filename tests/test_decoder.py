@@ -57,7 +57,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     model, tokens = random_model(name), random_tokens(50)
     expected = all_logits(model, tokens)
     model.save_pretrained(tmp_path)
-    made = make_runner(open_checkpoint(tmp_path), slots=2)
+    made = make_runner(open_checkpoint(tmp_path), buffers=2)
     runner = made.runner
     _assert_logits(_window_logits(runner, tokens), expected)
     _assert_logits(runner.prefill(0, tokens[:37]), expected[36:37])
@@ -106,7 +106,7 @@ def test_tree_matches_transformers_with_a_dense_mask(name: str) -> None:
 def test_matches_transformers_on_the_gpu(name: str) -> None:
     model, tokens = random_model(name), random_tokens(50)
     expected = all_logits(model, tokens)
-    made = make_runner(model, slots=2, device=CUDA)
+    made = make_runner(model, buffers=2, device=CUDA)
     _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37], most=GPU_ERROR)
     _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
     tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])
@@ -119,8 +119,10 @@ def test_matches_transformers_on_the_gpu(name: str) -> None:
 def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str) -> None:
     model, tokens = random_model(name), random_tokens(300)
 
-    def make(slots: int) -> ModelRunner:
-        runner = make_runner(model, slots=slots, chunk_tokens=128, capacity_tokens=512, device=CUDA, dtype=BF16).runner
+    def make(buffers: int) -> ModelRunner:
+        runner = make_runner(
+            model, buffers=buffers, chunk_tokens=128, capacity_tokens=512, device=CUDA, dtype=BF16
+        ).runner
         runner.prefill(0, tokens[:250])
         return runner
 

@@ -33,7 +33,7 @@ write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 """
 OF_A_CONVERSATION = """
 from offload_runtime.config import write_atomically
-write_atomically(Path(sys.argv[1]), '{"run": "killed"}', way_out="")
+write_atomically(Path(sys.argv[1]), '{"run": "killed"}', remedy="")
 """
 OF_A_REPORT = """
 from harness import write_report
@@ -64,7 +64,7 @@ def test_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("killed", "save"),
     [
-        (OF_A_CONVERSATION, lambda path, record: write_atomically(path, json.dumps(record), way_out="")),
+        (OF_A_CONVERSATION, lambda path, record: write_atomically(path, json.dumps(record), remedy="")),
         (OF_A_REPORT, lambda path, record: write_report(record, path)),
     ],
     ids=["conversation", "report"],

@@ -24,7 +24,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRun
     """The same model with its cache on the device, and on the host with some weights streamed too."""
     device = assemble(request.param)
     engine = ThreadCopyEngine(pace=before_each_copy(delays(1, 0.001, share=1)))
-    host = assemble(request.param, host_kv=HostKV(resident_layers=(2,)), slots=2, resident=(1,), engine=engine)
+    host = assemble(request.param, host_kv=HostKV(resident_layers=(2,)), buffers=2, resident=(1,), engine=engine)
     yield device.runner, host.runner
     device.close()
     host.close()
@@ -91,7 +91,7 @@ def test_bits_on_the_gpu(name: str) -> None:
     """In bf16, with weights and keys on their way at once."""
     gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
     device = assemble(name, **gpu)
-    host = assemble(name, host_kv=HostKV(slots=3, resident_layers=(2,)), slots=2, resident=(1,), **gpu)
+    host = assemble(name, host_kv=HostKV(buffers=3, resident_layers=(2,)), buffers=2, resident=(1,), **gpu)
     pair = (device.runner, host.runner)
     for runner in pair:
         runner.prefill(0, random_tokens(700))

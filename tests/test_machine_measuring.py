@@ -168,14 +168,14 @@ def test_measuring_two_cards_gives_plausible_figures(other: str) -> None:
     found = measure_machine(MeasureOptions(f"cuda:0,{other}", quick=True))
     cards, profile = found.cards, found.profile
     assert cards is not None and cards.on_one_device == (other == "cuda:0")
-    assert profile.link_gbps is not None and cards.hop_us is not None and cards.hop_gbps is not None
+    assert profile.link_gbps is not None and cards.transfer_us is not None and cards.transfer_gbps is not None
     assert all(0.8 * profile.link_gbps < gbps < 1.2 * profile.link_gbps for gbps in cards.links_alone_gbps)
     together_gbps = sum(cards.links_at_once_gbps)
     assert together_gbps < 1.1 * (profile.link_gbps if cards.on_one_device else sum(cards.links_alone_gbps))
-    assert 0.5 < cards.hop_us < 1000 and 1 < cards.hop_gbps < 10_000
+    assert 0.5 < cards.transfer_us < 1000 and 1 < cards.transfer_gbps < 10_000
     assert profile.gpus == (1 if cards.on_one_device else 2)
     assert profile.links_at_once_gbps == (() if cards.on_one_device else cards.links_at_once_gbps)
-    assert profile.hop_us == (None if cards.on_one_device else cards.hop_us)
+    assert profile.transfer_us == (None if cards.on_one_device else cards.transfer_us)
 
 
 @pytest.mark.gpu

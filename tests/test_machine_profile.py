@@ -73,9 +73,9 @@ def card(**changes: Any) -> dict[str, Any]:
         ({"gpus": 2, "links_at_once_gbps": [25.0, 0]}, "such as [25.0, 12.5], not [25.0, 0]"),
         ({"gpus": 2, "links_at_once_gbps": [25.0] * 3}, "links_at_once_gbps has 3 figures and gpus = 2: give one for"),
         ({"links_alone_gbps": [25.0]}, "links_alone_gbps has 1 figures and gpus = 1: give one for each of several"),
-        ({"hop_us_by_kib": {"a row": 20.0}}, "hop_us_by_kib must be a table keyed by a number"),
-        ({"hop_us_by_kib": {"8": 0}}, "with values that are a number from 0.001 to 1e+06 (microseconds)"),
-        ({"hop_us_by_kib": {"8": 1.0, "8.0": 2.0}}, "two keys of one table mean 8.0"),
+        ({"transfer_us_by_kib": {"a row": 20.0}}, "transfer_us_by_kib must be a table keyed by a number"),
+        ({"transfer_us_by_kib": {"8": 0}}, "with values that are a number from 0.001 to 1e+06 (microseconds)"),
+        ({"transfer_us_by_kib": {"8": 1.0, "8.0": 2.0}}, "two keys of one table mean 8.0"),
         ({"host_by_threads": {"1.5": 1.0}}, "host_by_threads must be a table keyed by a whole number"),
         ({"cpu": {"name": "x", "cores": 0}}, "cpu.cores must be a whole number from 1"),
         ({"cpu": {"name": "x", "cores": 1, "feature": []}}, "cpu.feature is not a key of a profile: did you mean cpu."),
@@ -128,7 +128,9 @@ def profiles(draw: st.DrawFn) -> MachineProfile:
         figures["decode_gweights_per_s"] = draw(decoded)
         for key in ("links_alone_gbps", "links_at_once_gbps") if gpus > 1 else ():
             figures[key] = draw(st.just(()) | st.tuples(*[rates] * gpus))
-        figures["hop_us_by_kib"] = draw(st.dictionaries(st.floats(2**-10, 1 << 30), st.floats(1e-3, 1e6), max_size=3))
+        figures["transfer_us_by_kib"] = draw(
+            st.dictionaries(st.floats(2**-10, 1 << 30), st.floats(1e-3, 1e6), max_size=3)
+        )
         figures["tflops"] = draw(st.dictionaries(st.sampled_from(DTYPES), rates))
         figures["link_by_copy_mib"] = draw(st.dictionaries(st.floats(2**-20, 1 << 20), rates, max_size=3))
     return MachineProfile(draw(lines), draw(lines), gpus, ram_bytes, **figures)

@@ -189,7 +189,7 @@ def expected(name: str, device: dict[str, Any]) -> Seen:
 @pytest.fixture(scope="module", params=["gpu", "host"])
 def runner(name: str, device: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     """With its cache on the device, and on the host with some weights streamed too."""
-    host = {"host_kv": HostKV(resident_layers=(2,), window_tokens=120), "slots": 2, "resident": (1,)}
+    host = {"host_kv": HostKV(resident_layers=(2,), window_tokens=120), "buffers": 2, "resident": (1,)}
     made = assemble(name, **(host if request.param == "host" else {}), **device)
     yield made.runner
     made.close()

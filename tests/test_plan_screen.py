@@ -103,7 +103,7 @@ def test_formats_that_are_named_fit_and_smaller_ones_than_ones_own_only() -> Non
         assert again == offer.plan and again.target.layout.total_bytes == offer.nbytes
     slow = plan_or_refuse(request("llama-3.1-70b"), replace(CARD, ram_bytes=103 * GB, pinnable_bytes=None))
     assert isinstance(slow, Refusal)  # where only an option that leaves it slow makes it fit, too
-    assert [way.split()[1] for way in slow.ways_out[:3]] == ["Q8_0", "Q4_K_M", "--encode"]
+    assert [way.split()[1] for way in slow.remedies[:3]] == ["Q8_0", "Q4_K_M", "--encode"]
     little = replace(CARD, ram_bytes=20 * GB, pinnable_bytes=None)
     assert [mix for mix, *_ in smaller_formats(request("llama-3.1-70b", "Q6_K").target)] == ["Q4_K_M"]
     assert not list(formats_that_fit(request("llama-3.1-70b", "Q4_K_M"), little))

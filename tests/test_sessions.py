@@ -161,8 +161,8 @@ def test_what_is_damaged_is_refused_and_costs_nothing(runtime: Runtime, tmp_path
     work, message = DAMAGES[damage]
     work(path, max(Path(f"{path}.kv").glob("*.kv")))
     before, held = conversation.to_json(), conversation.num_tokens
-    way_out = "(delete .*chat.json.kv|take `session` and `earlier` out of it) to have its messages read again"
-    with pytest.raises(SessionError, match=f"{message}.*{way_out}"):
+    remedy = "(delete .*chat.json.kv|take `session` and `earlier` out of it) to have its messages read again"
+    with pytest.raises(SessionError, match=f"{message}.*{remedy}"):
         conversation.load(path)
     assert conversation.to_json() == before
     assert say(conversation, "and now?")[2] == held - 1  # its keys and values, too

@@ -30,12 +30,12 @@ def _views(index: int, buffer: torch.Tensor) -> LayerViews:
 
 
 def _streamer(
-    engine: CopyEngine, *, num_layers: int = 7, slots: int = 2, resident: tuple[int, ...] = ()
+    engine: CopyEngine, *, num_layers: int = 7, buffers: int = 2, resident: tuple[int, ...] = ()
 ) -> LayerStreamer:
     return LayerStreamer(
         [_layer(index) for index in range(num_layers)],
         {index: _layer(index) for index in resident},
-        [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(slots)],
+        [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(buffers)],
         make_views=_views,
         engine=engine,
     )
@@ -70,22 +70,22 @@ def engine() -> Iterator[ThreadCopyEngine]:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("resident", [(), (0,), (6,), (1, 3, 4)])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_every_layer_arrives_intact_over_many_passes(
-    engine: ThreadCopyEngine, slots: int, resident: tuple[int, ...]
+    engine: ThreadCopyEngine, buffers: int, resident: tuple[int, ...]
 ) -> None:
-    streamer = _streamer(engine, slots=slots, resident=resident)
+    streamer = _streamer(engine, buffers=buffers, resident=resident)
     for number in range(12):  # slots and streamed layers do not divide each other: every alignment occurs
         assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("resident", [(), (1, 3, 4)])
-@pytest.mark.parametrize("slots", [2, 3, 4])
-def test_copies_that_overtake_each_other_arrive_intact(slots: int, resident: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("buffers", [2, 3, 4])
+def test_copies_that_overtake_each_other_arrive_intact(buffers: int, resident: tuple[int, ...]) -> None:
     """In passes that end, and behind some that are interrupted."""
-    engine = ReorderingCopyEngine(random.Random(slots), _random_delays(0, 0.002))
-    streamer = _streamer(engine, slots=slots, resident=resident)
+    engine = ReorderingCopyEngine(random.Random(buffers), _random_delays(0, 0.002))
+    streamer = _streamer(engine, buffers=buffers, resident=resident)
     for number in range(10):
         assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
         with pytest.raises(_InterruptedError):
@@ -107,11 +107,11 @@ def _interrupt(streamer: LayerStreamer, at: int) -> None:
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize("at", range(7))
-@pytest.mark.parametrize(("slots", "resident"), [(1, ()), (2, (2,)), (3, (0, 6))])
+@pytest.mark.parametrize(("buffers", "resident"), [(1, ()), (2, (2,)), (3, (0, 6))])
 def test_a_pass_after_an_interrupted_one_starts_over(
-    engine: ThreadCopyEngine, slots: int, resident: tuple[int, ...], at: int
+    engine: ThreadCopyEngine, buffers: int, resident: tuple[int, ...], at: int
 ) -> None:
-    streamer = _streamer(engine, slots=slots, resident=resident)
+    streamer = _streamer(engine, buffers=buffers, resident=resident)
     for _ in range(3):
         with pytest.raises(_InterruptedError):
             _interrupt(streamer, at)
@@ -155,10 +155,10 @@ class _OrderEngine:
 
 
 @pytest.mark.parametrize("at", range(7))
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_reads_of_an_interrupted_pass_are_recorded_before_its_slot_is_filled_again(slots: int, at: int) -> None:
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_reads_of_an_interrupted_pass_are_recorded_before_its_slot_is_filled_again(buffers: int, at: int) -> None:
     # On a GPU kernels of the interrupted pass may still be queued, so only the event keeps the copy from overtaking.
-    streamer = _streamer(_OrderEngine(), slots=slots)
+    streamer = _streamer(_OrderEngine(), buffers=buffers)
     for _ in range(2):
         with pytest.raises(_InterruptedError):
             _interrupt(streamer, at)
@@ -193,12 +193,12 @@ class _GpuRing:
 
     @classmethod
     def make(
-        cls, *, num_layers: int, slots: int, copy_cycles: int, queue: type[CudaCopyEngine] = CudaCopyEngine
+        cls, *, num_layers: int, buffers: int, copy_cycles: int, queue: type[CudaCopyEngine] = CudaCopyEngine
     ) -> _GpuRing:
         device, num_elements = torch.device("cuda"), 1 << 22
         engine = queue(device, pace=before_each_copy(lambda: torch.cuda._sleep(copy_cycles)))
         layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
-        buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(slots)]
+        buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(buffers)]
         return cls(engine, LayerStreamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)
 
     def wrong_bytes(self, *, passes: int, compute_cycles: int) -> int:
@@ -214,9 +214,9 @@ class _GpuRing:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("copy_cycles", "compute_cycles"), [(2_000_000, 0), (0, 2_000_000), (500_000, 500_000)])
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_layers_are_intact_on_the_gpu(slots: int, copy_cycles: int, compute_cycles: int) -> None:
-    ring = _GpuRing.make(num_layers=5, slots=slots, copy_cycles=copy_cycles)
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_layers_are_intact_on_the_gpu(buffers: int, copy_cycles: int, compute_cycles: int) -> None:
+    ring = _GpuRing.make(num_layers=5, buffers=buffers, copy_cycles=copy_cycles)
     assert ring.wrong_bytes(passes=6, compute_cycles=compute_cycles) == 0
     ring.engine.drain()
-    assert ring.engine.bytes_copied == (6 * 5 + slots) * ring.num_elements
+    assert ring.engine.bytes_copied == (6 * 5 + buffers) * ring.num_elements

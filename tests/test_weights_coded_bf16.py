@@ -106,12 +106,12 @@ def test_matrices_that_cannot_be_coded_are_all_named(source: CheckpointSource) -
 
 
 def logits(
-    source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None, coded: bool, device: str = "cpu"
+    source: CheckpointSource, *, buffers: int, resident: tuple[int, ...] | None, coded: bool, device: str = "cpu"
 ) -> torch.Tensor:
     """Of a prompt and a window behind it."""
     made = make_runner(
-        source, slots=slots, resident=resident, layout=source.layout(BF16, coded=coded), device=torch.device(device),
-        dtype=BF16,
+        source, buffers=buffers, resident=resident, layout=source.layout(BF16, coded=coded),
+        device=torch.device(device), dtype=BF16,
     )  # fmt: skip
     tokens = random_tokens(30)
     prefill = made.runner.prefill(0, tokens[:20])
@@ -124,24 +124,24 @@ WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("slots", "resident"), WHERE)
+@pytest.mark.parametrize(("buffers", "resident"), WHERE)
 def test_logits_are_those_of_plain_weights(
-    source: CheckpointSource, slots: int, resident: tuple[int, ...] | None
+    source: CheckpointSource, buffers: int, resident: tuple[int, ...] | None
 ) -> None:
     source = replace(source, uncoded=UNCODED)
-    found = logits(source, slots=slots, resident=resident, coded=True)
-    assert torch.equal(found, logits(source, slots=0, resident=None, coded=False))
+    found = logits(source, buffers=buffers, resident=resident, coded=True)
+    assert torch.equal(found, logits(source, buffers=0, resident=None, coded=False))
     assert len(found.unique()) > 500
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("slots", "resident"), WHERE)
+@pytest.mark.parametrize(("buffers", "resident"), WHERE)
 def test_logits_on_a_gpu_are_those_of_plain_weights(
-    source: CheckpointSource, slots: int, resident: tuple[int, ...] | None
+    source: CheckpointSource, buffers: int, resident: tuple[int, ...] | None
 ) -> None:
     source = replace(source, uncoded=UNCODED)
-    found = logits(source, slots=slots, resident=resident, coded=True, device="cuda")
-    assert torch.equal(found, logits(source, slots=0, resident=None, coded=False, device="cuda"))
+    found = logits(source, buffers=buffers, resident=resident, coded=True, device="cuda")
+    assert torch.equal(found, logits(source, buffers=0, resident=None, coded=False, device="cuda"))
 
 
 WAYS: dict[str, dict[str, Any]] = {

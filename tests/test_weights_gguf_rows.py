@@ -108,12 +108,17 @@ def test_weights_are_those_of_the_gguf_package(source: CheckpointSource, dtype: 
 
 
 def logits(
-    source: CheckpointSource, *, slots: int, resident: tuple[int, ...] | None, device: str = "cpu",
+    source: CheckpointSource, *, buffers: int, resident: tuple[int, ...] | None, device: str = "cpu",
     dtype: torch.dtype = FP32,
 ) -> torch.Tensor:  # fmt: skip
     """Of a prompt and a window behind it."""
     made = make_runner(
-        source, slots=slots, resident=resident, layout=source.layout(dtype), device=torch.device(device), dtype=dtype
+        source,
+        buffers=buffers,
+        resident=resident,
+        layout=source.layout(dtype),
+        device=torch.device(device),
+        dtype=dtype,
     )
     tokens = random_tokens(30)
     prefill = made.runner.prefill(0, tokens[:20])
@@ -129,20 +134,20 @@ def test_every_encoding_gives_the_logits_of_the_decoded_file(kind: str, tmp_path
     path = write_llama(tmp_path / "m.gguf", kind, num_hidden_layers=2, tie_word_embeddings=True)
     source = opened(path)
     assert source.layout(BF16).total_bytes < 0.6 * replace(source, kinds={}).layout(BF16).total_bytes
-    found = logits(source, slots=1, resident=(1,))
+    found = logits(source, buffers=1, resident=(1,))
     assert bool(found.isfinite().all()) and len(found.unique()) > 1000
-    assert torch.equal(found, logits(replace(source, kinds={}), slots=0, resident=None))
+    assert torch.equal(found, logits(replace(source, kinds={}), buffers=0, resident=None))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (2, (0, 4))])
+@pytest.mark.parametrize(("buffers", "resident"), [(0, None), (2, None), (2, (0, 4))])
 def test_logits_on_a_gpu_are_those_of_the_decoded_file(
-    source: CheckpointSource, decoded: CheckpointSource, slots: int, resident: tuple[int, ...] | None,
+    source: CheckpointSource, decoded: CheckpointSource, buffers: int, resident: tuple[int, ...] | None,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    found = logits(source, slots=slots, resident=resident, device="cuda", dtype=dtype)
-    assert torch.equal(found, logits(decoded, slots=0, resident=None, device="cuda", dtype=dtype))
+    found = logits(source, buffers=buffers, resident=resident, device="cuda", dtype=dtype)
+    assert torch.equal(found, logits(decoded, buffers=0, resident=None, device="cuda", dtype=dtype))
     assert len(found.unique()) > 1000
 
 
@@ -265,11 +270,11 @@ def test_a_real_model_gives_the_logits_and_tokens_of_its_decoded_copy() -> None:
     source = open_checkpoint(fetch_demo_model())
     copy = replace(source, kinds={})
     assert source.layout(FP32).total_bytes < 0.2 * copy.layout(FP32).total_bytes
-    assert torch.equal(*(logits(each, slots=0, resident=None) for each in (source, copy)))
+    assert torch.equal(*(logits(each, buffers=0, resident=None) for each in (source, copy)))
     source = first_layers(source, 6)
     copy, layout = replace(source, kinds={}), source.layout(FP32)
-    whole = logits(copy, slots=0, resident=None)
-    assert torch.equal(logits(source, slots=2, resident=None), whole)
+    whole = logits(copy, buffers=0, resident=None)
+    assert torch.equal(logits(source, buffers=2, resident=None), whole)
     asked = {"max_new_tokens": 5, "temperature": 0.0}
     with Runtime.load(copy, device="cpu", context=512, draft="none") as runtime:
         tokens = runtime.generate("The capital of France is", **asked).tokens

@@ -67,12 +67,12 @@ def test_weights_are_what_the_formula_says(checkpoint: Checkpoint) -> None:
                 assert torch.equal(rows_of(to, weights.views(to.layer)), checkpoint.decoded[name].to(dtype)), name
 
 
-@pytest.mark.parametrize(("slots", "resident"), [(0, None), (1, (1,))])
+@pytest.mark.parametrize(("buffers", "resident"), [(0, None), (1, (1,))])
 def test_logits_are_those_of_the_decoded_copy(
-    checkpoint: Checkpoint, slots: int, resident: tuple[int, ...] | None
+    checkpoint: Checkpoint, buffers: int, resident: tuple[int, ...] | None
 ) -> None:
-    found = logits(checkpoint.source, slots=slots, resident=resident)
-    assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None))
+    found = logits(checkpoint.source, buffers=buffers, resident=resident)
+    assert torch.equal(found, logits(checkpoint.copy, buffers=0, resident=None))
     assert len(found.unique()) > 1000
 
 
@@ -86,12 +86,12 @@ def test_a_gpu_gets_the_bytes_of_a_cpu(checkpoint: Checkpoint) -> None:
 @pytest.mark.gpu
 @pytest.mark.few(40)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("slots", "resident"), [(0, None), (2, None), (1, (1,))])
+@pytest.mark.parametrize(("buffers", "resident"), [(0, None), (2, None), (1, (1,))])
 def test_logits_on_a_gpu_are_those_of_the_decoded_copy(
-    checkpoint: Checkpoint, slots: int, resident: tuple[int, ...] | None, dtype: torch.dtype
+    checkpoint: Checkpoint, buffers: int, resident: tuple[int, ...] | None, dtype: torch.dtype
 ) -> None:
-    found = logits(checkpoint.source, slots=slots, resident=resident, device="cuda", dtype=dtype)
-    assert torch.equal(found, logits(checkpoint.copy, slots=0, resident=None, device="cuda", dtype=dtype))
+    found = logits(checkpoint.source, buffers=buffers, resident=resident, device="cuda", dtype=dtype)
+    assert torch.equal(found, logits(checkpoint.copy, buffers=0, resident=None, device="cuda", dtype=dtype))
 
 
 @pytest.mark.parametrize("name", BY_LIBRARY)

@@ -42,7 +42,7 @@ from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
 from offload_runtime.weights.mixes import stored_kinds
 
-_WAY_OUT = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
+_REMEDY = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 
 
 def _report(line: str) -> None:
@@ -93,9 +93,9 @@ def parse_rope(text: str | None) -> dict[str, Any] | None:
     try:
         rope = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"--rope is not valid JSON ({error}): {_WAY_OUT}") from error
+        raise OptionError(f"--rope is not valid JSON ({error}): {_REMEDY}") from error
     if not isinstance(rope, dict):
-        raise OptionError(f"--rope is not a JSON object but {text}: {_WAY_OUT}")
+        raise OptionError(f"--rope is not a JSON object but {text}: {_REMEDY}")
     return rope
 
 

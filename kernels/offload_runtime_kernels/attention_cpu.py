@@ -21,10 +21,10 @@ _TILE_QUERIES = 8
 GATHERED_BYTES = 16 << 20
 
 
-def _dense(kv: KVBlocks, sequences: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(kv: KVBlocks, slots: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions 0 to `length` - 1 of sequences [B]: each [B, H_kv, length, D]."""
     numbers = torch.arange(-(-length // BLOCK_TOKENS), device=kv.data.device)
-    blocks = kv.data[sequences.long()[:, None], (numbers - kv.first_block) % kv.num_blocks]  # [B, N, 2, H_kv, 256, D]
+    blocks = kv.data[slots.long()[:, None], (numbers - kv.first_block) % kv.num_blocks]  # [B, N, 2, H_kv, 256, D]
     k, v = (side.transpose(1, 2).flatten(2, 3)[:, :, :length] for side in blocks.unbind(2))
     return k, v
 
@@ -37,12 +37,14 @@ def attention_reference(
     positions = rows.positions  # [B, T]
     key_positions = torch.arange(rows.max_length, device=q.device)
     if rows.ancestors is None or rows.committed is None:
-        k, v = _dense(kv, rows.sequences, rows.max_length)
+        k, v = _dense(kv, rows.slots, rows.max_length)
     else:  # every query has keys of its own: each is a batch member
         depth = (key_positions - rows.committed[:, None]).clamp(0, rows.ancestors.shape[2] - 1)  # [B, S]
         ancestors = rows.ancestors.gather(2, depth.long()[:, None].expand(-1, num_queries, -1))
-        slots = torch.where(key_positions < rows.committed[:, None, None], key_positions, ancestors).flatten(0, 1)
-        k, v = kv.at(rows.sequences.repeat_interleave(num_queries)[:, None], slots)
+        cache_positions = torch.where(key_positions < rows.committed[:, None, None], key_positions, ancestors).flatten(
+            0, 1
+        )
+        k, v = kv.at(rows.slots.repeat_interleave(num_queries)[:, None], cache_positions)
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B T, H_kv, S, D]
         q, positions = q.reshape(batch * num_queries, 1, num_heads, head_dim), positions.reshape(-1, 1)
     visible = key_positions <= positions[..., None]
@@ -67,7 +69,7 @@ def attend_blocks_cpu(
     """
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
     heads = (kv.num_kv_heads, q.shape[2] // kv.num_kv_heads)
-    for b, (sequence, positions) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist(), strict=True)):
+    for b, (slot, positions) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
         layout = _Layout.of(tuple(positions), sliding_window, num_keys, *heads, tree=committed is not None)
         if not layout.reach:
             continue
@@ -79,7 +81,7 @@ def attend_blocks_cpu(
         for block in range(first, min(blocks.stop, -(-end // BLOCK_TOKENS))):
             start = block * BLOCK_TOKENS
             committed_here = BLOCK_TOKENS if committed is None else max(0, committed[b] - start)
-            data = kv.data[sequence, (block - kv.first_block) % kv.num_blocks]
+            data = kv.data[slot, (block - kv.first_block) % kv.num_blocks]
             # A copy in fp32, aligned as any, with zeros behind the tokens that there are: a split's own result is not
             # rounded to 16 bits before it is merged, and 16-bit products are slow on most CPUs.
             keys, length = torch.zeros(data.shape), min(end - start, committed_here)
@@ -99,13 +101,13 @@ def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: Quer
     """CPU version of `attend_sources`; reads positions on the host."""
     state = AttentionState.empty(q)
     for source in sources:
-        own = rows if source.sequences is None else replace(rows, sequences=source.sequences)
+        own = rows if source.slots is None else replace(rows, slots=source.slots)
         if source.bounds is None:
             attend_blocks_cpu(q, source.kv, own, source.blocks, state, scale=scale, num_keys=source.num_keys)
             continue
         for b, (first, num_keys) in enumerate(source.bounds.tolist()):
             row, blocks = slice(b, b + 1), range(first + source.blocks.start, first + source.blocks.stop)
-            parts = ("positions", "sequences", "committed", "ancestors")
+            parts = ("positions", "slots", "committed", "ancestors")
             one = replace(own, **{name: part[row] for name in parts if (part := getattr(own, name)) is not None})
             attend_blocks_cpu(q[row], source.kv, one, blocks, state[row], scale=scale, num_keys=num_keys)
     return finish_attention_cpu(q, state)
@@ -251,7 +253,7 @@ def _keys_of_tiles(
         # Each query has a tile of its own. Behind a path's end the slots say nothing: its last key stands there.
         own = (layout.stop[at, 0] - start).clamp(max=BLOCK_TOKENS)
         position = torch.minimum(torch.arange(committed, int(own[-1])), own - 1)  # [n, S], in the block
-        slots = rows.ancestors[b, layout.queries[at, None], position + start - rows.committed[b]]
-        for side, gathered in zip(paths, kv.at(rows.sequences[b], slots), strict=True):  # [n, S, H_kv, D]
+        cache_positions = rows.ancestors[b, layout.queries[at, None], position + start - rows.committed[b]]
+        for side, gathered in zip(paths, kv.at(rows.slots[b], cache_positions), strict=True):  # [n, S, H_kv, D]
             side[: len(own), :, committed : committed + position.shape[1]] = gathered.transpose(1, 2)
         yield at, paths[:, : len(own)]

@@ -85,14 +85,14 @@ def _attend_split(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         key = first + start + tl.arange(0, TILE)
         key_valid = key < first + end
-        slot, block = key, first // SPLIT  # a tile lies in one block
+        cache_position, block = key, first // SPLIT  # a tile lies in one block
         if TREE:
             tentative = key_valid & (key >= committed)
-            slot = tl.where(tentative, tl.load(ancestor_ptr + key - committed, mask=tentative, other=0), key)
-            block = slot[:, None] // SPLIT
+            cache_position = tl.where(tentative, tl.load(ancestor_ptr + key - committed, mask=tentative, other=0), key)
+            block = cache_position[:, None] // SPLIT
         offset = ((block - first_block) % num_blocks).to(tl.int64) * stride_block
         best, total, acc = _attend_tile(
-            q, base_ptrs + offset + (slot % SPLIT)[:, None] * HEAD_DIM, stride_value,
+            q, base_ptrs + offset + (cache_position % SPLIT)[:, None] * HEAD_DIM, stride_value,
             key_valid[:, None] & channel_valid[None, :],
             _visible(key, position, first + end, sliding_window, WINDOWED), best, total, acc, scale_log2e, MASKED,
             q.shape[1] != HEAD_DIM,
@@ -105,16 +105,16 @@ def _attend_split(
 # wide loads need to know, and of one type whatever their size.
 @jit(
     do_not_specialize=(
-        "total_ptr", "positions_ptr", "sequences_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
+        "total_ptr", "positions_ptr", "slots_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
         "end_query", "num_rows", "first_split", "end_split", "tree_splits", "num_ancestors", "sliding_window",
         "num_keys", "direct", "first_block", "num_blocks",
     )
 )  # fmt: skip
 def split_kernel(
-    q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, sequences_ptr, committed_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, slots_ptr, committed_ptr, ancestors_ptr,
     num_queries, first_query, end_query, num_rows, first_split, end_split, tree_splits, num_ancestors, sliding_window,
     num_keys, direct, scale_log2e, first_block, num_blocks,
-    stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
+    stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -152,8 +152,8 @@ def split_kernel(
     if WINDOWED:
         begin = tl.maximum(0, (_first_seen(position, sliding_window) - first) // TILE * TILE)
 
-    sequence = tl.load(sequences_ptr + batch).to(tl.int64)
-    base_ptrs = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
+    slot = tl.load(slots_ptr + batch).to(tl.int64)
+    base_ptrs = kv_ptr + slot * stride_slot + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
     ancestor_ptr = ancestors_ptr + (batch * num_queries + first_query + program) * num_ancestors
     best, total, acc = _attend_split(
         q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, committed, ancestor_ptr,
@@ -173,10 +173,10 @@ def split_kernel(
     tl.store(total_ptr + partial, total, mask=kept)
 
 
-@jit(do_not_specialize=("positions_ptr", "sequences_ptr", "num_queries", "sliding_window", "first_block", "num_blocks"))
+@jit(do_not_specialize=("positions_ptr", "slots_ptr", "num_queries", "sliding_window", "first_block", "num_blocks"))
 def prefill_kernel(
-    q_ptr, kv_ptr, out_ptr, positions_ptr, sequences_ptr, num_queries, sliding_window, scale_log2e, first_block,
-    num_blocks, stride_sequence: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
+    q_ptr, kv_ptr, out_ptr, positions_ptr, slots_ptr, num_queries, sliding_window, scale_log2e, first_block,
+    num_blocks, stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -200,8 +200,8 @@ def prefill_kernel(
     if WINDOWED:
         begin = tl.maximum(0, _first_seen(position, sliding_window) // TILE * TILE)
         whole = begin // SPLIT
-    sequence = tl.load(sequences_ptr + batch).to(tl.int64)
-    base_ptrs = kv_ptr + sequence * stride_sequence + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
+    slot = tl.load(slots_ptr + batch).to(tl.int64)
+    base_ptrs = kv_ptr + slot * stride_slot + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
 
     best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)

@@ -34,17 +34,17 @@ _LOG2E = 1.4426950408889634
 
 @jit(
     do_not_specialize=(
-        "positions_ptr", "committed_ptr", "ancestors_ptr", "sequences_a_ptr", "sequences_b_ptr", "bounds_a_ptr",
+        "positions_ptr", "committed_ptr", "ancestors_ptr", "slots_a_ptr", "slots_b_ptr", "bounds_a_ptr",
         "bounds_b_ptr", "num_queries", "tiles_a", "tiles", "span", "first_a", "first_b", "limit_a", "limit_b",
         "first_block_a", "first_block_b", "blocks_a", "blocks_b",
     )
 )  # fmt: skip
 def _sources_kernel(
-    q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, committed_ptr, ancestors_ptr, sequences_a_ptr,
-    sequences_b_ptr, bounds_a_ptr, bounds_b_ptr, num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b,
+    q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, committed_ptr, ancestors_ptr, slots_a_ptr,
+    slots_b_ptr, bounds_a_ptr, bounds_b_ptr, num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b,
     first_block_a, first_block_b, blocks_a, blocks_b, scale_log2e,
-    a_stride_sequence: "tl.int64", a_stride_block: "tl.int64", a_stride_value: "tl.int64",
-    b_stride_sequence: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
+    a_stride_slot: "tl.int64", a_stride_block: "tl.int64", a_stride_value: "tl.int64",
+    b_stride_slot: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BOUNDED_A: tl.constexpr, BOUNDED_B: tl.constexpr,
     DEPTH: tl.constexpr, ONE_PART: tl.constexpr, OVERLAP: tl.constexpr,
@@ -71,16 +71,16 @@ def _sources_kernel(
         above = tl.zeros([ROWS], dtype=tl.int64)
         for level in tl.static_range(DEPTH):
             there = row_valid & (committed + level <= position)
-            slot = tl.load(ancestors_ptr + row * DEPTH + level, mask=there, other=0) - committed
-            above |= tl.where(there, tl.full([ROWS], 1, dtype=tl.int64) << slot.to(tl.int64), 0)
+            cache_position = tl.load(ancestors_ptr + row * DEPTH + level, mask=there, other=0) - committed
+            above |= tl.where(there, tl.full([ROWS], 1, dtype=tl.int64) << cache_position.to(tl.int64), 0)
     if BOUNDED_A:
         first_a += tl.load(bounds_a_ptr + 2 * batch) * (BLOCK // TILE)
         limit_a = tl.load(bounds_a_ptr + 2 * batch + 1)
     if BOUNDED_B:
         first_b += tl.load(bounds_b_ptr + 2 * batch) * (BLOCK // TILE)
         limit_b = tl.load(bounds_b_ptr + 2 * batch + 1)
-    base_a = a_ptr + tl.load(sequences_a_ptr + batch).to(tl.int64) * a_stride_sequence + kv_head * (BLOCK * HEAD_DIM)
-    base_b = b_ptr + tl.load(sequences_b_ptr + batch).to(tl.int64) * b_stride_sequence + kv_head * (BLOCK * HEAD_DIM)
+    base_a = a_ptr + tl.load(slots_a_ptr + batch).to(tl.int64) * a_stride_slot + kv_head * (BLOCK * HEAD_DIM)
+    base_b = b_ptr + tl.load(slots_b_ptr + batch).to(tl.int64) * b_stride_slot + kv_head * (BLOCK * HEAD_DIM)
 
     best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
@@ -243,8 +243,8 @@ def attend_sources_triton(
             q, a.source.kv.data, _checked(q, b.source.kv).data, partial[before:] if num_parts > 1 else out,
             lse[before:] if num_parts > 1 else out, rows.positions,
             *(rows.positions if part is None else part for part in (committed, ancestors)),
-            *(rows.sequences if keys.source.sequences is None else keys.source.sequences for keys in (a, b)),
-            *(rows.sequences if keys.source.bounds is None else keys.source.bounds for keys in (a, b)),
+            *(rows.slots if keys.source.slots is None else keys.source.slots for keys in (a, b)),
+            *(rows.slots if keys.source.bounds is None else keys.source.bounds for keys in (a, b)),
             num_queries, a.tiles, sum(keys.tiles for keys in pair), span, a.first, b.first,
             *(_NO_LIMIT if keys.source.num_keys is None else keys.source.num_keys for keys in (a, b)),
             *(keys.source.kv.first_block for keys in (a, b)), *(keys.source.kv.num_blocks for keys in (a, b)),

@@ -21,7 +21,7 @@ class QueryRows:
     """
 
     positions: torch.Tensor
-    sequences: torch.Tensor
+    slots: torch.Tensor
     max_length: int
     committed: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class KeySource:
     kv: KVBlocks
     blocks: range
     num_keys: int | None = None
-    sequences: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
     bounds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -131,9 +131,9 @@ class _Call:
             programs = triton.cdiv(len(queries) * (num_heads // num_kv_heads), self._window_rows)
         split_kernel[(programs, batch * num_kv_heads, self._tree_splits if tree else len(splits))](
             self.q, self.kv.data, partial.best, partial.total, partial.acc, self.q if final is None else final,
-            rows.positions, rows.sequences,
-            rows.sequences if rows.committed is None else rows.committed,
-            rows.sequences if rows.ancestors is None else rows.ancestors,
+            rows.positions, rows.slots,
+            rows.slots if rows.committed is None else rows.committed,
+            rows.slots if rows.ancestors is None else rows.ancestors,
             num_queries, queries.start, queries.stop, batch * len(queries), splits.start, splits.stop,
             self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.sliding_window or 0,
             self.num_keys, int(final is not None), self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks,
@@ -161,7 +161,7 @@ class _Call:
         programs = triton.cdiv(num_queries * (num_heads // num_kv_heads), self._prefill_rows)
         stages = 1 if self._row_bytes >= 512 else 3 if is_roomy(self.q.device) else 2
         prefill_kernel[(programs, batch * num_kv_heads)](
-            self.q, self.kv.data, out, self.rows.positions, self.rows.sequences, num_queries, self.sliding_window or 0,
+            self.q, self.kv.data, out, self.rows.positions, self.rows.slots, num_queries, self.sliding_window or 0,
             self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape,
             ROWS=self._prefill_rows, STAGES=stages, num_warps=8,
         )  # fmt: skip

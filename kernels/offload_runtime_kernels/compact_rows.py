@@ -20,12 +20,12 @@ _ROWS = 32
 
 def compact_rows_reference(kv: KVBlocks, sources: torch.Tensor, first: int) -> None:
     """Plain torch version of `compact_rows`."""
-    slots = sources.long()
-    targets = torch.arange(first, first + slots.shape[0], device=slots.device)
+    cache_positions = sources.long()
+    targets = torch.arange(first, first + cache_positions.shape[0], device=cache_positions.device)
     places = ((targets // BLOCK_TOKENS - kv.first_block) % kv.num_blocks, targets % BLOCK_TOKENS)
-    block = (slots // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
+    block = (cache_positions // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
     # Reading by index copies, so nothing is overwritten before it is read.
-    kv.data[:, places[0], :, :, places[1]] = kv.data[:, block, :, :, slots % BLOCK_TOKENS]
+    kv.data[:, places[0], :, :, places[1]] = kv.data[:, block, :, :, cache_positions % BLOCK_TOKENS]
 
 
 # None of these numbers is the same twice.

@@ -41,7 +41,7 @@ class BlockTable:
         """The table of sequences `start` to `stop`, not a copy."""
         return BlockTable(self.pointers[start:stop], self.blocks[start:stop])
 
-    def put(self, sequence: int, first_block: int, run: torch.Tensor) -> None:
+    def put(self, slot: int, first_block: int, run: torch.Tensor) -> None:
         """Enter consecutive blocks of a sequence.
 
         Args:
@@ -55,13 +55,13 @@ class BlockTable:
         assert first_block + count <= self.pointers.shape[1], "more blocks than the table has room for"
         assert run.shape[3] == BLOCK_TOKENS and run[0].is_contiguous()
         assert run.data_ptr() % _ALIGNMENT == 0 and (count == 1 or (step > 0 and step % _ALIGNMENT == 0))
-        here = self.pointers[sequence, first_block : first_block + count]
+        here = self.pointers[slot, first_block : first_block + count]
         if count == 1:
             here.fill_(run.data_ptr())
         else:
             torch.arange(run.data_ptr(), run.data_ptr() + count * step, step, out=here)
         for number, block in enumerate(run.unbind(0), start=first_block):
-            self.blocks[sequence][number] = block
+            self.blocks[slot][number] = block
 
 
 def _assign_reference(
@@ -172,9 +172,9 @@ def _gather_kernel(
             source = block + in_block + (token % _BLOCK) * HEAD_DIM + lane
             keys = tl.load(source, mask=inside)
             values = tl.load(source + NUM_KV_HEADS * _BLOCK * HEAD_DIM, mask=inside)
-            slot = (place * CHUNK).to(tl.int64)
-            target = data_ptr + batch * stride_batch + (slot // _BLOCK) * stride_block + in_block
-            target += (slot % _BLOCK) * HEAD_DIM + lane
+            cache_position = (place * CHUNK).to(tl.int64)
+            target = data_ptr + batch * stride_batch + (cache_position // _BLOCK) * stride_block + in_block
+            target += (cache_position % _BLOCK) * HEAD_DIM + lane
             tl.store(target, keys, mask=inside)
             tl.store(target + stride_kv, values, mask=inside)
 

@@ -38,10 +38,10 @@ class KVBlocks:
         """D."""
         return self.data.shape[5]
 
-    def at(self, sequences: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, slots: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions, each [..., H_kv, D], a copy; the shapes of the arguments broadcast."""
-        sequences, positions = sequences.long(), positions.long()
+        slots, positions = slots.long(), positions.long()
         block = (positions // BLOCK_TOKENS - self.first_block) % self.num_blocks
-        slot = positions % BLOCK_TOKENS
-        keys, values = self.data[sequences, block, :, :, slot].unbind(-3)
+        cache_position = positions % BLOCK_TOKENS
+        keys, values = self.data[slots, block, :, :, cache_position].unbind(-3)
         return keys, values

@@ -29,8 +29,8 @@ class RopeRows:
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     positions: torch.Tensor
+    cache_positions: torch.Tensor
     slots: torch.Tensor
-    sequences: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_n
     stored = slice(None) if real.all() else real
     # torch will not write by index through an expanded dimension; batch rows of stride 0 are all the first.
     data = kv.data[:1] if kv.data.stride(0) == 0 else kv.data
-    sequences, slots = rows.sequences[stored].long() % data.shape[0], rows.slots[stored].long()
-    block = (slots // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
-    data[sequences, block, :, :, slots % BLOCK_TOKENS] = torch.stack((k, v), dim=1)[stored]
+    slots, cache_positions = rows.slots[stored].long() % data.shape[0], rows.cache_positions[stored].long()
+    block = (cache_positions // BLOCK_TOKENS - kv.first_block) % kv.num_blocks
+    data[slots, block, :, :, cache_positions % BLOCK_TOKENS] = torch.stack((k, v), dim=1)[stored]
     return q.contiguous() if stored is not real else torch.where(real[:, None, None], q, 0)
 
 
@@ -75,8 +75,8 @@ def rope_store_reference(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_n
 @jit(do_not_specialize=("first_block", "num_blocks"))
 def _rope_store_kernel(
     qkv_ptr, q_ptr, kv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
-    positions_ptr, slots_ptr, sequences_ptr,
-    stride_sequence: "tl.int64", stride_block: "tl.int64", stride_values: "tl.int64", first_block, num_blocks, eps,
+    positions_ptr, cache_positions_ptr, slots_ptr,
+    stride_slot: "tl.int64", stride_block: "tl.int64", stride_values: "tl.int64", first_block, num_blocks, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +117,13 @@ def _rope_store_kernel(
         tl.store(target + lanes, tl.where(real, first, zero), mask=inside)
         tl.store(target + half + lanes, tl.where(real, second, zero), mask=inside)
     else:
-        sequence = tl.load(sequences_ptr + row).to(tl.int64)
-        slot = tl.load(slots_ptr + row)
-        block = ((slot // _BLOCK - first_block) % num_blocks).to(tl.int64)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        cache_position = tl.load(cache_positions_ptr + row)
+        block = ((cache_position // _BLOCK - first_block) % num_blocks).to(tl.int64)
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-        target = kv_ptr + sequence * stride_sequence + block * stride_block
+        target = kv_ptr + slot * stride_slot + block * stride_block
         target += tl.where(is_value, stride_values, 0)
-        target += (kv_head * _BLOCK + slot % _BLOCK) * HEAD_DIM
+        target += (kv_head * _BLOCK + cache_position % _BLOCK) * HEAD_DIM
         tl.store(target + lanes, first, mask=real)
         tl.store(target + half + lanes, second, mask=real)
 
@@ -140,7 +140,7 @@ def rope_store_triton(qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, head_norm
     q_weight, k_weight = (head_norm.q_weight, head_norm.k_weight) if head_norm is not None else (qkv, qkv)
     _rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
         qkv, q, kv.data, cos, sin, q_weight, k_weight,
-        rows.positions, rows.slots, rows.sequences, *kv.data.stride()[:3], kv.first_block, kv.num_blocks,
+        rows.positions, rows.cache_positions, rows.slots, *kv.data.stride()[:3], kv.first_block, kv.num_blocks,
         head_norm.eps if head_norm is not None else 0.0,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF_BLOCK=triton.next_power_of_2(head_dim // 2),

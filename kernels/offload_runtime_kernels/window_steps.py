@@ -42,7 +42,7 @@ class StepLayout:
     on; before that all rows see every key.
     """
 
-    slots: torch.Tensor
+    cache_positions: torch.Tensor
     positions: torch.Tensor
     counted: int
     first: int = 0
@@ -51,8 +51,8 @@ class StepLayout:
     @classmethod
     def chain(cls, first: int, count: int, device: torch.device) -> "StepLayout":
         """`count` tokens in a row."""
-        slots = torch.arange(first, first + count, dtype=torch.int32, device=device)
-        return cls(slots, slots, count)
+        cache_positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
+        return cls(cache_positions, cache_positions, count)
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class StepRows:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    cache_positions: torch.Tensor
     following: torch.Tensor
     ahead: torch.Tensor
-    sequences: torch.Tensor
+    slots: torch.Tensor
     used: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
@@ -103,12 +103,12 @@ def step_rows_reference(
     skip_committed: bool = False, place: torch.Tensor | None = None,
 ) -> StepRows:  # fmt: skip
     """Plain torch version of `step_rows`."""
-    batch, count = len(window), len(layout.slots)
+    batch, count = len(window), len(layout.cache_positions)
     goes_on = _goes_on(window, start)[:, None]
     shift, turn = (0, 0) if place is None else (place[:batch, :1], place[:batch, 1:])
-    slots, positions = start[:, None] + layout.slots, start[:, None] + layout.positions  # [B, T]
-    there = goes_on & (slots >= window[:, _COMMITTED if skip_committed else _BASE, None])
-    index = (slots - window[:, _BASE, None] + WINDOW_HEADER_WORDS).where(there, 0)
+    cache_positions, positions = start[:, None] + layout.cache_positions, start[:, None] + layout.positions  # [B, T]
+    there = goes_on & (cache_positions >= window[:, _COMMITTED if skip_committed else _BASE, None])
+    index = (cache_positions - window[:, _BASE, None] + WINDOW_HEADER_WORDS).where(there, 0)
     tokens = window.gather(1, index.long()).clamp_(0, last_token).where(there, 0)
     angle = (positions - shift + turn).where(there, 0)[..., None] * rotation.frequencies[:batch, None]
     following = (positions + 1).where(goes_on, 0)
@@ -119,10 +119,10 @@ def step_rows_reference(
     return StepRows(
         tokens=tokens.flatten(),
         positions=(positions - shift).where(there, -1),
-        slots=(slots - shift).where(there, -1).flatten(),
+        cache_positions=(cache_positions - shift).where(there, -1).flatten(),
         following=following.flatten(),
         ahead=following[:, -1].contiguous(),
-        sequences=torch.arange(batch, dtype=torch.int32, device=window.device).repeat_interleave(count),
+        slots=torch.arange(batch, dtype=torch.int32, device=window.device).repeat_interleave(count),
         used=goes_on[:, 0].int() * layout.counted,
         cos=(angle.cos() * rotation.scaling).flatten(0, 1),
         sin=(angle.sin() * rotation.scaling).flatten(0, 1),
@@ -185,37 +185,37 @@ def _step_at(window_ptr, start):
 
 @jit(do_not_specialize=("words", "start_stride", "count", "counted", "first", "last_token"))
 def _step_rows_kernel(
-    window_ptr, start_ptr, place_ptr, frequencies_ptr, layout_slots_ptr, layout_positions_ptr, paths_ptr, tokens_ptr,
-    positions_ptr, slots_ptr, following_ptr, ahead_ptr, sequences_ptr, used_ptr, cos_ptr, sin_ptr, committed_ptr,
-    ancestors_ptr, words, start_stride, count, counted, first, last_token, scaling,
+    window_ptr, start_ptr, place_ptr, frequencies_ptr, layout_cache_positions_ptr, layout_positions_ptr, paths_ptr,
+    tokens_ptr, positions_ptr, cache_positions_ptr, following_ptr, ahead_ptr, slots_ptr, used_ptr, cos_ptr, sin_ptr,
+    committed_ptr, ancestors_ptr, words, start_stride, count, counted, first, last_token, scaling,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PLACED: tl.constexpr, SINCE: tl.constexpr, DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    sequence = row // count
-    start = tl.load(start_ptr + sequence * start_stride)
-    window_ptr += sequence * words
+    slot = row // count
+    start = tl.load(start_ptr + slot * start_stride)
+    window_ptr += slot * words
     goes_on = _step_at(window_ptr, start)
-    slot = start + tl.load(layout_slots_ptr + row % count)
+    cache_position = start + tl.load(layout_cache_positions_ptr + row % count)
     position = start + tl.load(layout_positions_ptr + row % count)
-    there = goes_on & (slot >= tl.load(window_ptr + SINCE))
-    token = tl.load(window_ptr + _HEADER + slot - tl.load(window_ptr + 1), mask=there, other=0)
+    there = goes_on & (cache_position >= tl.load(window_ptr + SINCE))
+    token = tl.load(window_ptr + _HEADER + cache_position - tl.load(window_ptr + 1), mask=there, other=0)
     shift = 0
     turn = 0
     if PLACED:
-        shift = tl.load(place_ptr + sequence * 2)
-        turn = tl.load(place_ptr + sequence * 2 + 1)
+        shift = tl.load(place_ptr + slot * 2)
+        turn = tl.load(place_ptr + slot * 2 + 1)
     tl.store(tokens_ptr + row, tl.minimum(tl.maximum(token, 0), last_token))
     tl.store(positions_ptr + row, tl.where(there, position - shift, -1))
-    tl.store(slots_ptr + row, tl.where(there, slot - shift, -1))
+    tl.store(cache_positions_ptr + row, tl.where(there, cache_position - shift, -1))
     following = tl.where(goes_on, position + 1, 0)
     tl.store(following_ptr + row, following)
-    tl.store(sequences_ptr + row, sequence)
+    tl.store(slots_ptr + row, slot)
     last = row % count == count - 1
-    tl.store(ahead_ptr + sequence, following, mask=last)
-    tl.store(used_ptr + sequence, tl.where(goes_on, counted, 0), mask=last)
+    tl.store(ahead_ptr + slot, following, mask=last)
+    tl.store(used_ptr + slot, tl.where(goes_on, counted, 0), mask=last)
     channel = tl.arange(0, HALF_BLOCK)
-    frequency = tl.load(frequencies_ptr + sequence * HALF + channel, mask=channel < HALF, other=0.0)
+    frequency = tl.load(frequencies_ptr + slot * HALF + channel, mask=channel < HALF, other=0.0)
     angle = tl.where(there, position - shift + turn, 0).to(tl.float32) * frequency
     tl.store(cos_ptr + row * HALF + channel, tl.cos(angle) * scaling, mask=channel < HALF)
     tl.store(sin_ptr + row * HALF + channel, tl.sin(angle) * scaling, mask=channel < HALF)
@@ -223,7 +223,7 @@ def _step_rows_kernel(
         level = tl.arange(0, DEPTH_BLOCK)
         above = tl.load(paths_ptr + row % count * DEPTH + level, mask=level < DEPTH, other=0)
         tl.store(ancestors_ptr + row * DEPTH + level, start + above - shift, mask=level < DEPTH)
-        tl.store(committed_ptr + sequence, start + first - shift, mask=last)
+        tl.store(committed_ptr + slot, start + first - shift, mask=last)
 
 
 @jit(do_not_specialize=("words", "start_stride", "count", "offset"))
@@ -231,18 +231,18 @@ def _put_tokens_kernel(
     window_ptr, start_ptr, tokens_ptr, cursor_ptr, words, start_stride, count, offset, LANES: tl.constexpr,
     MOVES: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.program_id(0)
-    start = tl.load(start_ptr + sequence * start_stride)
-    window_ptr += sequence * words
+    slot = tl.program_id(0)
+    start = tl.load(start_ptr + slot * start_stride)
+    window_ptr += slot * words
     goes_on = _step_at(window_ptr, start)
     place = window_ptr + _HEADER + start + offset - tl.load(window_ptr + 1)
     lane = tl.arange(0, LANES)
     # Compared lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
     inside = (lane < count) & (goes_on.to(tl.int32) + tl.zeros_like(lane) != 0)
-    token = tl.load(tokens_ptr + sequence * count + lane, mask=inside, other=0)
+    token = tl.load(tokens_ptr + slot * count + lane, mask=inside, other=0)
     tl.store(place + lane, token.to(tl.int32), mask=inside)
     if MOVES:
-        tl.store(cursor_ptr + sequence, start + count, mask=goes_on)
+        tl.store(cursor_ptr + slot, start + count, mask=goes_on)
 
 
 # One warp a sequence: what it reads of the window it has read before it writes there.
@@ -251,16 +251,16 @@ def _accept_kernel(
     window_ptr, samples_ptr, second_samples_ptr, counts_ptr, parents_ptr, paths_ptr, depths_ptr, runners_up_ptr, words,
     num_nodes, num_rows, capacity, LANES: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.program_id(0)
-    window_ptr += sequence * words
-    samples_ptr += sequence * num_rows
-    second_samples_ptr += sequence * num_rows
-    counts_ptr += sequence * 2
+    slot = tl.program_id(0)
+    window_ptr += slot * words
+    samples_ptr += slot * num_rows
+    second_samples_ptr += slot * num_rows
+    counts_ptr += slot * 2
     end = tl.load(window_ptr)
     goes_on = _step_at(window_ptr, end)
-    slot = end - tl.load(window_ptr + 1)
-    tokens_ptr = window_ptr + _HEADER + slot
-    runners_up_ptr += sequence * capacity + slot
+    cache_position = end - tl.load(window_ptr + 1)
+    tokens_ptr = window_ptr + _HEADER + cache_position
+    runners_up_ptr += slot * capacity + cache_position
     lane = tl.arange(0, LANES)
     inside = (lane < num_nodes) & (goes_on.to(tl.int32) + tl.zeros_like(lane) != 0)
     proposal = tl.load(tokens_ptr + lane, mask=inside, other=0)
@@ -295,23 +295,23 @@ def step_rows_triton(
 ) -> StepRows:  # fmt: skip
     """Triton version of `step_rows`."""
     batch, words = window.shape
-    count, frequencies, paths = len(layout.slots), rotation.frequencies, layout.ancestors
+    count, frequencies, paths = len(layout.cache_positions), rotation.frequencies, layout.ancestors
     _check_windows(window, start)
-    assert layout.slots.dtype == layout.positions.dtype == torch.int32 and layout.positions.shape == (count,)
+    assert layout.cache_positions.dtype == layout.positions.dtype == torch.int32 and layout.positions.shape == (count,)
     half, depth = frequencies.shape[1], 0 if paths is None else paths.shape[1]
     assert frequencies.dtype == torch.float32 and frequencies.is_contiguous() and len(frequencies) >= batch
     assert place is None or (place.dtype == torch.int32 and place.is_contiguous() and len(place) >= batch)
     assert paths is None or (paths.dtype == torch.int32 and paths.is_contiguous() and len(paths) == count)
     # Memory of their own, not views of one block: kernels further on are compiled for pointers of one alignment.
-    tokens, slots, following, sequences = (window.new_empty(batch * count) for _ in range(4))
+    tokens, cache_positions, following, slots = (window.new_empty(batch * count) for _ in range(4))
     positions, ahead, used = window.new_empty(batch, count), window.new_empty(batch), window.new_empty(batch)
     cos, sin = (frequencies.new_empty(batch * count, half) for _ in range(2))
     committed = ancestors = None
     if depth:
         committed, ancestors = window.new_empty(batch), window.new_empty(batch, count, depth)
     _step_rows_kernel[(batch * count,)](
-        window, start, window if place is None else place, frequencies, layout.slots, layout.positions,
-        window if paths is None else paths, tokens, positions, slots, following, ahead, sequences, used, cos, sin,
+        window, start, window if place is None else place, frequencies, layout.cache_positions, layout.positions,
+        window if paths is None else paths, tokens, positions, cache_positions, following, ahead, slots, used, cos, sin,
         window if committed is None else committed, window if ancestors is None else ancestors, words, start.stride(0),
         count, layout.counted, layout.first, last_token, rotation.scaling,
         HALF=half, HALF_BLOCK=triton.next_power_of_2(half), PLACED=place is not None,
@@ -319,7 +319,18 @@ def step_rows_triton(
         num_warps=1,
     )  # fmt: skip
     return StepRows(
-        tokens, positions, slots, following, ahead, sequences, used, cos, sin, layout.counted, committed, ancestors
+        tokens,
+        positions,
+        cache_positions,
+        following,
+        ahead,
+        slots,
+        used,
+        cos,
+        sin,
+        layout.counted,
+        committed,
+        ancestors,
     )
 
 

@@ -43,14 +43,14 @@ def demo(options: DemoOptions) -> None:
     results: dict[str, GenerationResult] = {}
     with load_runtime(config, show_progress=show_progress, threads=options.threads) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
-        ways = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
+        modes = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
         status_line("warming up")
         few = replace(options.params, max_new_tokens=min(_WARM_UP_TOKENS, options.params.max_new_tokens))
         short = replace(options, params=few, no_progress=True)
-        for start in ways.values():
+        for start in modes.values():
             _finished(stream_answer(start, messages, short, show=None))
-        for name, start in ways.items():
+        for name, start in modes.items():
             write_text(f"\n── {name} ──\n")
             results[name] = _finished(stream_answer(start, messages, options, show=write_text))
     print_tables([comparison_table(results, memory_name(runtime.device.type))], sys.stdout)

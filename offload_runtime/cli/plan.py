@@ -175,7 +175,10 @@ def _table(*columns: str) -> Table:
 def refusal_lines(refusal: Refusal, *, explain: bool) -> list[str]:
     """That it does not fit, and what would; with `explain` also what that takes."""
     short = " and ".join(f"{format_bytes(nbytes)} of {_memory(name)}" for name, nbytes in refusal.short_bytes.items())
-    lines = [f"Does not fit: {short} short." if short else "Does not fit.", *(f"  {way}" for way in refusal.ways_out)]
+    lines = [
+        f"Does not fit: {short} short." if short else "Does not fit.",
+        *(f"  {remedy}" for remedy in refusal.remedies),
+    ]
     for one in refusal.suggestions if explain else ():
         device, host, pinned = map(format_bytes, (one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes))
         lines.append(f"{one.change}: {device} of device memory, {host} of host memory, {pinned} of it page-locked")
@@ -201,8 +204,8 @@ def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade])
 
 def _pass_record(time: PassTime) -> dict[str, Any]:
     names = ("bytes_streamed", "link_s", "hbm_s", "arithmetic_s", "compute_s", "launch_s", "seconds", "bound_by")
-    hops = ("hop_s",) if time.hop_s else ()  # of one card there are none
-    return {name: getattr(time, name) for name in (*names, "staging_s", *hops)}
+    transfers = ("transfer_s",) if time.transfer_s else ()  # of one card there are none
+    return {name: getattr(time, name) for name in (*names, "staging_s", *transfers)}
 
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
@@ -222,7 +225,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         **({"cards": cards} if cards else {}),
         "host_memory": {**host, "parts": [asdict(part) for part in plan.host]},
         "stored_bytes": plan.target.layout.bytes_by_kind,
-        "layers": {**{name: list(which) for name, which in layers.items()}, "ring_slots": placement.num_slots},
+        "layers": {**{name: list(which) for name, which in layers.items()}, "ring_buffers": placement.num_buffers},
         "draft_cache": None if plan.draft is None else plan.draft.cache,
         "retrieval_verifier": plan.has_verifier,
         "why_no_retrieval_verifier": None if plan.has_verifier else plan.reason or None,
@@ -234,7 +237,7 @@ def _card_record(plan: RunPlan, number: int) -> dict[str, Any]:
     card, share = plan.cards[number], plan.target.shares[number]
     return {
         "layers": list(share.layers), "weights_resident": list(share.of_model(card.placement.resident_layers)),
-        "kv_resident": list(share.of_model(card.resident_kv_layers)), "ring_slots": card.placement.num_slots,
+        "kv_resident": list(share.of_model(card.resident_kv_layers)), "ring_buffers": card.placement.num_buffers,
         "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
         "peak_bytes": card.device_bytes, "parts": [asdict(part) for part in card.device],
     }  # fmt: skip

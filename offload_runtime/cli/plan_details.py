@@ -220,7 +220,7 @@ def require_plotting(path: Path) -> None:
     formats = FigureCanvasAgg.get_supported_filetypes()
     fine = path.suffix.removeprefix(".").lower() in formats
     require(fine, f"--plot {path} must end in one of {', '.join(sorted(formats))}")
-    regular_file(path, way_out=_PLOT_ELSEWHERE)
+    regular_file(path, remedy=_PLOT_ELSEWHERE)
 
 
 def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) -> None:
@@ -238,7 +238,7 @@ def draw_plan(plan: RunPlan, predicted: RunForecast, path: Path, *, title: str) 
     figure.suptitle(f"{title}, {predicted.context_tokens} tokens of context")
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.removeprefix(".").lower())
-    write_atomically(path, [picture.getvalue()], way_out=_PLOT_ELSEWHERE)
+    write_atomically(path, [picture.getvalue()], remedy=_PLOT_ELSEWHERE)
 
 
 def _draw_memory(axes: Any, plan: RunPlan) -> None:

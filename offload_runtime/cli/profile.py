@@ -96,20 +96,25 @@ def _card_rows(cards: CardsReport) -> list[tuple[str, str]]:
         at_once = f"{total_gbps:.1f} GB/s, of logical cards that share a device and its link"
     elif alone:
         at_once = f"{total_gbps:.1f} GB/s, {total_gbps / max(alone):.2f} x one"
-    way = "peer to peer" if cards.peer_to_peer else "through page-locked host memory"
+    route = "peer to peer" if cards.peer_to_peer else "through page-locked host memory"
     rows = [
         ("link of each card alone", _figures(dict(zip(labels, alone, strict=False)), "GB/s")),
         (f"links, {together} at once", at_once),
-        ("hop from card to card", _hops(cards.hop_us_by_kib, "within one device" if cards.on_one_device else way)),
+        (
+            "transfer from card to card",
+            _transfers(cards.transfer_us_by_kib, "within one device" if cards.on_one_device else route),
+        ),
     ]
-    if cards.hop_us_through_host:
-        rows.append(("the same without peers", _hops(cards.hop_us_through_host, "through page-locked host memory")))
+    if cards.transfer_us_through_host:
+        rows.append(
+            ("the same without peers", _transfers(cards.transfer_us_through_host, "through page-locked host memory"))
+        )
     return rows
 
 
-def _hops(us_by_kib: Mapping[float, float], way: str) -> str:
+def _transfers(us_by_kib: Mapping[float, float], route: str) -> str:
     sizes = {f"{key:g} KiB" if key < 1024 else f"{key / 1024:g} MiB": us for key, us in us_by_kib.items()}
-    return _figures(sizes, f"us, {way}")
+    return _figures(sizes, f"us, {route}")
 
 
 def _host_rows(report: MachineReport) -> list[tuple[str, str]]:

@@ -281,7 +281,7 @@ def open_history() -> History:
 
     try:
         path = user_directory("state", holds="the history of chats") / "chat_history"
-        path = regular_file(path, way_out="move it away")
+        path = regular_file(path, remedy="move it away")
         path.parent.mkdir(parents=True, exist_ok=True)
         # What people type to a model is private.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))

@@ -1,8 +1,8 @@
 """The cyclic schedule of copies to the device.
 
-Items pass through rings of device slots in a fixed order, pass after pass without end: the first items of the next pass
-are on their way while this pass still computes, while tokens are sampled, while a draft drafts. The link idles only
-when every slot that the next item could take is full.
+Items pass through rings of device buffers in a fixed order, pass after pass without end: the first items of the next
+pass are on their way while this pass still computes, while tokens are sampled, while a draft drafts. The link idles
+only when every buffer that the next item could take is full.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from offload_runtime.copy.queue import CopyEngine
 from offload_runtime.memory import LayerPartition
 from offload_runtime.trace import COMPUTE, Label, TraceRecorder
 
-# One thing to bring to the device: the ring, or lane, whose slot it takes, with its key there, and its source: uint8
+# One thing to bring to the device: the ring, or lane, whose buffer it takes, with its key there, and its source: uint8
 # [n], host.
 Item = tuple[Label, torch.Tensor]
 
 
 @dataclass
-class _Slot:
+class _Buffer:
     """One device buffer: `ready` fires when its item has arrived, `free` after the item's last read."""
 
-    buffer: torch.Tensor  # uint8 [slot_bytes], device
+    data: torch.Tensor  # uint8 [buffer_bytes], device
     ready: Any
     free: Any
 
 
 @dataclass
 class _Lane:
-    """A ring of slots that items of one kind take in turn: each is idle, then its item arrives, then it is held until
+    """A ring of buffers that items of one kind take in turn: each is idle, then its item arrives, then it is held until
     whoever reads it lets go of it.
 
-    In each state the oldest comes first, so that the slots keep their order.
+    In each state the oldest comes first, so that the buffers keep their order.
     """
 
-    idle: deque[_Slot]  # every earlier user has let go of them
-    arriving: deque[_Slot] = field(default_factory=deque)  # their items are queued, and not yet in use
-    held: deque[_Slot] = field(default_factory=deque)  # in use
+    idle: deque[_Buffer]  # every earlier user has let go of them
+    arriving: deque[_Buffer] = field(default_factory=deque)  # their items are queued, and not yet in use
+    held: deque[_Buffer] = field(default_factory=deque)  # in use
 
 
 class CopySchedule:
-    """Queues the items of pass after pass as far ahead as there are slots.
+    """Queues the items of pass after pass as far ahead as there are buffers.
 
     Args:
         engine: The copy queue.
-        lanes: Device buffers of each ring: uint8 [slot_bytes] each.
+        lanes: Device buffers of each ring: uint8 [buffer_bytes] each.
         plan_pass: Called whenever the schedule has to know what another pass will bring, in the order of its use.
     """
 
@@ -61,15 +61,15 @@ class CopySchedule:
         self._engine = engine
         self._plan_pass = plan_pass
         self._lanes = {
-            name: _Lane(deque(_Slot(buffer, engine.new_event(), engine.new_event()) for buffer in buffers))
+            name: _Lane(deque(_Buffer(data, engine.new_event(), engine.new_event()) for data in buffers))
             for name, buffers in lanes.items()
         }
         self._left: deque[Item] = deque()  # of the running pass and the planned one, what has not been taken yet
         # Planned and not begun. Not more than one, because the state that it was planned from goes stale.
         self._planned: Sequence[Item] | None = None
         for lane in self._lanes.values():
-            for slot in lane.idle:  # the allocator may hand out memory that queued kernels still use
-                engine.compute_record(slot.free)
+            for buffer in lane.idle:  # the allocator may hand out memory that queued kernels still use
+                engine.compute_record(buffer.free)
 
     def begin_pass(self, *, is_valid: bool) -> Sequence[Item]:
         """Start a pass, whose items are returned; what an interrupted one left behind is dropped.
@@ -84,8 +84,8 @@ class CopySchedule:
                 self._let_go(ring)
         items = self._planned
         if items is None or len(self._left) > len(items) or not is_valid:
-            # Copies run in order, so a slot's next copy cannot overtake one that is dropped, and its `free` event still
-            # guards reads. Planning may be interrupted, and then nothing is planned.
+            # Copies run in order, so a buffer's next copy cannot overtake one that is dropped, and its `free` event
+            # still guards reads. Planning may be interrupted, and then nothing is planned.
             self._planned = None
             self._left.clear()
             for ring in self._lanes.values():
@@ -96,29 +96,29 @@ class CopySchedule:
         return items
 
     def take(self, lane: str, key: tuple[int, ...]) -> torch.Tensor:
-        """The slot of the pass's next item, which must be `key` of `lane`: uint8 [slot_bytes], to be read by compute
-        issued from now on, until `release`."""
+        """The buffer of the pass's next item, which must be `key` of `lane`: uint8 [buffer_bytes], to be read by
+        compute issued from now on, until `release`."""
         (label, _), ring = self._left.popleft(), self._lanes[lane]
         assert label == (lane, key), f"{lane} {key} is not next: {label} is"
-        assert ring.arriving, "every slot is held: the item cannot arrive"
-        slot = ring.arriving.popleft()
-        ring.held.append(slot)
-        self._engine.compute_wait(slot.ready)
-        return slot.buffer
+        assert ring.arriving, "every buffer is held: the item cannot arrive"
+        buffer = ring.arriving.popleft()
+        ring.held.append(buffer)
+        self._engine.compute_wait(buffer.ready)
+        return buffer.data
 
     def release(self, lane: str) -> None:
-        """Let go of the slot of `lane` that was taken first, and fill it again."""
+        """Let go of the buffer of `lane` that was taken first, and fill it again."""
         self._let_go(self._lanes[lane])
         self.fill()
 
     def _let_go(self, ring: _Lane) -> None:
-        """Let go of the slot of a ring that was taken first, behind the compute that has been issued so far."""
-        slot = ring.held.popleft()
-        self._engine.compute_record(slot.free)
-        ring.idle.append(slot)
+        """Let go of the buffer of a ring that was taken first, behind the compute that has been issued so far."""
+        buffer = ring.held.popleft()
+        self._engine.compute_record(buffer.free)
+        ring.idle.append(buffer)
 
     def fill(self) -> None:
-        """Queue copies as far ahead as there are slots."""
+        """Queue copies as far ahead as there are buffers."""
         while True:
             queued = sum(len(lane.arriving) for lane in self._lanes.values())  # items at the front of `_left`
             if queued == len(self._left) and (self._planned is not None or not self._plan()):
@@ -127,8 +127,10 @@ class CopySchedule:
             ring = self._lanes[label[0]]
             if not ring.idle:
                 return
-            slot = ring.idle[0]
-            self._engine.enqueue(slot.buffer[: source.nbytes], source, free=slot.free, ready=slot.ready, label=label)
+            buffer = ring.idle[0]
+            self._engine.enqueue(
+                buffer.data[: source.nbytes], source, free=buffer.free, ready=buffer.ready, label=label
+            )
             ring.arriving.append(ring.idle.popleft())
 
     def _plan(self) -> Sequence[Item]:
@@ -164,34 +166,35 @@ class LayerStreamer:
     Args:
         layers_host: One packed buffer per layer: uint8 [bytes of this layer], host, pinned on CUDA.
         resident: Device buffers of the layers that stay: layer index to uint8 [bytes of this layer].
-        slots: Device buffers of the ring: uint8 [bytes of the largest layer] each; none when every layer is resident.
+        buffers: Device buffers of the ring: uint8 [bytes of the largest layer] each; none when every layer is resident.
         make_views: Turns a layer's index and its packed buffer into its named weights without copying.
         engine: The copy queue.
         kv: A KV cache whose pieces cross the link in the same order, or None.
-        kv_slots: Device buffers of its ring: uint8 each.
+        kv_buffers: Device buffers of its ring: uint8 each.
         numbers: Of each layer its number in the model that these are some layers of, for a trace; None: its own.
     """
 
     def __init__(
-        self, layers_host: Sequence[torch.Tensor], resident: dict[int, torch.Tensor], slots: Sequence[torch.Tensor], *,
+        self, layers_host: Sequence[torch.Tensor], resident: dict[int, torch.Tensor],
+        buffers: Sequence[torch.Tensor], *,
         make_views: Callable[[int, torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
-        kv_slots: Sequence[torch.Tensor] = (), numbers: Sequence[int] | None = None,
+        kv_buffers: Sequence[torch.Tensor] = (), numbers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self._numbers = numbers or range(len(layers_host))
         streamed = [index for index in range(len(layers_host)) if index not in resident]
-        assert bool(slots) == bool(streamed), "a ring is needed exactly when something is streamed"
-        assert len(slots) <= len(streamed), "a ring larger than what it streams wastes slots"
-        assert bool(kv_slots) == (kv is not None)
+        assert bool(buffers) == bool(streamed), "a ring is needed exactly when something is streamed"
+        assert len(buffers) <= len(streamed), "a ring larger than what it streams wastes buffers"
+        assert bool(kv_buffers) == (kv is not None)
         self.num_layers, self.num_streamed = len(layers_host), len(streamed)
         self.bytes_per_pass = sum(layers_host[index].nbytes for index in streamed)  # of weights, over the link
         self._layers_host = layers_host
         self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
-        self._slot_views = {(i, slot.data_ptr()): make_views(i, slot) for i in streamed for slot in slots}
+        self._buffer_views = {(i, buffer.data_ptr()): make_views(i, buffer) for i in streamed for buffer in buffers}
         self._kv = kv
         self._snapshot: Any = None  # of the cache, from which the latest pass was planned
         self.bytes_begun = 0  # of all passes so far, weights and KV
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
-        self.schedule = CopySchedule(engine, {WEIGHTS: slots, KV: kv_slots}, self._plan_pass)
+        self.schedule = CopySchedule(engine, {WEIGHTS: buffers, KV: kv_buffers}, self._plan_pass)
         self.schedule.fill()
 
     def layers(self) -> Iterator[tuple[int, LayerViews]]:
@@ -219,7 +222,7 @@ class LayerStreamer:
         """The weights of the next layer of a pass, which may be read meanwhile; of a resident one of any layer."""
         streamed, recorder = index not in self._resident, self.recorder
         if streamed:
-            weights = self._slot_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+            weights = self._buffer_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
         else:
             weights = self._resident[index]
         number = self._numbers[index]

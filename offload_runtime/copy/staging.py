@@ -243,7 +243,7 @@ class StagingWriteEngine(_StagingQueue):
     """A queue of copies from the device some of whose targets are pageable; see `CopyEngine` for what it promises.
 
     For the compute side, which sees nothing of the host's memory, a copy is done when its source has been read; for
-    `is_done`, `wait` and `drain` when it has landed, and all before it. Landings are not ordered: nobody writes to
+    `is_done`, `wait` and `drain` when it has arrived, and all before it. Arrivals are not ordered: nobody writes to
     memory that an earlier copy has not reached yet. `enqueue` holds the calling thread while no piece is free; that
     takes what is computed already, the link and the threads, but nothing that this thread has still to do.
 
@@ -255,7 +255,7 @@ class StagingWriteEngine(_StagingQueue):
     """
 
     failing = "writing to pageable memory"
-    _landings: deque[Future[None]] = field(init=False, default_factory=deque)  # the first asked for first
+    _arrivals: deque[Future[None]] = field(init=False, default_factory=deque)  # the first asked for first
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
@@ -273,7 +273,7 @@ class StagingWriteEngine(_StagingQueue):
             into = piece.buffer[: source.nbytes]
             self.engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)
             piece.user = self._movers.submit(self._land, piece, target)
-            self._landings.append(piece.user)
+            self._arrivals.append(piece.user)
 
     def _land(self, piece: _Piece, dst: torch.Tensor) -> None:
         """Move a piece to where it belongs, once it has come over the link."""
@@ -284,19 +284,19 @@ class StagingWriteEngine(_StagingQueue):
         self.engine.compute_wait(ready)
 
     def is_done(self, ready: Any) -> bool:
-        while self._landings and self._landings[0].done():
-            self._wait(self._landings[0])  # what has failed stays
-            self._landings.popleft()
-        return not self._landings and self.engine.is_done(ready)
+        while self._arrivals and self._arrivals[0].done():
+            self._wait(self._arrivals[0])  # what has failed stays
+            self._arrivals.popleft()
+        return not self._arrivals and self.engine.is_done(ready)
 
     def wait(self, ready: Any) -> None:
-        self._wait_for_landings()
+        self._wait_for_arrivals()
         self.engine.wait(ready)
 
     def drain(self) -> None:
-        self._wait_for_landings()
+        self._wait_for_arrivals()
         self.engine.drain()
 
-    def _wait_for_landings(self) -> None:
-        for landing in list(self._landings):
-            self._wait(landing)
+    def _wait_for_arrivals(self) -> None:
+        for arrival in list(self._arrivals):
+            self._wait(arrival)

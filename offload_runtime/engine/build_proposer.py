@@ -18,7 +18,7 @@ from offload_runtime.runners.draft import DraftModel
 from offload_runtime.runners.draft_tree import grows_trees
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
 from offload_runtime.runners.token_window import DeviceWindow
-from offload_runtime.sampling import DIFFERENT_WAYS
+from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.speculation import (
     DraftProposer,
     DraftRequest,
@@ -155,15 +155,15 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: 
         for slot in range(len(slots)):
             proposer.leave(slot)
 
-    for params in DIFFERENT_WAYS[1:]:
+    for params in WARM_UP_SAMPLINGS[1:]:
         take_step([params], 1)
     # Trees of other sizes need other kernels, too.
     first_of_trees = {tree.parents: count for count, tree in reversed([*enumerate(proposer.trees, 1)])}
     for num_sequences in sorted({*warm_up_batches(batch), *first_of_trees.values()}):
-        take_step(DIFFERENT_WAYS[:1] * num_sequences, 1)
+        take_step(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
     # A step puts its tree and two more tokens behind a text.
     longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - len(proposer.trees[0]) - 2)
     for length in warm_up_lengths(longest):
         target.prefill(0, [0] * (length - 1))
-        take_step(DIFFERENT_WAYS[:1], length)
+        take_step(WARM_UP_SAMPLINGS[:1], length)
         target.cache.truncate(0, 0)

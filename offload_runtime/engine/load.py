@@ -110,7 +110,7 @@ def describe_placement(
     where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass
-        where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_slots} slots"
+        where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_buffers} buffers"
     if len(budgets) > 1:
         dealt = " and ".join(str(len(share.layers)) for share in model.plan.shares)
         where += f", dealt out to {len(budgets)} cards ({dealt})"
@@ -219,7 +219,7 @@ def _load(
             special, generation = config.allow_special_tokens, target_source.generation_fields
             check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
         figures_here = _figures_here(figures, plan.limits, budgets)
-        with planning.ways_out(plan.request, figures_here, lambda: _what_to_close(budgets)):
+        with planning.remedies(plan.request, figures_here, lambda: _what_to_close(budgets)):
             planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.on_card(number)
@@ -325,12 +325,12 @@ def _plan_cards(
                 for one, ratio in zip(budgets[1:count], ratios[1:], strict=False)
             ),
             link_ratio=ratios[0],
-            hops_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
+            transfers_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
         )  # fmt: skip
         asked = replace(request, device=",".join([first.device.type] * count), vram=sizes)
         if is_open and count < len(cards):  # a further card may have room
             return find(asked, figures, own)
-        with planning.ways_out(asked, _figures_here(figures, own, budgets[:count]), lambda: _what_to_close(budgets)):
+        with planning.remedies(asked, _figures_here(figures, own, budgets[:count]), lambda: _what_to_close(budgets)):
             return find(asked, figures, own)
 
     is_open = request.device == "auto" and request.emulate is None

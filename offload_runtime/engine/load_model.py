@@ -29,7 +29,7 @@ from offload_runtime.model import Decoder, RopeTable, RowBuilder, Weights, Windo
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.target import Layers, window_pass
-from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, sample
+from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.weights import (
     CheckpointSource,
     HostWeights,
@@ -59,7 +59,7 @@ def make_cache(
         return StreamingDraftCache(
             plan.config, plan.dtype, sink_tokens=plan.options.sink_tokens, recent_tokens=plan.recent_tokens,
             window_tokens=plan.streaming_window_tokens, batch=plan.batch, budget=budget, name=name,
-            spare_slots=plan.tree_slots,
+            spare_positions=plan.tree_positions,
         )  # fmt: skip
     if plan.cache == "retrieval":
         return RetrievedDraftCache(
@@ -69,7 +69,7 @@ def make_cache(
     if not plan.on_host:
         return DeviceKVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget, name=name,
-            spare_slots=plan.tree_slots,
+            spare_positions=plan.tree_positions,
         )  # fmt: skip
     assert memory.registrar is not None or budget.device.type == "cpu", "what a GPU copies from is locked or staged"
     assert writeback is not None, "what is kept on the host has to get there"
@@ -296,53 +296,53 @@ def _connect_share(
     placement, budget, layout = memory.placement, one.budget, plan.layout
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
     layers_host = [weights.block(index) if index in arenas else nothing for index in range(len(layout.layers))]
-    slots = _ring(budget, f"{name}: ring", placement.num_slots, max(layout.layer_bytes))
+    buffers = _ring(budget, f"{name}: ring", placement.num_buffers, max(layout.layer_bytes))
     scratch_bytes = layout.scratch_bytes(budget.device.type)
     scratch = budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None
-    num_kv_slots = plan.kv_ring_slots if plan.kv_layers_on_host else 0
-    kv_slots = _ring(budget, f"{name}: KV ring", num_kv_slots, plan.kv_piece_bytes)
+    num_kv_buffers = plan.kv_ring_buffers if plan.kv_layers_on_host else 0
+    kv_buffers = _ring(budget, f"{name}: KV ring", num_kv_buffers, plan.kv_piece_bytes)
     cache = make_cache(plan, budget, f"{name}: KV cache", one.queues.d2h, memory)
     undo.callback(cache.close)
-    link_peak_gbps = _measure_link(layers_host, slots + kv_slots, one.queues.h2d, memory)
+    link_peak_gbps = _measure_link(layers_host, buffers + kv_buffers, one.queues.h2d, memory)
     engine = memory.to_device(one.queues.h2d)
     undo.callback(engine.close)
     streamer = LayerStreamer(
-        layers_host, dict(held), slots, make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
-        engine=engine, kv=cache if isinstance(cache, HostKVCache) and kv_slots else None, kv_slots=kv_slots,
+        layers_host, dict(held), buffers, make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
+        engine=engine, kv=cache if isinstance(cache, HostKVCache) and kv_buffers else None, kv_buffers=kv_buffers,
         numbers=numbers,
     )  # fmt: skip
     return LoadedShare(streamer, cache, engine, memory, link_peak_gbps), scratch
 
 
-def _ring(budget: DeviceBudget, name: str, count: int, slot_bytes: int) -> list[torch.Tensor]:
-    """Slots of a ring on the device, cut from one allocation: uint8 [slot_bytes] each."""
-    return list(budget.allocate(name, count * slot_bytes).view(count, -1)) if count else []
+def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:
+    """Slots of a ring on the device, cut from one allocation: uint8 [buffer_bytes] each."""
+    return list(budget.allocate(name, count * buffer_bytes).view(count, -1)) if count else []
 
 
 def _measure_link(
-    layers_host: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory
+    layers_host: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory
 ) -> float | None:
     """Peak of the link into a slot, from page-locked memory; None when nothing is streamed."""
-    if not slots:
+    if not buffers:
         return None
-    slot, placement = slots[0], memory.placement
+    buffer, placement = buffers[0], memory.placement
     pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
     if not pinned and memory.h2d is not None:
-        pinned = [memory.h2d.buffer[: min(slot.nbytes, placement.h2d_ring.piece_bytes)]]
+        pinned = [memory.h2d.buffer[: min(buffer.nbytes, placement.h2d_ring.piece_bytes)]]
     if pinned:
-        return measure_link_gbps(engine, slot[: pinned[0].nbytes], pinned[0])
+        return measure_link_gbps(engine, buffer[: pinned[0].nbytes], pinned[0])
     # Only keys and values will be streamed, from memory that is locked as it grows; so some is made as theirs will be.
-    with closing(HostArena(slot.nbytes, name="a measurement of the link")) as arena:
-        if slot.is_cuda:
+    with closing(HostArena(buffer.nbytes, name="a measurement of the link")) as arena:
+        if buffer.is_cuda:
             arena.pin()
-        return measure_link_gbps(engine, slot, arena.buffer[: slot.nbytes])
+        return measure_link_gbps(engine, buffer, arena.buffer[: buffer.nbytes])
 
 
 def _kinds_of_layers(model: LoadedModel) -> list[Hashable]:
     """What the kernels of each layer depend on."""
     config, kv_layers, owners = model.config, model.placement.resident_kv_layers, model.runner.decoder.partition.owners
-    ways = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, owners, strict=True)
-    return [(*way, index in kv_layers) for index, way in enumerate(ways)]
+    kinds = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, owners, strict=True)
+    return [(*kind, index in kv_layers) for index, kind in enumerate(kinds)]
 
 
 @torch.inference_mode()
@@ -379,7 +379,7 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     if branches:
         cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-    for params in DIFFERENT_WAYS:
+    for params in WARM_UP_SAMPLINGS:
         sample(logits, SlotSampling.of([params], logits.device), positions, torch.zeros_like(positions))
     cache.truncate(0, 0)
     if logits.is_cuda:

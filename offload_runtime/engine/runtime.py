@@ -468,11 +468,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(not on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
         return BlockStore(nbytes // self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none"))
 
-    def _require_block(self, nbytes: int, what: str, way_out: str) -> int:
+    def _require_block(self, nbytes: int, what: str, remedy: str) -> int:
         """Bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""
         block_bytes = self.config.num_layers * self.plan.target.kv_block_bytes
         sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
-        require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {way_out}")
+        require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {remedy}")
         return block_bytes
 
     def close(self) -> None:

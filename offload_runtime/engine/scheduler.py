@@ -101,7 +101,7 @@ class Ticket:
             self._on_event(event)
         except Exception:
             logging.getLogger(__name__).exception("an on_event has failed: its request is cancelled")
-            self._on_event = _nobody
+            self._on_event = _ignore
             self.cancel()
 
     def end(self, result: GenerationResult) -> EndEvent:
@@ -346,5 +346,5 @@ def _most_seconds_left(request: Request) -> float:
     return token_s * (request.room + 1)
 
 
-def _nobody(event: Event) -> None:
+def _ignore(event: Event) -> None:
     """Who is told of a request instead of an `on_event` that has raised."""

@@ -37,7 +37,7 @@ from offload_runtime.weights import CheckpointSource
 _ARITHMETIC = 1
 # What a server's blocks may take where nobody says how much.
 _SERVER_BYTES = 64 * GB
-_WAY_OUT = "nothing was changed, choose another place"
+_REMEDY = "nothing was changed, choose another place"
 _ROLES = ("system", "user", "assistant")
 
 
@@ -136,8 +136,8 @@ def session_caches(
 
 def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
     """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
-    way_out = "choose another directory for --sessions"
-    return BlockFiles(directory, way_out=way_out, most_bytes=most_bytes or _SERVER_BYTES)
+    remedy = "choose another directory for --sessions"
+    return BlockFiles(directory, remedy=remedy, most_bytes=most_bytes or _SERVER_BYTES)
 
 
 class SavedPrefixes:
@@ -210,8 +210,8 @@ def session_files(path: Path) -> Iterator[BlockFiles]:
     Raises:
         StorageError: It cannot be written, or is in use.
     """
-    real = regular_file(path, way_out=_WAY_OUT)
-    with BlockFiles(_directory(real), way_out=_WAY_OUT) as files:
+    real = regular_file(path, remedy=_REMEDY)
+    with BlockFiles(_directory(real), remedy=_REMEDY) as files:
         delete_leftovers(real)
         yield files
 
@@ -253,7 +253,7 @@ def save_session(
             "held": held_by,
         }}  # fmt: skip
         record["session"]["checksum"] = _checksum(record)
-        write_atomically(path, json.dumps(record, indent=1), way_out=_WAY_OUT)
+        write_atomically(path, json.dumps(record, indent=1), remedy=_REMEDY)
         files.delete_others(needed)
 
 
@@ -271,8 +271,8 @@ def _require_whole(path: Path, record: Mapping[str, Any]) -> None:
     except (KeyError, TypeError, AttributeError):
         is_whole = False
     if not is_whole:
-        way_out = "take `session` and `earlier` out of it to have its messages read again as they are"
-        raise SessionError(f"{path} is damaged, or was changed by hand: {way_out}")
+        remedy = "take `session` and `earlier` out of it to have its messages read again as they are"
+        raise SessionError(f"{path} is damaged, or was changed by hand: {remedy}")
 
 
 @contextmanager
@@ -342,7 +342,7 @@ class SavedSession:
     def __init__(
         self, path: Path, record: Mapping[str, Any], files: BlockFiles, caches: Mapping[str, SessionCache]
     ) -> None:  # fmt: skip
-        self._files, self._way_out = files, f"delete {_directory(path.resolve())} to have its messages read again"
+        self._files, self._remedy = files, f"delete {_directory(path.resolve())} to have its messages read again"
         session, made = record["session"], caches["target"].made_with
         _require_whole(path, record)
         was = session["made_with"]
@@ -382,14 +382,14 @@ class SavedSession:
 
     def _require(self, fine: bool, message: str) -> None:
         if not fine:
-            raise SessionError(f"{message}: {self._way_out}")
+            raise SessionError(f"{message}: {self._remedy}")
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
         try:
             yield
         except SessionError as error:
-            raise SessionError(f"{error}: {self._way_out}") from error
+            raise SessionError(f"{error}: {self._remedy}") from error
 
 
 def _saved_text(session: Mapping[str, Any]) -> SavedText:

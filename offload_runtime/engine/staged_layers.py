@@ -42,8 +42,8 @@ class StagedMemory:
     @property
     def rings(self) -> list[tuple[HostArena, RingShape]]:
         """Those that there are: memory and pieces."""
-        ways = (self.h2d, self.placement.h2d_ring), (self.d2h, self.placement.d2h_ring)
-        return [(arena, shape) for arena, shape in ways if arena is not None]
+        rings = (self.h2d, self.placement.h2d_ring), (self.d2h, self.placement.d2h_ring)
+        return [(arena, shape) for arena, shape in rings if arena is not None]
 
     @property
     def locking(self) -> BlockLocking:
@@ -138,13 +138,13 @@ def _move_locks(weights: HostWeights, memory: StagedMemory, registrar: Registrar
     for index in placement.staged_layers:
         weights.layers[index].unpin()
     kept = [index for index in placement.streamed_layers if weights.layers[index].pinned]
-    ways = "keep all layers resident with more --vram" + (" and take --kv gpu" if len(rings) > 1 else "")
+    remedy = "keep all layers resident with more --vram" + (" and take --kv gpu" if len(rings) > 1 else "")
     for arena, shape in rings:
         least_bytes = FEWEST_PIECES * shape.piece_bytes
         while arena.lock(registrar, shape.piece_bytes) and arena.pinned_bytes < least_bytes:
             if not kept:
                 refused = f"the system refuses to page-lock even {format_bytes(least_bytes)} for {arena.name}"
-                raise BudgetError(f"{refused}: raise the locked-memory limit (ulimit -l), or {ways}")
+                raise BudgetError(f"{refused}: raise the locked-memory limit (ulimit -l), or {remedy}")
             weights.layers[kept.pop()].unpin()
     for index in set(placement.streamed_layers) - set(placement.staged_layers):
         if weights.layers[index].lock(registrar):

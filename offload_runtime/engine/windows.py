@@ -87,9 +87,9 @@ class WindowLimits:
         room, loaded = self.most_nodes, f"with tree_nodes={nodes} (--tree-nodes {nodes})"
         fine = (nodes or 0) <= room
         require(fine, f"tree_nodes {nodes} exceeds the {room} that a window here has room for: load it {loaded}")
-        ways = f"drop it, choose --draft ngram, or load a draft model {loaded}"
+        remedy = f"drop it, choose --draft ngram, or load a draft model {loaded}"
         fine = not params.tree_nodes or makes_trees(proposer)
-        require(fine, f"tree_nodes {nodes} does nothing where nobody proposes branches: {ways}")
+        require(fine, f"tree_nodes {nodes} does nothing where nobody proposes branches: {remedy}")
         if plain:
             return WindowSize(0)
         if nodes:

@@ -1,5 +1,5 @@
 """Measurements of a GPU: what NVIDIA's management library (NVML) tells of its link, and the speed of its link, memory,
-products and launches; and of several cards, whose links may get into each other's way, and of hops between them.
+products and launches; and of several cards, whose links may get into each other's way, and of transfers between them.
 
 That NVML is missing or refuses costs a reason, no more. Of one GPU the current device is measured, which callers set.
 """
@@ -26,7 +26,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
-from offload_runtime.memory import Card, HopBuffers, hop, on_card
+from offload_runtime.memory import Card, TransferBuffers, on_card, transfer
 from offload_runtime.sizes import GB, format_bytes
 
 # [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
@@ -113,7 +113,7 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 WAKING_S = 0.3
 # Hops are enqueued while their card spins, some 25 ms: timed is what cards take, not what Python does to launch it.
 _SPIN_CYCLES = 50_000_000
-_HOPS = 16
+_TRANSFERS = 16
 _EAGER_LAUNCHES = 2000
 _GRAPH_KERNELS = 1000
 
@@ -298,48 +298,50 @@ def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tupl
     return tuple(rates[bench.device] for bench in benches)
 
 
-def measure_hops(
+def measure_transfers(
     cards: Sequence[Card], sizes_kib: Sequence[float], *, budget_s: float, peers: bool = True
 ) -> tuple[dict[float, float], float, float]:
     """Hops of rows from card to card, each behind the one before, as in a pass: round all cards and back to the first.
 
     Args:
         cards: At least two.
-        sizes_kib: Of the rows of one hop, in KiB.
+        sizes_kib: Of the rows of one transfer, in KiB.
         budget_s: For each size, in seconds.
-        peers: As of `HopBuffers`.
+        peers: As of `TransferBuffers`.
 
     Returns:
-        Microseconds of one hop by KiB, those of the smallest, and the GB/s at which the largest one's bytes arrive
-        beyond these. A device that is named twice does not hop: it copies within its memory.
+        Microseconds of one transfer by KiB, those of the smallest, and the GB/s at which the largest one's bytes arrive
+        beyond these. A device that is named twice does not cross: it copies within its memory.
 
     Raises:
         CannotMeasureError: The largest takes no longer than the smallest.
     """
-    ring = [*zip(cards, [*cards[1:], cards[0]], strict=True)] * max(1, _HOPS // len(cards))
-    hop_us, buffers = {}, HopBuffers(peers=peers)
+    ring = [*zip(cards, [*cards[1:], cards[0]], strict=True)] * max(1, _TRANSFERS // len(cards))
+    transfer_us, buffers = {}, TransferBuffers(peers=peers)
     for size_kib in sizes_kib:
         rows = torch.ones(int(size_kib * 1024), dtype=torch.uint8, device=cards[0].device)
 
         def laps(rows: torch.Tensor = rows) -> None:
             tensors = [rows]
             for source, target in ring:
-                tensors = hop(tensors, source, target, buffers)
+                tensors = transfer(tensors, source, target, buffers)
 
         with on_card(cards[0]):
             if rows.is_cuda:
                 seconds = _event_time_s(laps, budget_s=budget_s, spin_cycles=_SPIN_CYCLES)
             else:
                 seconds = best_time_s(laps, budget_s=budget_s)
-        hop_us[size_kib] = seconds / len(ring) * 1e6
-    least, most = min(hop_us), max(hop_us)
-    beyond_us = hop_us[most] - hop_us[least]
+        transfer_us[size_kib] = seconds / len(ring) * 1e6
+    least, most = min(transfer_us), max(transfer_us)
+    beyond_us = transfer_us[most] - transfer_us[least]
     if beyond_us <= 0:
-        raise CannotMeasureError(f"a hop of {most:g} KiB takes no longer than one of {least:g} KiB")
-    return hop_us, hop_us[least], most * 1024 / (beyond_us * 1e-6) / GB
+        raise CannotMeasureError(f"a transfer of {most:g} KiB takes no longer than one of {least:g} KiB")
+    return transfer_us, transfer_us[least], most * 1024 / (beyond_us * 1e-6) / GB
 
 
-def measure_beside_link(bench: LinkBench, reader: HostReader, threads: int, *, budget_s: float) -> tuple[float, float]:
+def measure_during_copies(
+    bench: LinkBench, reader: HostReader, threads: int, *, budget_s: float
+) -> tuple[float, float]:
     """Host memory read by `threads` and the link to the device while both run, each in GB/s."""
     passes = 0
     with busy_link(bench) as arrived:

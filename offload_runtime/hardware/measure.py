@@ -27,14 +27,14 @@ from offload_runtime.sizes import GB, GIB, format_bytes
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
 _LINKS_KEYS = ("links_alone_gbps", "links_at_once_gbps")
-_HOP_KEYS = ("hop_us_by_kib", "hop_us", "hop_gbps")
+_TRANSFER_KEYS = ("transfer_us_by_kib", "transfer_us", "transfer_gbps")
 _LINK_KEYS = tuple(key for key in _GPU_KEYS if ("link" in key or key.startswith("pcie")) and key not in _LINKS_KEYS)
 # Called with (stage, done steps, steps).
 OnProgress = Callable[[str, int, int], None]
 # What may end a measurement; torch and CUDA raise RuntimeErrors.
 _FAILURES = (CannotMeasureError, BudgetError, StorageError, OSError, RuntimeError)
 # From a row of a model to a piece of a prompt.
-_HOP_SIZES_KIB = (8.0, 64.0, 1024.0, 8192.0)
+_TRANSFER_SIZES_KIB = (8.0, 64.0, 1024.0, 8192.0)
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,18 @@ class GpuReport:
 
 @dataclass(frozen=True)
 class CardsReport:
-    """Several cards: their links and hops between them, as the profile has them, but here also of a CPU and of logical
-    cards on one device. `peer_to_peer` says whether hops need no host memory; then `hop_us_through_host` has how long
-    they would take through it, by KiB."""
+    """Several cards: their links and transfers between them, as the profile has them, but here also of a CPU and of
+    logical cards on one device. `peer_to_peer` says whether transfers need no host memory; then
+    `transfer_us_through_host` has how long they would take through it, by KiB."""
 
     devices: tuple[str, ...]
     peer_to_peer: bool
     links_alone_gbps: tuple[float, ...] = ()
     links_at_once_gbps: tuple[float, ...] = ()
-    hop_us_by_kib: Mapping[float, float] = field(default_factory=dict)
-    hop_us: float | None = None
-    hop_gbps: float | None = None
-    hop_us_through_host: Mapping[float, float] = field(default_factory=dict)
+    transfer_us_by_kib: Mapping[float, float] = field(default_factory=dict)
+    transfer_us: float | None = None
+    transfer_gbps: float | None = None
+    transfer_us_through_host: Mapping[float, float] = field(default_factory=dict)
 
     @property
     def on_one_device(self) -> bool:
@@ -209,12 +209,12 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
         found.miss(_LINK_KEYS, str(error))
         return gpu_bench.read_nvml(uuid)
 
-    def beside_reading() -> tuple[float, float]:
+    def during_reading() -> tuple[float, float]:
         by_threads = found.figures.get("host_by_threads")
         if by_threads is None:
             raise CannotMeasureError(found.missing["host_by_threads"])
         best = max(by_threads, key=by_threads.__getitem__)
-        return gpu_bench.measure_beside_link(bench, reader, best, budget_s=budget_s)
+        return gpu_bench.measure_during_copies(bench, reader, best, budget_s=budget_s)
 
     found.take(
         "link, to the device", ("link_by_copy_mib", "link_gbps"),
@@ -222,7 +222,7 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
     )  # fmt: skip
     found.take("link, back", "link_back_gbps", lambda: bench.back_gbps(budget_s=budget_s / 2))
     found.take("link, both ways", "link_both_gbps", lambda: bench.both_gbps(budget_s=budget_s))
-    found.take("link and memory", ("host_gbps_while_link_busy", "link_gbps_while_host_busy"), beside_reading)
+    found.take("link and memory", ("host_gbps_while_link_busy", "link_gbps_while_host_busy"), during_reading)
     try:
         with gpu_bench.busy_link(bench):
             time.sleep(gpu_bench.WAKING_S)
@@ -237,8 +237,8 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
 
 
 def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.device]) -> CardsReport:
-    """The links of several cards, each alone and all at once, and hops: entered as figures of the machine where all
-    cards are GPUs of their own."""
+    """The links of several cards, each alone and all at once, and transfers: entered as figures of the machine where
+    all cards are GPUs of their own."""
     cards, own = [Card(number, device) for number, device in enumerate(devices)], Findings(found.on_progress)
 
     def links() -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -248,26 +248,28 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
 
     own.take("links of all cards", _LINKS_KEYS, links)
     own.take(
-        "hops from card to card", _HOP_KEYS,
-        lambda: gpu_bench.measure_hops(cards, _HOP_SIZES_KIB, budget_s=effort.budget_s / 4),
+        "transfers from card to card", _TRANSFER_KEYS,
+        lambda: gpu_bench.measure_transfers(cards, _TRANSFER_SIZES_KIB, budget_s=effort.budget_s / 4),
     )  # fmt: skip
     names, apart = tuple(map(str, devices)), len({*devices}) == len(devices)
     peers = apart and all(reaches(one, other) for one, other in itertools.pairwise([*devices, devices[0]]))
     if peers:
         own.take(
-            "hops through host memory", "hop_us_through_host",
-            lambda: gpu_bench.measure_hops(cards, _HOP_SIZES_KIB, budget_s=effort.budget_s / 4, peers=False)[0],
+            "transfers through host memory", "transfer_us_through_host",
+            lambda: gpu_bench.measure_transfers(
+                cards, _TRANSFER_SIZES_KIB, budget_s=effort.budget_s / 4, peers=False
+            )[0],
         )  # fmt: skip
     if devices[0].type == "cuda":
         numbers, these = [device.index for device in devices], ",".join(names)
         if not apart:
-            found.miss((*_LINKS_KEYS, *_HOP_KEYS), f"{these} are logical cards of one GPU")
+            found.miss((*_LINKS_KEYS, *_TRANSFER_KEYS), f"{these} are logical cards of one GPU")
         elif sorted(numbers) != [*range(len(numbers))]:
-            found.miss((*_LINKS_KEYS, *_HOP_KEYS), f"a profile has them from cuda:0 on, and these are {these}")
+            found.miss((*_LINKS_KEYS, *_TRANSFER_KEYS), f"a profile has them from cuda:0 on, and these are {these}")
         else:  # in CUDA's order, by which they are looked up
             order = sorted(range(len(numbers)), key=numbers.__getitem__)
             ordered = {key: tuple(own.figures[key][one] for one in order) for key in _LINKS_KEYS if key in own.figures}
-            found.figures |= {key: own.figures[key] for key in _HOP_KEYS if key in own.figures} | ordered
+            found.figures |= {key: own.figures[key] for key in _TRANSFER_KEYS if key in own.figures} | ordered
     found.missing |= own.missing
     return CardsReport(names, peers, **own.figures)
 

@@ -79,7 +79,7 @@ _RATES = _Rule(
     lambda value: isinstance(value, list | tuple) and all(map(_RATE.admits, value)),
 )
 _MICROSECONDS = _number(1e-3, 1e6, " (microseconds)")
-_BY_KIB = _table(_number(2**-10, 1 << 30, " (KiB of one hop)"), _MICROSECONDS, '"8" = 20.0, "8192" = 400.0')
+_BY_KIB = _table(_number(2**-10, 1 << 30, " (KiB of one transfer)"), _MICROSECONDS, '"8" = 20.0, "8192" = 400.0')
 _BY_MIB = _table(_number(2**-20, 1 << 20, " (MiB of one copy)"), _RATE, '"0.25" = 12.0, "64" = 25.0')
 _BY_THREADS = _table(_number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 12.0, "8" = 60.0')
 _BY_DTYPE = _table(
@@ -145,8 +145,8 @@ class MachineProfile:
     large pinned copies, `link_back_gbps` device to host, `link_both_gbps` each direction while both run,
     `link_by_copy_mib` host to device by MiB of one copy.
     Of several cards, in CUDA's order, `links_alone_gbps` are host to device, each while the others are idle, and
-    `links_at_once_gbps` each while all of them copy. Rows take `hop_us_by_kib` from card to card, by KiB of one hop: a
-    few of them `hop_us`, and many arrive at `hop_gbps`.
+    `links_at_once_gbps` each while all of them copy. Rows take `transfer_us_by_kib` from card to card, by KiB of one
+    transfer: a few of them `transfer_us`, and many arrive at `transfer_gbps`.
     `pcie_generation` and `pcie_width` are the link's while it is busy. `hbm_gbps` counts bytes read and written.
     `tflops` are dense matrix products by element type, `launch_us` one small kernel launched from the host,
     `graph_launch_us` one within a CUDA graph. `decode_gweights_per_s` are weights that products of one row
@@ -170,8 +170,8 @@ class MachineProfile:
     link_both_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     links_alone_gbps: tuple[float, ...] = field(default=(), metadata=_key(_RATES, gpu=True))
     links_at_once_gbps: tuple[float, ...] = field(default=(), metadata=_key(_RATES, gpu=True))
-    hop_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
-    hop_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
+    transfer_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
+    transfer_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
     pcie_generation: int | None = field(default=None, metadata=_key(_number(1, 7, whole=True), gpu=True))
     pcie_width: int | None = field(default=None, metadata=_key(_WIDTH, gpu=True))
     hbm_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
@@ -188,7 +188,7 @@ class MachineProfile:
     library_rows: Mapping[str, int] = field(default_factory=dict, metadata=_key(_BY_SHAPE, gpu=True))
     decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_KIND, gpu=True))
     link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
-    hop_us_by_kib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_KIB, gpu=True))
+    transfer_us_by_kib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_KIB, gpu=True))
     host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
 
     def __post_init__(self) -> None:
@@ -285,7 +285,7 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
     if isinstance(cpu := values.get("cpu"), Mapping):
         _check_keys(cpu, CpuFigures, "cpu.")
         values["cpu"] = CpuFigures(**cpu)
-    for key, kind in (("link_by_copy_mib", float), ("hop_us_by_kib", float), ("host_by_threads", int)):
+    for key, kind in (("link_by_copy_mib", float), ("transfer_us_by_kib", float), ("host_by_threads", int)):
         if key in values:
             values[key] = _number_keys(values[key], kind)
     return MachineProfile(**values)
@@ -294,7 +294,7 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
 def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
     """The profile as tables of TOML or JSON: what is not known is left out, keys are text."""
     table = {key: value for key, value in asdict(profile).items() if value not in (None, (), {})}
-    for key in ("tflops", "link_by_copy_mib", "hop_us_by_kib", "host_by_threads"):
+    for key in ("tflops", "link_by_copy_mib", "transfer_us_by_kib", "host_by_threads"):
         if key in table:
             # Whole sizes without a decimal point.
             table[key] = {str(name).removesuffix(".0"): figure for name, figure in sorted(table[key].items())}
@@ -405,8 +405,8 @@ def save_profile(profile: MachineProfile, name: str) -> Path:
     """
     check_name(name)
     path = own_directory() / f"{name}{_SUFFIX}"
-    way_out = "free some space, or set OFFLOAD_RUNTIME_CONFIG to a directory that can be written"
-    with writing(path, way_out):
+    remedy = "free some space, or set OFFLOAD_RUNTIME_CONFIG to a directory that can be written"
+    with writing(path, remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, profile_toml(replace(profile, name=name)), way_out=way_out)
+    write_atomically(path, profile_toml(replace(profile, name=name)), remedy=remedy)
     return path

@@ -76,23 +76,23 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
 
     Args:
         directory: Made if it is not there; the one that it is in has to be.
-        way_out: What to do where nothing can be written, for messages.
+        remedy: What to do where nothing can be written, for messages.
         most_bytes: That the blocks may take; what was used least recently goes first. None: there is no limit.
 
     Raises:
         StorageError: It cannot be written, or is in use.
     """
 
-    def __init__(self, directory: Path, *, way_out: str, most_bytes: int | None = None) -> None:
-        self._directory, self._way_out, self._most_bytes = directory, way_out, most_bytes
-        with writing(directory, way_out):
+    def __init__(self, directory: Path, *, remedy: str, most_bytes: int | None = None) -> None:
+        self._directory, self._remedy, self._most_bytes = directory, remedy, most_bytes
+        with writing(directory, remedy):
             directory.mkdir(mode=0o700, exist_ok=True)
             # Of one thread that asks again it is the same lock.
             self._lock = FileLock(directory / "lock", timeout=0, is_singleton=True)
             try:
                 self._lock.acquire()
             except Timeout:
-                raise StorageError(f"{directory} is in use by another process: {way_out}") from None
+                raise StorageError(f"{directory} is in use by another process: {remedy}") from None
             try:
                 self._sizes = self._scan()  # the least recently used one comes first
             except BaseException:
@@ -211,7 +211,7 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             yield _FOOTER.pack(_MAGIC, name.encode(), checksum)
 
         try:
-            write_atomically(self._path(name), pieces(), way_out=self._way_out)
+            write_atomically(self._path(name), pieces(), remedy=self._remedy)
         except BaseException:
             del self._sizes[name]
             raise

@@ -37,7 +37,7 @@ class LayerCache(Protocol):
 class BlockObserver(Protocol):
     """Told about blocks that have become full, while they are on the device."""
 
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
 
 
@@ -59,10 +59,10 @@ class KVCache(LayerCache, Protocol):
     def pinned_bytes(self) -> int:
         """Page-locked host memory that it holds."""
 
-    def length(self, sequence: int) -> int:
+    def length(self, slot: int) -> int:
         """Committed tokens of a sequence."""
 
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
 
         Raises:
@@ -70,36 +70,36 @@ class KVCache(LayerCache, Protocol):
             BudgetError: The memory that they need was refused. Committed tokens are kept.
         """
 
-    def begin_prefill(self, sequence: int, count: int) -> None:
+    def begin_prefill(self, slot: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
 
         Raises as `begin_window`, and where they are more than `capacity_tokens`. Memory that is page-locked meanwhile
         may also be refused in `attend`, by a `BudgetError`; committed tokens are kept then, too.
         """
 
-    def end_prefill(self, sequence: int, count: int) -> None:
+    def end_prefill(self, slot: int, count: int) -> None:
         """That pass has been issued: commit its tokens."""
 
-    def commit(self, sequence: int, count: int) -> None:
+    def commit(self, slot: int, count: int) -> None:
         """Make the first `count` tentative tokens of a sequence part of it."""
 
-    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+    def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         """Make a path through a sequence's window part of it: its rows, ascending from the root 0.
 
         Their keys and values move to where their positions belong, on the current stream and before anybody is told
         about blocks that have become full. Leading rows that are there already, all of a chain, do not move.
         """
 
-    def truncate(self, sequence: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence."""
 
-    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
         """Copy a block with committed tokens to host memory; waits for it."""
 
-    def begin_restore(self, sequence: int, length: int) -> None:
+    def begin_restore(self, slot: int, length: int) -> None:
         """Saved blocks will make a sequence so long: make room for them. Raises as `begin_prefill`."""
 
-    def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
+    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
         """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
         until they are there."""
 
@@ -131,28 +131,28 @@ class BlockCache:
         self._rows = slice(None)  # of the batch, that the running pass is about
         self._tables: dict[int, BlockTable] = {}  # of layers, once somebody asks for one
 
-    def length(self, sequence: int) -> int:
-        return self._lengths[sequence]
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
 
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._ends[sequence] = self._lengths[sequence] + count
-            check_capacity(self._ends[sequence], self.max_tokens_with_draft)
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        for slot, count in zip(slots, counts, strict=True):
+            self._ends[slot] = self._lengths[slot] + count
+            check_capacity(self._ends[slot], self.max_tokens_with_draft)
         self._rows = slice(None)
 
-    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
         for layer, target in enumerate(to):
-            target.copy_(self._block(layer, sequence, block), non_blocking=True)
+            target.copy_(self._block(layer, slot, block), non_blocking=True)
         self._wait()
 
-    def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
-        block, rest = divmod(self._lengths[sequence], BLOCK_TOKENS)
+    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
+        block, rest = divmod(self._lengths[slot], BLOCK_TOKENS)
         assert not rest and 0 < count <= BLOCK_TOKENS
-        self.begin_window([sequence], [count])
+        self.begin_window([slot], [count])
         for layer, source in enumerate(saved):
-            self._block(layer, sequence, block).copy_(source, non_blocking=True)
+            self._block(layer, slot, block).copy_(source, non_blocking=True)
         self._wait()
-        self.commit(sequence, count)
+        self.commit(slot, count)
 
     def _wait(self) -> None:
         """Until the copies are done that the current stream has been given."""
@@ -164,17 +164,17 @@ class BlockCache:
         scale, window = self._config.attention_scale, self._config.layer_windows[layer]
         return attention(q, kv, rows, scale=scale, sliding_window=window)
 
-    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
+    def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         """A block with committed tokens, or the next one, wherever it lies: [2, H_kv, 256, D]."""
         raise NotImplementedError
 
-    def commit(self, sequence: int, count: int) -> None:
+    def commit(self, slot: int, count: int) -> None:
         raise NotImplementedError
 
-    def _notify(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+    def _notify(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Tell the observers about blocks that have become full."""
         for observer in self.observers if blocks else ():
-            observer.on_blocks(layer, sequence, kv, row, blocks)
+            observer.on_blocks(layer, slot, kv, row, blocks)
 
 
 class DeviceKVCache(BlockCache):
@@ -189,18 +189,18 @@ class DeviceKVCache(BlockCache):
         batch: Sequences.
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
-        spare_slots: Places behind all tokens of each sequence, for keys and values of what may become part of it.
+        spare_positions: Places behind all tokens of each sequence, for keys and values of what may become part of it.
     """
 
     pinned_bytes, mixes = 0, True
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
-        name: str = "KV cache", spare_slots: int = 0,
+        name: str = "KV cache", spare_positions: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
-        self.spare_slots = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_slots)
-        blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
+        self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
+        blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
         shape = (config.num_layers, batch, blocks, *block_shape(config))
         self._data = allocate_zeros(budget, name, dtype, shape)
 
@@ -210,56 +210,59 @@ class DeviceKVCache(BlockCache):
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         return self._attend_to(self.store(layer), layer, q, rows)
 
-    def begin_prefill(self, sequence: int, count: int) -> None:
-        check_capacity(self._lengths[sequence] + count, self.capacity_tokens)
-        self._rows = slice(sequence, sequence + 1)
+    def begin_prefill(self, slot: int, count: int) -> None:
+        check_capacity(self._lengths[slot] + count, self.capacity_tokens)
+        self._rows = slice(slot, slot + 1)
 
-    def end_prefill(self, sequence: int, count: int) -> None:
-        self.commit(sequence, count)
+    def end_prefill(self, slot: int, count: int) -> None:
+        self.commit(slot, count)
 
-    def commit(self, sequence: int, count: int) -> None:
-        before = self._lengths[sequence]
+    def commit(self, slot: int, count: int) -> None:
+        before = self._lengths[slot]
         assert count >= 0 and before + count <= self.max_tokens_with_draft
-        self._lengths[sequence] += count
-        full = filled_blocks(before, self._lengths[sequence])
+        self._lengths[slot] += count
+        full = filled_blocks(before, self._lengths[slot])
         for layer in range(self._data.shape[0]) if full else ():
-            self._notify(layer, sequence, KVBlocks(self._data[layer]), sequence, full)
+            self._notify(layer, slot, KVBlocks(self._data[layer]), slot, full)
 
-    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+    def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         if len(rows) > 1:  # else the root, which is where it belongs
-            compact_path((self._data[:, sequence],), self._lengths[sequence], rows)
-        self.commit(sequence, len(rows))
+            compact_path((self._data[:, slot],), self._lengths[slot], rows)
+        self.commit(slot, len(rows))
 
-    def adopt(self, sequence: int, slots: Sequence[int], first: int) -> None:
+    def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:
         """Copy the keys and values in some spare slots, in this order, to the places of the positions from `first` on:
         one launch on the current stream, however many. Commits nothing."""
-        assert all(slot in self.spare_slots for slot in slots) and first + len(slots) <= self.capacity_tokens
-        if slots:
-            sources = upload(torch.tensor(list(slots), dtype=torch.int32), self._data.device)
-            compact_rows(KVBlocks(self._data[:, sequence]), sources, first)
+        assert (
+            all(cache_position in self.spare_positions for cache_position in cache_positions)
+            and first + len(cache_positions) <= self.capacity_tokens
+        )
+        if cache_positions:
+            sources = upload(torch.tensor(list(cache_positions), dtype=torch.int32), self._data.device)
+            compact_rows(KVBlocks(self._data[:, slot]), sources, first)
 
-    def recent_blocks(self, sequence: int) -> range:
+    def recent_blocks(self, slot: int) -> range:
         """The open block, a full one before it, and what the announced window reaches."""
-        return range(kept_from(self._lengths[sequence]), num_blocks(self._ends[sequence]))
+        return range(kept_from(self._lengths[slot]), num_blocks(self._ends[slot]))
 
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie."""
         if layer not in self._tables:
             table = BlockTable.empty(self._data.shape[1], self._data.shape[2], self._data.device)
-            for sequence in range(self._data.shape[1]):
-                table.put(sequence, 0, self._data[layer, sequence])
+            for slot in range(self._data.shape[1]):
+                table.put(slot, 0, self._data[layer, slot])
             self._tables[layer] = table
         return self._tables[layer]
 
-    def truncate(self, sequence: int, length: int) -> None:
-        assert 0 <= length <= self._lengths[sequence]
-        self._lengths[sequence] = length
+    def truncate(self, slot: int, length: int) -> None:
+        assert 0 <= length <= self._lengths[slot]
+        self._lengths[slot] = length
 
-    def begin_restore(self, sequence: int, length: int) -> None:
+    def begin_restore(self, slot: int, length: int) -> None:
         check_capacity(length, self.capacity_tokens)
 
-    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
-        return self._data[layer, sequence, block]
+    def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
+        return self._data[layer, slot, block]
 
     def close(self) -> None:
         pass
@@ -312,10 +315,10 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def kv_cache_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, spare_slots: int = 0
+    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, spare_positions: int = 0
 ) -> int:
     """Bytes of a `DeviceKVCache`."""
-    blocks = num_blocks(capacity_tokens) + num_blocks(spare_slots)
+    blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
     return config.num_layers * batch * blocks * block_bytes(config, dtype)
 
 
@@ -360,7 +363,7 @@ class StreamingDraftCache(DeviceKVCache):
         batch: Sequences.
         budget: Ledger to reserve from.
         name: What to call it in the ledger.
-        spare_slots: As of a `DeviceKVCache`. They stay where they are when `start` moves, rotated as they were.
+        spare_positions: As of a `DeviceKVCache`. They stay where they are when `start` moves, rotated as they were.
 
     Attributes:
         starts: Of every sequence, the tokens between the sinks and the recent ones that are not kept.
@@ -369,12 +372,18 @@ class StreamingDraftCache(DeviceKVCache):
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int,
-        batch: int, budget: DeviceBudget, name: str = "draft: KV cache", spare_slots: int = 0,
+        batch: int, budget: DeviceBudget, name: str = "draft: KV cache", spare_positions: int = 0,
     ) -> None:  # fmt: skip
         assert 1 <= sink_tokens <= BLOCK_TOKENS and recent_tokens >= 2
         capacity = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
         super().__init__(
-            config, dtype, capacity_tokens=capacity, batch=batch, budget=budget, name=name, spare_slots=spare_slots
+            config,
+            dtype,
+            capacity_tokens=capacity,
+            batch=batch,
+            budget=budget,
+            name=name,
+            spare_positions=spare_positions,
         )
         self.sink_tokens = sink_tokens
         self._recent_tokens = recent_tokens
@@ -385,26 +394,26 @@ class StreamingDraftCache(DeviceKVCache):
         """The `start` of a sequence of `length` tokens: 0 as long as it fits."""
         return max(0, (length - self.sink_tokens - self._recent_tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
 
-    def reset(self, sequence: int, start: int) -> None:
+    def reset(self, slot: int, start: int) -> None:
         """Forget the sequence; what comes is its sinks and then its tokens from `start` + `sink_tokens` on."""
         assert start % BLOCK_TOKENS == 0
-        self.truncate(sequence, 0)
-        self.starts[sequence], self.rope_shifts[sequence] = start, 0
+        self.truncate(slot, 0)
+        self.starts[slot], self.rope_shifts[slot] = start, 0
 
-    def move(self, sequence: int, start: int) -> None:
+    def move(self, slot: int, start: int) -> None:
         """Let go of the oldest recent tokens; enqueues copies on the current stream.
 
         The sinks' keys must be written anew before anything is attended to.
         """
-        dropped = start - self.starts[sequence]
-        kept = self.length(sequence) - dropped
+        dropped = start - self.starts[slot]
+        kept = self.length(slot) - dropped
         assert dropped > 0 and dropped % BLOCK_TOKENS == 0 and kept >= self.sink_tokens
         first, count = dropped // BLOCK_TOKENS, num_blocks(kept)
-        for data in self._data[:, sequence]:  # [N, 2, H_kv, 256, D] of a layer
+        for data in self._data[:, slot]:  # [N, 2, H_kv, 256, D] of a layer
             data[:count] = data[first : first + count].clone()  # source and target overlap
-        self.truncate(sequence, kept)
-        self.starts[sequence] = start
-        self.rope_shifts[sequence] += dropped
+        self.truncate(slot, kept)
+        self.starts[slot] = start
+        self.rope_shifts[slot] += dropped
 
 
 def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:

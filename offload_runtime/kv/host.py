@@ -57,7 +57,7 @@ class HostKVCache(BlockCache):
             only as they come.
         batch: Sequences.
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
-        piece_bytes: Size of the link ring's slots.
+        piece_bytes: Size of the link ring's buffers.
         budget: Ledger of the device.
         workspace_bytes: To allocate there for prefills; 0 when `borrow_workspace` will be set.
         writeback: Copy queue of its own, for blocks on their way to the host.
@@ -77,7 +77,7 @@ class HostKVCache(BlockCache):
         self._dtype = dtype
         self._block_bytes = block_bytes(config, dtype)
         self._piece_blocks = piece_bytes // self._block_bytes
-        assert self._piece_blocks > 0, "a slot must hold a block"
+        assert self._piece_blocks > 0, "a buffer must hold a block"
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         self.blocks = HostBlocks(
@@ -113,24 +113,24 @@ class HostKVCache(BlockCache):
         """Which blocks a pass that is planned now streams."""
         self.writes.collect()
         chosen = self._chosen
-        blocks = (count if sequence in chosen else 0 for sequence, count in enumerate(self.writes.arrived))
+        blocks = (count if slot in chosen else 0 for slot, count in enumerate(self.writes.arrived))
         return Snapshot(self._epoch, chosen, tuple(blocks), tuple(self._lengths))
 
     def is_valid(self, snapshot: Snapshot) -> bool:
         """Whether a pass may go by this snapshot: it is about the same sequences, and what it does not stream of them
         must be in the ring."""
         fits = snapshot.epoch == self._epoch and snapshot.chosen == self._chosen
-        return fits and all(snapshot.blocks[sequence] >= self._ring_from[sequence] for sequence in snapshot.chosen)
+        return fits and all(snapshot.blocks[slot] >= self._ring_from[slot] for slot in snapshot.chosen)
 
     @property
     def _chosen(self) -> tuple[int, ...]:
         """The sequences that the running pass is about, and the next one as far as is known."""
-        return tuple(sorted(self._window)) if self._prefill is None else (self._prefill.sequence,)
+        return tuple(sorted(self._window)) if self._prefill is None else (self._prefill.slot,)
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
         runs = self._runs(layer, snapshot) if layer in self._ring else ()
-        return [((layer, run.sequence, run.blocks.start), self.blocks.memory(layer, *run)) for run in runs]
+        return [((layer, run.slot, run.blocks.start), self.blocks.memory(layer, *run)) for run in runs]
 
     def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
         """A pass begins; its pieces come out of the schedule."""
@@ -140,9 +140,9 @@ class HostKVCache(BlockCache):
         """The layer's pieces; blocks that no sliding window reaches any more stay where they are."""
         reach = self._config.layer_windows[layer]
         runs: list[Run] = []
-        for sequence, blocks in enumerate(snapshot.blocks):
-            first = 0 if reach is None else max(0, snapshot.lengths[sequence] - reach) // BLOCK_TOKENS
-            runs += self.blocks.runs(sequence, first, blocks, self._piece_blocks)
+        for slot, blocks in enumerate(snapshot.blocks):
+            first = 0 if reach is None else max(0, snapshot.lengths[slot] - reach) // BLOCK_TOKENS
+            runs += self.blocks.runs(slot, first, blocks, self._piece_blocks)
         return runs
 
     def _passing(self, layer: int) -> Iterator[tuple[Run, KVBlocks]]:
@@ -151,7 +151,7 @@ class HostKVCache(BlockCache):
         schedule = self._schedule
         assert schedule is not None, "a pass begins before it reads"
         for run in self._runs(layer, self._snapshot):
-            buffer = schedule.take(KV, (layer, run.sequence, run.blocks.start))
+            buffer = schedule.take(KV, (layer, run.slot, run.blocks.start))
             data = buffer[: len(run.blocks) * self._block_bytes].view(self._dtype)
             yield run, KVBlocks(data.view(1, len(run.blocks), *block_shape(self._config)), run.blocks.start)
             # Not in a `finally`: what an interrupted pass holds is let go of when the next one begins.
@@ -166,8 +166,8 @@ class HostKVCache(BlockCache):
         if running is None:
             return KVBlocks(ring)
         if running.layer != layer:
-            first = self._snapshot.blocks[running.sequence]
-            running.begin_layer(layer, self._passing(layer), ring[running.sequence], first)
+            first = self._snapshot.blocks[running.slot]
+            running.begin_layer(layer, self._passing(layer), ring[running.slot], first)
         return KVBlocks(running.workspace)
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
@@ -176,8 +176,8 @@ class HostKVCache(BlockCache):
             return self._attend_window(layer, q, rows)
         kv = self.store(layer)
         out = self._attend_to(kv, layer, q, rows)
-        if running is not None and running.write(rows.max_length, self._ring[layer][running.sequence]):
-            self._notify(layer, running.sequence, kv, 0, filled_blocks(running.start, rows.max_length))
+        if running is not None and running.write(rows.max_length, self._ring[layer][running.slot]):
+            self._notify(layer, running.slot, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
 
     def _attend_window(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
@@ -188,40 +188,40 @@ class HostKVCache(BlockCache):
         views, state = self._views[1], AttentionState.empty(q)
         scale, window = self._config.attention_scale, self._config.layer_windows[layer]
 
-        def attend(sequence: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
-            row = self._window.index(sequence)
+        def attend(slot: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
+            row = self._window.index(slot)
             part, view = slice(row, row + 1), views[row][committed]
             attend_blocks(q[part], kv, view, blocks, state[part], scale=scale, sliding_window=window)
 
         for run, piece in self._passing(layer):
             # The same memory whichever batch row is looked up.
             kv = KVBlocks(piece.data.expand(len(self._lengths), *piece.data.shape[1:]), run.blocks.start)
-            attend(run.sequence, kv, run.blocks, committed=True)
+            attend(run.slot, kv, run.blocks, committed=True)
         ring = KVBlocks(self._ring[layer])
-        for sequence in self._window:
-            recent = range(self._snapshot.blocks[sequence], num_blocks(self._ends[sequence]))
-            attend(sequence, ring, recent, committed=False)
+        for slot in self._window:
+            recent = range(self._snapshot.blocks[slot], num_blocks(self._ends[slot]))
+            attend(slot, ring, recent, committed=False)
         return finish_attention(q, rows, state)
 
     def _own_rows(self, rows: QueryRows, row: int) -> tuple[QueryRows, QueryRows]:
         """Those of one sequence: for blocks where keys of a tree may be, and for committed ones."""
-        tensors = {name: getattr(rows, name) for name in ("positions", "sequences", "committed", "ancestors")}
+        tensors = {name: getattr(rows, name) for name in ("positions", "slots", "committed", "ancestors")}
         parts = {name: tensor[row : row + 1] for name, tensor in tensors.items() if tensor is not None}
         own = replace(rows, **parts)
         return own, replace(own, ancestors=None)
 
     # --- prefill
 
-    def growth_bytes(self, sequence: int, count: int) -> int:
+    def growth_bytes(self, slot: int, count: int) -> int:
         """Host memory that a prefill of `count` tokens would make."""
-        return self.blocks.missing_bytes(sequence, (self._lengths[sequence] + count) // BLOCK_TOKENS)
+        return self.blocks.missing_bytes(slot, (self._lengths[slot] + count) // BLOCK_TOKENS)
 
-    def begin_prefill(self, sequence: int, count: int) -> None:
+    def begin_prefill(self, slot: int, count: int) -> None:
         self._abandon_prefill()
-        start, total = self._lengths[sequence], self._lengths[sequence] + count
+        start, total = self._lengths[slot], self._lengths[slot] + count
         check_capacity(total, self.capacity_tokens)
-        self.blocks.grow(sequence, total // BLOCK_TOKENS, in_background=True)
-        self._rows = slice(sequence, sequence + 1)
+        self.blocks.grow(slot, total // BLOCK_TOKENS, in_background=True)
+        self._rows = slice(slot, slot + 1)
         if not self._ring:
             return
         self.writes.drain()  # the blocks behind `start` are read back
@@ -229,22 +229,22 @@ class HostKVCache(BlockCache):
         # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
         memory = self.borrow_workspace(shape[1] * self._block_bytes)
         self._prefill = HostPrefill(
-            sequence, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
+            slot, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
             piece_blocks=self._piece_blocks, writeback=self.writes.engine,
         )  # fmt: skip
         self._epoch += 1  # only this sequence's blocks are streamed
 
-    def end_prefill(self, sequence: int, count: int) -> None:
-        before = self._lengths[sequence]
-        self._lengths[sequence] += count
+    def end_prefill(self, slot: int, count: int) -> None:
+        before = self._lengths[slot]
+        self._lengths[slot] += count
         prefill = self._leave_prefill()
         if prefill is not None:
             full = prefill.total // BLOCK_TOKENS
-            self._ring_from[sequence] = kept_from(prefill.total)
-            self.writes.expect(sequence, full, prefill.written)
-        self._enter_blocks(sequence, self._lengths[sequence] // BLOCK_TOKENS)
+            self._ring_from[slot] = kept_from(prefill.total)
+            self.writes.expect(slot, full, prefill.written)
+        self._enter_blocks(slot, self._lengths[slot] // BLOCK_TOKENS)
         for layer, data in self._resident.items():
-            self._notify(layer, sequence, KVBlocks(data), sequence, filled_blocks(before, before + count))
+            self._notify(layer, slot, KVBlocks(data), slot, filled_blocks(before, before + count))
 
     def _leave_prefill(self) -> HostPrefill | None:
         prefill = self._prefill
@@ -266,8 +266,8 @@ class HostKVCache(BlockCache):
         first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
         # A block that the prefill filled is on the host, what was there before included; its open block is here.
         blocks = range(first, min(num_blocks(prefill.start), full))
-        self._bring_back(prefill.sequence, blocks, prefill.finished_layers)
-        self._ring_from[prefill.sequence] = first
+        self._bring_back(prefill.slot, blocks, prefill.finished_layers)
+        self._ring_from[prefill.slot] = first
 
     # --- lengths
 
@@ -275,27 +275,27 @@ class HostKVCache(BlockCache):
     def pinned_bytes(self) -> int:
         return self.blocks.pinned_bytes
 
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         self._abandon_prefill()
-        super().begin_window(sequences, counts)
-        for sequence in sequences:
-            self.blocks.grow(sequence, self._ends[sequence] // BLOCK_TOKENS)
-            self._enter_blocks(sequence, self.blocks.num_blocks(sequence))
+        super().begin_window(slots, counts)
+        for slot in slots:
+            self.blocks.grow(slot, self._ends[slot] // BLOCK_TOKENS)
+            self._enter_blocks(slot, self.blocks.num_blocks(slot))
         self.writes.collect()
-        self._window, self._views = tuple(sequences), None
-        for sequence in sequences:
-            oldest = num_blocks(self._ends[sequence]) - self._ring_blocks
-            assert oldest <= self._lengths[sequence] // BLOCK_TOKENS, "a window larger than the ring"
-            first = max(self._ring_from[sequence], oldest)
-            if first > self.writes.arrived[sequence]:
+        self._window, self._views = tuple(slots), None
+        for slot in slots:
+            oldest = num_blocks(self._ends[slot]) - self._ring_blocks
+            assert oldest <= self._lengths[slot] // BLOCK_TOKENS, "a window larger than the ring"
+            first = max(self._ring_from[slot], oldest)
+            if first > self.writes.arrived[slot]:
                 self.writes.drain()
-            self._ring_from[sequence] = first
+            self._ring_from[slot] = first
 
-    def recent_blocks(self, sequence: int) -> range:
+    def recent_blocks(self, slot: int) -> range:
         """The open block, a full one before it, and what the announced window reaches. All before are on the host."""
-        arrived = self.writes.arrived[sequence]
-        first = max(self._ring_from[sequence], min(arrived, kept_from(self._lengths[sequence])))
-        return range(first, num_blocks(self._ends[sequence]))
+        arrived = self.writes.arrived[slot]
+        first = max(self._ring_from[slot], min(arrived, kept_from(self._lengths[slot])))
+        return range(first, num_blocks(self._ends[slot]))
 
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie, for kernels that read them from there."""
@@ -304,86 +304,86 @@ class HostKVCache(BlockCache):
         if not self._tables:
             for number in range(self._config.num_layers):
                 self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, self._device)
-            for sequence in range(batch):
+            for slot in range(batch):
                 for number, data in self._resident.items():
-                    self._tables[number].put(sequence, 0, data[sequence])
-                self._enter_blocks(sequence, self._lengths[sequence] // BLOCK_TOKENS)
+                    self._tables[number].put(slot, 0, data[slot])
+                self._enter_blocks(slot, self._lengths[slot] // BLOCK_TOKENS)
         return self._tables[layer]
 
-    def _enter_blocks(self, sequence: int, stop: int) -> None:
+    def _enter_blocks(self, slot: int, stop: int) -> None:
         """Tell the tables, if there are any, where the host has the sequence's blocks before `stop`, all locked."""
         if not self._tables:
             return
-        for run in self.blocks.runs(sequence, self._entered[sequence], stop, self.blocks.most_blocks):
+        for run in self.blocks.runs(slot, self._entered[slot], stop, self.blocks.most_blocks):
             for layer in self._ring:
                 memory = self.blocks.memory(layer, *run).view(self._dtype)
                 memory = memory.view(len(run.blocks), *block_shape(self._config))
-                self._tables[layer].put(sequence, run.blocks.start, memory)
-        self._entered[sequence] = max(self._entered[sequence], stop)
+                self._tables[layer].put(slot, run.blocks.start, memory)
+        self._entered[slot] = max(self._entered[slot], stop)
 
-    def commit(self, sequence: int, count: int) -> None:
-        before = self._lengths[sequence]
-        self._lengths[sequence] = after = before + count
+    def commit(self, slot: int, count: int) -> None:
+        before = self._lengths[slot]
+        self._lengths[slot] = after = before + count
         full = filled_blocks(before, after)
         if not full:
             return
         for block in full:
-            copies = ((layer, *self._places(layer, sequence, block)) for layer in self._ring)
-            self.writes.send(sequence, block, copies)
+            copies = ((layer, *self._places(layer, slot, block)) for layer in self._ring)
+            self.writes.send(slot, block, copies)
         for layer, data in (self._ring | self._resident).items():
-            self._notify(layer, sequence, KVBlocks(data), sequence, full)
+            self._notify(layer, slot, KVBlocks(data), slot, full)
 
-    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
+    def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         # Blocks on their way out lie before the window, so nothing that moves is being copied.
         if len(rows) > 1:
-            compact_path((self._rings[:, sequence], self._stays[:, sequence]), self._lengths[sequence], rows)
-        self.commit(sequence, len(rows))
+            compact_path((self._rings[:, slot], self._stays[:, slot]), self._lengths[slot], rows)
+        self.commit(slot, len(rows))
 
-    def _places(self, layer: int, sequence: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, layer: int, slot: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a block lies on the host, and where the ring has it, or would have it: uint8 [block_bytes] each."""
-        host = self.blocks.memory(layer, sequence, range(block, block + 1))
-        return host, self._ring[layer][sequence, block % self._ring_blocks].view(-1).view(torch.uint8)
+        host = self.blocks.memory(layer, slot, range(block, block + 1))
+        return host, self._ring[layer][slot, block % self._ring_blocks].view(-1).view(torch.uint8)
 
-    def _bring_back(self, sequence: int, blocks: range, layers: Iterable[int]) -> None:
+    def _bring_back(self, slot: int, blocks: range, layers: Iterable[int]) -> None:
         """Copy blocks of some layers from the host into the ring. The driver takes what is pageable before it returns:
         slow, but these are a few blocks."""
         for layer in layers:
             for block in blocks:
-                host, ring = self._places(layer, sequence, block)
+                host, ring = self._places(layer, slot, block)
                 ring.copy_(host, non_blocking=True)
 
-    def truncate(self, sequence: int, length: int) -> None:
-        assert 0 <= length <= self._lengths[sequence]
+    def truncate(self, slot: int, length: int) -> None:
+        assert 0 <= length <= self._lengths[slot]
         self._abandon_prefill()
         block = length // BLOCK_TOKENS
-        self.writes.settle(sequence, block)
+        self.writes.settle(slot, block)
         pageable = self.blocks.locking.pageable
-        if self.writes.arrived[sequence] > block and pageable is not None:
+        if self.writes.arrived[slot] > block and pageable is not None:
             pageable.settle()  # what is written anew may still be read, by a copy that nobody needs any more
         lowest = kept_from(length)
-        missing = range(lowest, min(self._ring_from[sequence], num_blocks(length)))
-        self._bring_back(sequence, missing, self._ring)
-        self._ring_from[sequence] = min(self._ring_from[sequence], lowest)
-        self._lengths[sequence] = length
-        self.writes.forget(sequence, block)
+        missing = range(lowest, min(self._ring_from[slot], num_blocks(length)))
+        self._bring_back(slot, missing, self._ring)
+        self._ring_from[slot] = min(self._ring_from[slot], lowest)
+        self._lengths[slot] = length
+        self.writes.forget(slot, block)
         self._epoch += 1
 
-    def begin_restore(self, sequence: int, length: int) -> None:
+    def begin_restore(self, slot: int, length: int) -> None:
         check_capacity(length, self.capacity_tokens)
-        self.truncate(sequence, self._lengths[sequence])
-        self.blocks.grow(sequence, length // BLOCK_TOKENS, in_background=True)  # at once: long runs are fast copies
+        self.truncate(slot, self._lengths[slot])
+        self.blocks.grow(slot, length // BLOCK_TOKENS, in_background=True)  # at once: long runs are fast copies
 
-    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
-        self.writes.settle(sequence, block)
-        super().save_block(sequence, block, to)
+    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
+        self.writes.settle(slot, block)
+        super().save_block(slot, block, to)
 
-    def _block(self, layer: int, sequence: int, block: int) -> torch.Tensor:
+    def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         if layer in self._resident:
-            return self._resident[layer][sequence, block]
-        if block < self._ring_from[sequence]:
-            memory = self.blocks.memory(layer, sequence, range(block, block + 1))
+            return self._resident[layer][slot, block]
+        if block < self._ring_from[slot]:
+            memory = self.blocks.memory(layer, slot, range(block, block + 1))
             return memory.view(self._dtype).view(block_shape(self._config))
-        return self._ring[layer][sequence, block % self._ring_blocks]
+        return self._ring[layer][slot, block % self._ring_blocks]
 
     def close(self) -> None:
         self.writes.engine.close()

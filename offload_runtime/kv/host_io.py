@@ -29,7 +29,7 @@ from offload_runtime.sizes import format_bytes, size_option_down
 _STEP_BLOCKS = 4
 # Slots of the ring on the link, and bytes of each: large enough for the link's peak, small enough to cost little. Those
 # of several cards are four times as large: their links bring pieces so much faster than one host launches them.
-KV_RING_SLOTS = 4
+KV_RING_BUFFERS = 4
 _PIECE_BYTES, _PIECE_BYTES_OF_CARDS = 32 << 20, 128 << 20
 
 
@@ -53,7 +53,7 @@ class BlockLocking:
 class Run(NamedTuple):
     """Consecutive blocks of a sequence, contiguous in host memory in every layer."""
 
-    sequence: int
+    slot: int
     blocks: range
 
 
@@ -115,12 +115,12 @@ class HostBlocks:
     def _arenas(self) -> Iterator[HostArena]:
         return (arena for extents in self._extents for extent in extents for arena in extent.arenas.values())
 
-    def num_blocks(self, sequence: int) -> int:
+    def num_blocks(self, slot: int) -> int:
         """Blocks that a sequence has room for."""
-        extents = self._extents[sequence]
+        extents = self._extents[slot]
         return extents[-1].blocks.stop if extents else 0
 
-    def grow(self, sequence: int, num_blocks: int, *, in_background: bool = False) -> None:
+    def grow(self, slot: int, num_blocks: int, *, in_background: bool = False) -> None:
         """Make room for the first `num_blocks` blocks of a sequence, in all layers or, on failure, in none.
 
         In the background the first layers may be used while others are still page-locked, which takes a long context
@@ -129,11 +129,11 @@ class HostBlocks:
         Raises:
             BudgetError: The system refused the memory or does not let us lock it.
         """
-        extents = self._extents[sequence]
+        extents = self._extents[slot]
         if extents and self._is_broken(extents[-1], wait_for_it=not in_background):
-            self._drop_newest(sequence)
+            self._drop_newest(slot)
         assert num_blocks <= self.most_blocks
-        blocks = self._missing(sequence, num_blocks)
+        blocks = self._missing(slot, num_blocks)
         if not blocks:
             return
         nbytes = len(blocks) * self.block_bytes
@@ -150,16 +150,16 @@ class HostBlocks:
             for locked in () if in_background else extent.locked.values():
                 locked.result()
         except BudgetError as error:
-            self._drop_newest(sequence)
+            self._drop_newest(slot)
             raise _refusal(nbytes * len(self._layers), error) from error
 
-    def missing_bytes(self, sequence: int, num_blocks: int) -> int:
+    def missing_bytes(self, slot: int, num_blocks: int) -> int:
         """Host memory that `grow` would make now."""
-        return len(self._missing(sequence, num_blocks)) * self.block_bytes * len(self._layers)
+        return len(self._missing(slot, num_blocks)) * self.block_bytes * len(self._layers)
 
-    def _missing(self, sequence: int, num_blocks: int) -> range:
+    def _missing(self, slot: int, num_blocks: int) -> range:
         """The blocks that `grow` makes: if any, several at once."""
-        have = self.num_blocks(sequence)
+        have = self.num_blocks(slot)
         if num_blocks <= have or not self._layers:
             return range(0)
         return range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
@@ -169,10 +169,10 @@ class HostBlocks:
         settled = [locked for locked in extent.locked.values() if wait_for_it or locked.done()]
         return len(extent.locked) < len(self._layers) or any(one.cancelled() or one.exception() for one in settled)
 
-    def _drop_newest(self, sequence: int) -> None:
+    def _drop_newest(self, slot: int) -> None:
         """Give back the memory of a sequence that was made last."""
-        self._give_back(self._extents[sequence][-1:])
-        self._extents[sequence].pop()
+        self._give_back(self._extents[slot][-1:])
+        self._extents[slot].pop()
 
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
@@ -203,14 +203,14 @@ class HostBlocks:
                 self.locking.pageable.forget(arena.buffer)
             arena.close()
 
-    def memory(self, layer: int, sequence: int, blocks: range) -> torch.Tensor:
+    def memory(self, layer: int, slot: int, blocks: range) -> torch.Tensor:
         """Where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host. Waits
         until they may be used.
 
         Raises:
             BudgetError: The system does not let us lock them.
         """
-        extent = next(extent for extent in self._extents[sequence] if blocks.start in extent.blocks)
+        extent = next(extent for extent in self._extents[slot] if blocks.start in extent.blocks)
         assert blocks.stop <= extent.blocks.stop
         try:
             extent.locked[layer].result()
@@ -219,12 +219,12 @@ class HostBlocks:
         first, stop = (self.block_bytes * (block - extent.blocks.start) for block in (blocks.start, blocks.stop))
         return extent.arenas[layer].buffer[first:stop]
 
-    def runs(self, sequence: int, start: int, stop: int, most_blocks: int) -> Iterator[Run]:
+    def runs(self, slot: int, start: int, stop: int, most_blocks: int) -> Iterator[Run]:
         """Cut blocks `start` to `stop` into runs of at most `most_blocks` that each lie in one extent."""
-        for extent in self._extents[sequence]:
+        for extent in self._extents[slot]:
             end = min(stop, extent.blocks.stop)
             for first in range(max(start, extent.blocks.start), end, most_blocks):
-                yield Run(sequence, range(first, min(first + most_blocks, end)))
+                yield Run(slot, range(first, min(first + most_blocks, end)))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -248,7 +248,7 @@ class HostWrites:
         self._writes: deque[tuple[int, int, Any]] = deque()
         self._failure: CopyError | None = None
 
-    def send(self, sequence: int, block: int, copies: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+    def send(self, slot: int, block: int, copies: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Queue the writes of a block, behind what computes it.
 
         Args:
@@ -260,37 +260,37 @@ class HostWrites:
         self.engine.compute_record(read)
         try:
             for layer, target, source in copies:
-                self.engine.enqueue(target, source, free=read, ready=written, label=("kv", (layer, sequence, block)))
+                self.engine.enqueue(target, source, free=read, ready=written, label=("kv", (layer, slot, block)))
         except CopyError as error:
             self._failure = error  # nobody waits for this block, so nobody else would be told
             raise
-        self.expect(sequence, block + 1, written)
+        self.expect(slot, block + 1, written)
 
-    def expect(self, sequence: int, end: int, ready: Any) -> None:
+    def expect(self, slot: int, end: int, ready: Any) -> None:
         """Blocks before `end` of a sequence are on their way; they are there when `ready` fires."""
-        self._writes.append((sequence, end, ready))
+        self._writes.append((slot, end, ready))
 
     def collect(self) -> None:
         """Count what has arrived on the host; never waits. Raises `CopyError` when a write has failed."""
         if self._failure is not None:
             raise CopyError(str(self._failure)) from self._failure
         while self._writes and self.engine.is_done(self._writes[0][2]):
-            sequence, end, _ = self._writes.popleft()
-            self.arrived[sequence] = max(self.arrived[sequence], end)
+            slot, end, _ = self._writes.popleft()
+            self.arrived[slot] = max(self.arrived[slot], end)
 
     def drain(self) -> None:
         """Wait for all of them."""
         self.engine.drain()
         self.collect()
 
-    def settle(self, sequence: int, block: int) -> None:
+    def settle(self, slot: int, block: int) -> None:
         """Wait if blocks of a sequence from `block` on are on their way."""
-        if any(whose == sequence and end > block for whose, end, _ in self._writes):
+        if any(whose == slot and end > block for whose, end, _ in self._writes):
             self.drain()
 
-    def forget(self, sequence: int, block: int) -> None:
+    def forget(self, slot: int, block: int) -> None:
         """Blocks of a sequence from `block` on will be written anew."""
-        self.arrived[sequence] = min(self.arrived[sequence], block)
+        self.arrived[slot] = min(self.arrived[slot], block)
 
 
 @dataclass(eq=False)
@@ -310,7 +310,7 @@ class HostPrefill:
         finished_layers: Those that all pieces have gone through.
     """
 
-    sequence: int
+    slot: int
     start: int
     total: int
     workspace: torch.Tensor
@@ -360,10 +360,10 @@ class HostPrefill:
         """
         full = end // BLOCK_TOKENS
         self.writeback.compute_record(self._read)
-        for run in self.blocks.runs(self.sequence, self._blocks_written, full, self.piece_blocks):
+        for run in self.blocks.runs(self.slot, self._blocks_written, full, self.piece_blocks):
             target = self.blocks.memory(self.layer, *run)
             source = self.workspace[0, run.blocks.start : run.blocks.stop].view(-1).view(torch.uint8)
-            label = "kv", (self.layer, self.sequence, run.blocks.start)
+            label = "kv", (self.layer, self.slot, run.blocks.start)
             self.writeback.enqueue(target, source, free=self._read, ready=self.written, label=label)
         self._blocks_written = max(full, self._blocks_written)
         if end < self.total:
@@ -376,8 +376,8 @@ class HostPrefill:
 
 
 def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int, *, overlapped: bool = False) -> int:
-    """Bytes of a slot of the ring on the link: whole blocks of a layer, of which a long sequence makes pieces of about
-    the same size; `overlapped` where the links of several cards are busy at once."""
+    """Bytes of a buffer of the ring on the link: whole blocks of a layer, of which a long sequence makes pieces of
+    about the same size; `overlapped` where the links of several cards are busy at once."""
     block, most = block_bytes(config, dtype), _PIECE_BYTES_OF_CARDS if overlapped else _PIECE_BYTES
     blocks = num_blocks(context_tokens)
     pieces = -(-blocks // max(1, most // block))

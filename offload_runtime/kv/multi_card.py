@@ -67,46 +67,46 @@ class MultiCardKVCache(_MultiCardLayers[KVCache]):
     def pinned_bytes(self) -> int:
         return sum(cache.pinned_bytes for cache in self.caches)
 
-    def length(self, sequence: int) -> int:
+    def length(self, slot: int) -> int:
         # An interruption may have come between two cards; every slot is cut to what is kept before the next answer.
-        return min(cache.length(sequence) for cache in self.caches)
+        return min(cache.length(slot) for cache in self.caches)
 
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        self._for_each_card(lambda cache: cache.begin_window(sequences, counts))
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        self._for_each_card(lambda cache: cache.begin_window(slots, counts))
 
-    def begin_prefill(self, sequence: int, count: int) -> None:
-        check_capacity(self.length(sequence) + count, self.capacity_tokens)
-        self._check_growth(sequence, count)
-        self._for_each_card(lambda cache: cache.begin_prefill(sequence, count))
+    def begin_prefill(self, slot: int, count: int) -> None:
+        check_capacity(self.length(slot) + count, self.capacity_tokens)
+        self._check_growth(slot, count)
+        self._for_each_card(lambda cache: cache.begin_prefill(slot, count))
 
-    def _check_growth(self, sequence: int, count: int) -> None:
+    def _check_growth(self, slot: int, count: int) -> None:
         """Refuse what the host has no room for on all cards together. What one makes is touched in the background: the
         next one would still see it among what is available."""
-        check_growth(sum(one.growth_bytes(sequence, count) for one in self.caches if isinstance(one, HostKVCache)))
+        check_growth(sum(one.growth_bytes(slot, count) for one in self.caches if isinstance(one, HostKVCache)))
 
-    def end_prefill(self, sequence: int, count: int) -> None:
-        self._for_each_card(lambda cache: cache.end_prefill(sequence, count))
+    def end_prefill(self, slot: int, count: int) -> None:
+        self._for_each_card(lambda cache: cache.end_prefill(slot, count))
 
-    def commit(self, sequence: int, count: int) -> None:
-        self._for_each_card(lambda cache: cache.commit(sequence, count))
+    def commit(self, slot: int, count: int) -> None:
+        self._for_each_card(lambda cache: cache.commit(slot, count))
 
-    def commit_path(self, sequence: int, rows: Sequence[int]) -> None:
-        self._for_each_card(lambda cache: cache.commit_path(sequence, rows))
+    def commit_path(self, slot: int, rows: Sequence[int]) -> None:
+        self._for_each_card(lambda cache: cache.commit_path(slot, rows))
 
-    def truncate(self, sequence: int, length: int) -> None:
-        self._for_each_card(lambda cache: cache.truncate(sequence, length))
+    def truncate(self, slot: int, length: int) -> None:
+        self._for_each_card(lambda cache: cache.truncate(slot, length))
 
-    def save_block(self, sequence: int, block: int, to: SavedBlock) -> None:
+    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
         shares = iter(self._shares(to))
-        self._for_each_card(lambda cache: cache.save_block(sequence, block, next(shares)))
+        self._for_each_card(lambda cache: cache.save_block(slot, block, next(shares)))
 
-    def begin_restore(self, sequence: int, length: int) -> None:
-        self._check_growth(sequence, length - self.length(sequence))
-        self._for_each_card(lambda cache: cache.begin_restore(sequence, length))
+    def begin_restore(self, slot: int, length: int) -> None:
+        self._check_growth(slot, length - self.length(slot))
+        self._for_each_card(lambda cache: cache.begin_restore(slot, length))
 
-    def restore_block(self, sequence: int, saved: SavedBlock, count: int) -> None:
+    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
         shares = iter(self._shares(saved))
-        self._for_each_card(lambda cache: cache.restore_block(sequence, next(shares), count))
+        self._for_each_card(lambda cache: cache.restore_block(slot, next(shares), count))
 
     def _shares(self, saved: SavedBlock) -> list[SavedBlock]:
         """Each card's layers of a block."""
@@ -132,9 +132,9 @@ class MultiCardRetrievalCache(_MultiCardLayers[RetrievalCache]):
         """As of `RetrievalCache`."""
         return tuple(self._for_each_card(lambda cache: cache.begin_step(first=first)))
 
-    def forget(self, sequence: int) -> None:
+    def forget(self, slot: int) -> None:
         """As of `RetrievalCache`."""
-        self._for_each_card(lambda cache: cache.forget(sequence))
+        self._for_each_card(lambda cache: cache.forget(slot))
 
     def warm_up(self) -> None:
         """As of `RetrievalCache`."""

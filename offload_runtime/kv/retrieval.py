@@ -75,7 +75,7 @@ class RetrievedChunks:
         return KVBlocks(self._data[layer])
 
     def update(
-        self, layer: int, selected: torch.Tensor, source: BlockTable, *, sequence: int = 0,
+        self, layer: int, selected: torch.Tensor, source: BlockTable, *, slot: int = 0,
         used: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Hold the selected chunks of some sequences, fetching only those that are not here yet.
@@ -93,17 +93,17 @@ class RetrievedChunks:
         Enqueues on the current stream and never synchronises. What attends to the chunks must be ordered with it, and
         the blocks must be complete and stay as they are until it is done.
         """
-        rows = slice(sequence, sequence + selected.shape[0])
+        rows = slice(slot, slot + selected.shape[0])
         assert rows.stop <= self.resident.shape[1]
         data, table = KVBlocks(self._data[layer, rows]), source.rows(rows.start, rows.stop)
         return gather_chunks(selected, self.resident[layer, rows], table, data, chunk_size=self.chunk_size, used=used)
 
-    def forget(self, sequence: int | slice, length: int = 0) -> None:
+    def forget(self, slot: int | slice, length: int = 0) -> None:
         """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
 
         Until their next update layers that held such a chunk are of no use. A slice does so to several sequences.
         """
-        resident = self.resident[:, sequence]
+        resident = self.resident[:, slot]
         kept_chunks = length // self.chunk_size
         resident.masked_fill_(resident >= kept_chunks, -1)
 
@@ -136,14 +136,14 @@ class RetrievalPolicy:
         factors = allocate_zeros(budget, "factors of chunks", torch.float16, (*shape, 2))
         self._summaries = list(map(ChunkSummaries, codes, factors))
 
-    def on_blocks(self, layer: int, sequence: int, kv: KVBlocks, row: int, blocks: range) -> None:
+    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """As of a `BlockObserver`: of every block of a sequence's far context."""
         one = KVBlocks(kv.data[row : row + 1], kv.first_block)
-        chunk_summaries(one, blocks, self._summaries[layer].rows(sequence, sequence + 1), chunk_size=self._chunk_size)
+        chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self._chunk_size)
 
     def select(
         self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, sequence: int = 0, most: int = 0,
+        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, slot: int = 0, most: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """Choose chunks by queries.
 
@@ -165,7 +165,7 @@ class RetrievalPolicy:
         """
         counts = row_counts(available, q.shape[0], q.device)
         most = most if isinstance(available, torch.Tensor) else max(available)
-        here = self._summaries[layer].rows(sequence, sequence + q.shape[0]).first(most)
+        here = self._summaries[layer].rows(slot, slot + q.shape[0]).first(most)
         scores = chunk_scores(q, here, counts, scale=scale, rows_used=rows_used)
         return select_chunks(
             scores, counts, budget_chunks=self._budget_chunks, held=held, held_margin=_HELD_MARGIN / self._budget_chunks
@@ -231,9 +231,9 @@ class RetrievalCache:
         self._source.begin_window(list(counts), list(counts.values()))
         self._rows, grown = rows, False
         recent = [range(0)] * len(rows)
-        for sequence in counts:
-            before, now = self.recent[sequence].start, self._source.recent_blocks(sequence)
-            self.recent[sequence] = recent[rows.index(sequence)] = now
+        for slot in counts:
+            before, now = self.recent[slot].start, self._source.recent_blocks(slot)
+            self.recent[slot] = recent[rows.index(slot)] = now
             grown |= now.start != before
         size = self.chunks.chunk_size
         most_blocks = -(-max(blocks.start for blocks in recent) // _FAR_BLOCKS) * _FAR_BLOCKS
@@ -262,10 +262,10 @@ class RetrievalCache:
         self._refresh = first
         return self._rows, first, self._most_available, self._far_blocks, self._recent_blocks
 
-    def forget(self, sequence: int) -> None:
+    def forget(self, slot: int) -> None:
         """Another sequence begins in this place: what was retrieved is of no use."""
-        self.chunks.forget(sequence)
-        self.recent[sequence] = range(0)
+        self.chunks.forget(slot)
+        self.recent[slot] = range(0)
 
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
@@ -277,10 +277,10 @@ class RetrievalCache:
         available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
-                layer, q[:, : rows.most_used], available, scale=scale, rows_used=rows.used, sequence=first,
+                layer, q[:, : rows.most_used], available, scale=scale, rows_used=rows.used, slot=first,
                 held=self.chunks.resident[layer, first : first + count], most=self._most_available,
             )  # fmt: skip
-            self.chunks.update(layer, selected, self._source.block_table(layer), sequence=first, used=rows.used)
+            self.chunks.update(layer, selected, self._source.block_table(layer), slot=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
         far = KeySource(self.chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
         near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=bounds[1])
@@ -330,28 +330,28 @@ class RetrievedDraftCache(RetrievalCache):
         self.begin_restore = full.begin_restore
         self._whole = False  # the running pass attends to everything
 
-    def begin_prefill(self, sequence: int, count: int) -> None:
-        self._source.begin_prefill(sequence, count)
+    def begin_prefill(self, slot: int, count: int) -> None:
+        self._source.begin_prefill(slot, count)
         self._whole = True
 
-    def end_prefill(self, sequence: int, count: int) -> None:
-        self._source.end_prefill(sequence, count)
+    def end_prefill(self, slot: int, count: int) -> None:
+        self._source.end_prefill(slot, count)
         self._whole = False
 
-    def begin_window(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
 
         Raises:
             ContextLengthError: They do not fit the context.
         """
-        (sequence,), (count,) = sequences, counts
-        self.begin_steps(range(sequence, sequence + 1), {sequence: count})
+        (slot,), (count,) = slots, counts
+        self.begin_steps(range(slot, slot + 1), {slot: count})
         self.begin_step(first=True)
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
         grown, self._whole = super().begin_steps(rows, counts), False
-        for sequence in counts:
-            self._reach[sequence] = max(self._reach[sequence], self.recent[sequence].start * BLOCK_TOKENS)
+        for slot in counts:
+            self._reach[slot] = max(self._reach[slot], self.recent[slot].start * BLOCK_TOKENS)
         return grown
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
@@ -359,12 +359,12 @@ class RetrievedDraftCache(RetrievalCache):
         whole = self._whole or self._config.layer_windows[layer] is not None
         return (self._source.attend if whole else super().attend)(layer, q, rows)
 
-    def truncate(self, sequence: int, length: int) -> None:
-        self._source.truncate(sequence, length)
+    def truncate(self, slot: int, length: int) -> None:
+        self._source.truncate(slot, length)
         # Not at every rejected guess: those lie behind what is retrieved.
-        if length < self._reach[sequence]:
-            self.chunks.forget(sequence, length)
-            self._reach[sequence] = length
+        if length < self._reach[slot]:
+            self.chunks.forget(slot, length)
+            self._reach[slot] = length
 
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:

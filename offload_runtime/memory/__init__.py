@@ -16,17 +16,17 @@ from offload_runtime.memory.arena import (
 )
 from offload_runtime.memory.cards import (
     Card,
-    Departure,
-    HopBuffers,
     LayerPartition,
+    Transfer,
+    TransferBuffers,
+    aligned_bytes,
     are_blocks,
-    arrive,
     current_card,
-    depart,
-    hop,
-    landing_bytes,
     on_card,
     reaches,
+    receive,
+    send,
+    transfer,
 )
 from offload_runtime.memory.device import (
     LAZY_MODULE_BYTES,

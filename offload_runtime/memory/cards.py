@@ -1,4 +1,4 @@
-"""The cards that a model's layers are dealt out to, and how the rows of a pass hop from one to the next.
+"""The cards that a model's layers are dealt out to, and how the rows of a pass cross from one to the next.
 
 A card is a device with a budget, a link, a copy queue and caches of its own. One device that is named twice makes two
 cards: all that keeps them apart is which tensors are whose, so whoever works for a card says so (`on_card`), and a
@@ -30,11 +30,11 @@ class Card:
     device: torch.device
 
 
-class HopBuffers:
-    """Page-locked memory that rows hop through where cards do not reach each other's memory.
+class TransferBuffers:
+    """Page-locked memory that rows pass through where cards do not reach each other's memory.
 
-    All hops of a piece of a pass go through one buffer: who writes it has computed from what was read there last. Made
-    when it is first needed, and never given back, so that a CUDA graph may hold it.
+    All transfers of a piece of a pass go through one buffer: who writes it has computed from what was read there last.
+    Made when it is first needed, and never given back, so that a CUDA graph may hold it.
 
     Args:
         peers: Whether GPUs that reach each other's memory copy there and leave this one alone.
@@ -61,7 +61,7 @@ class LayerPartition:
 
     cards: tuple[Card, ...]
     owners: tuple[int, ...]
-    hop_buffers: HopBuffers = field(default_factory=HopBuffers, compare=False)
+    transfer_buffers: TransferBuffers = field(default_factory=TransferBuffers, compare=False)
 
     @classmethod
     def of_one(cls, device: torch.device, num_layers: int) -> LayerPartition:
@@ -105,8 +105,8 @@ _CURRENT: ContextVar[int | None] = ContextVar("current card", default=0)
 
 
 def current_card() -> int | None:
-    """The number of the card that is worked for, the first one outside of `on_card`; None in a `hop`, which works for
-    two. So a test can watch that nobody touches another card's tensors."""
+    """The number of the card that is worked for, the first one outside of `on_card`; None in a `transfer`, which works
+    for two. So a test can watch that nobody touches another card's tensors."""
     return _CURRENT.get()
 
 
@@ -127,9 +127,9 @@ def _working_for(number: int | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """Tensors on their way from one card to another, packed so that all of them hop at once: uint8 on the source, or in
-    page-locked memory (int32) where the target does not reach that; None where both are one card. `left` fires when
+class Transfer:
+    """Tensors on their way from one card to another, packed so that all of them cross at once: uint8 on the source, or
+    in page-locked memory (int32) where the target does not reach that; None where both are one card. `left` fires when
     they are there; None on one device."""
 
     tensors: Sequence[torch.Tensor]
@@ -139,77 +139,79 @@ class Departure:
     left: torch.cuda.Event | None = None
 
 
-def hop(
-    tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: HopBuffers, piece: Hashable = 0
+def transfer(
+    tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: TransferBuffers, piece: Hashable = 0
 ) -> list[torch.Tensor]:
     """Copies of tensors on `source` for `target`, of which the same tensors if both are one card. Arguments as of
-    `depart`."""
-    return arrive(depart(tensors, source, target, buffers, piece))
+    `send`."""
+    return receive(send(tensors, source, target, buffers, piece))
 
 
-def depart(
-    tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: HopBuffers, piece: Hashable = 0
-) -> Departure:
-    """The first half of a hop, enqueued behind what the current stream of `source` has to do. Never waits.
+def send(
+    tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: TransferBuffers, piece: Hashable = 0
+) -> Transfer:
+    """The first half of a transfer, enqueued behind what the current stream of `source` has to do. Never waits.
 
     Between devices that do not reach each other's memory the bytes go through page-locked memory, by kernels: in a copy
     queue they would wait behind a layer, 11 to 20 ms.
 
     Args:
-        tensors: What hops.
+        tensors: What crosses.
         source: Whose they are.
         target: Whose their copies will be.
         buffers: The run's.
-        piece: Of the pass: what hops must have been computed from the piece's last hop, or come after its end.
+        piece: Of the pass: what crosses must have been computed from the piece's last transfer, or come after its end.
     """
     if source == target:
-        return Departure(tensors, source, target)
+        return Transfer(tensors, source, target)
     with on_card(source):
         packed = _packed(tensors)
         if source.device == target.device:
-            return Departure(tensors, source, target, packed)
+            return Transfer(tensors, source, target, packed)
         if not (buffers.peers and reaches(source.device, target.device)):
             words = packed.view(torch.int32)
             packed = buffers.of(piece, len(words))
             copy_words(words, packed)
         left = torch.cuda.Event()
         left.record(torch.cuda.current_stream(source.device))
-    return Departure(tensors, source, target, packed, left)
+    return Transfer(tensors, source, target, packed, left)
 
 
-def arrive(departure: Departure, landing: torch.Tensor | None = None) -> list[torch.Tensor]:
+def receive(sent: Transfer, destination: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
     the source goes on with other rows meanwhile.
 
     Args:
-        departure: What `depart` returned.
-        landing: Where it lands if it comes from another card: `landing_bytes` of the target, uint8, whose last content
-            it was computed from, if there was any. None: memory is taken, and is the allocator's again when the stream
-            has come so far.
+        sent: What `send` returned.
+        destination: Where it goes if it comes from another card: `aligned_bytes` of the target, uint8, whose last
+            content it was computed from, if there was any. None: memory is taken, and is the allocator's again when the
+            stream has come so far.
     """
-    source, target, packed, left = departure.source, departure.target, departure.packed, departure.left
+    source, target, packed, left = sent.source, sent.target, sent.packed, sent.left
     if packed is None:
-        return list(departure.tensors)
+        return list(sent.tensors)
     with on_card(target):
-        landed = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device) if landing is None else landing
+        received = (
+            torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device) if destination is None else destination
+        )
         if left is not None:
             torch.cuda.current_stream(target.device).wait_event(left)
     with _working_for(None), current_device(target.device):
         if left is None:
-            landed.copy_(packed)
+            received.copy_(packed)
         elif packed.device.type == "cpu":
-            copy_words(packed, landed.view(torch.int32))
+            copy_words(packed, received.view(torch.int32))
         else:
             with _behind(left, source.device, target.device, packed):
-                landed.copy_(packed, non_blocking=True)
-        return _unpacked(landed, departure.tensors)
+                received.copy_(packed, non_blocking=True)
+        return _unpacked(received, sent.tensors)
 
 
 @contextmanager
 def _behind(left: torch.cuda.Event, source: torch.device, target: torch.device, packed: torch.Tensor) -> Iterator[None]:
     """Around a copy to another device, which torch enqueues on the current stream of the source and orders with that of
     the target both ways: a stream of their own, behind `left`, keeps what else the source does out of it."""
-    stream = _hop_stream(source)
+    stream = _transfer_stream(source)
     stream.wait_event(left)
     packed.record_stream(stream)
     with torch.cuda.stream(stream), torch.cuda.device(target):
@@ -217,7 +219,7 @@ def _behind(left: torch.cuda.Event, source: torch.device, target: torch.device, 
 
 
 @cache
-def _hop_stream(device: torch.device) -> torch.cuda.Stream:
+def _transfer_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
@@ -227,7 +229,7 @@ def reaches(one: torch.device, other: torch.device) -> bool:
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
-def landing_bytes(nbytes: int) -> int:
+def aligned_bytes(nbytes: int) -> int:
     """What a tensor of so many bytes takes on its way."""
     return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
@@ -247,5 +249,5 @@ def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.
     found, start = [], 0
     for tensor in like:
         found.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += landing_bytes(tensor.nbytes)
+        start += aligned_bytes(tensor.nbytes)
     return found

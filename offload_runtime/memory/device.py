@@ -91,9 +91,9 @@ class DeviceBudget:
         if limit_bytes is None and claimed_bytes:
             self.memory_name += claims
         whose = f"that {self.device} has free{claims}"
-        other_way = self.what_to_close() if (limit_bytes or 0) > available_bytes else ""
+        otherwise = self.what_to_close() if (limit_bytes or 0) > available_bytes else ""
         limit_bytes = within(
-            "--vram", limit_bytes, available_bytes, whose, other_way or "close what else uses the card"
+            "--vram", limit_bytes, available_bytes, whose, otherwise or "close what else uses the card"
         )
         self._allowed_bytes = max(0, limit_bytes - self.context_bytes)
         # What this process holds already belongs to other budgets' owners, within their limits, or to nobody's.
@@ -132,11 +132,11 @@ class DeviceBudget:
         if self.limit_bytes is not None and self.reserved_bytes + nbytes > self.limit_bytes:
             left, limit = format_bytes(max(0, self.limit_bytes - self.reserved_bytes)), format_bytes(self.limit_bytes)
             close = self.what_to_close() if self.limit_bytes == self.available_bytes else ""
-            ways = ["lower --context", "keep fewer layers resident"]
-            ways = [*ways, close] if close else ["raise --vram", *ways]
+            remedies = ["lower --context", "keep fewer layers resident"]
+            remedies = [*remedies, close] if close else ["raise --vram", *remedies]
             raise BudgetError(
                 f"{name} needs {format_bytes(nbytes)} of {self.memory_name} but {left} of {limit} is left: "
-                f"{', '.join(ways[:-1])} or {ways[-1]}"
+                f"{', '.join(remedies[:-1])} or {remedies[-1]}"
             )
         self.reservations[name] = self.reservations.get(name, 0) + nbytes
 
@@ -171,12 +171,12 @@ class DeviceBudget:
         return self._peak_bytes
 
 
-def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, other_way: str) -> int:
+def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, otherwise: str) -> int:
     """What is asked for of some memory, or all of it. Raises `BudgetError` where there is less."""
     if asked_bytes is not None and asked_bytes > there_bytes:
         raise BudgetError(
             f"{option} {format_bytes(asked_bytes)} is more than the {format_bytes(there_bytes)} {whose}: lower it to "
-            f"{size_option_down(there_bytes)}, or {other_way}"
+            f"{size_option_down(there_bytes)}, or {otherwise}"
         )
     return there_bytes if asked_bytes is None else asked_bytes
 
@@ -324,12 +324,12 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
         target.copy_(host)
         return
     assert target.dtype == host.dtype and target.shape == host.shape
-    pinned, landed = host.contiguous().pin_memory(), target
+    pinned, received = host.contiguous().pin_memory(), target
     if not target.is_contiguous():
-        landed = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    copy_words(_words(pinned), _words(landed))
-    if landed is not target:
-        target.copy_(landed)
+        received = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    copy_words(_words(pinned), _words(received))
+    if received is not target:
+        target.copy_(received)
     hold_pinned(pinned, target.device)
 
 

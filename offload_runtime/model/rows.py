@@ -14,7 +14,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime_kernels.window_steps import StepRows
 
-from offload_runtime.memory import Card, HopBuffers, hop, pack, unpack, upload
+from offload_runtime.memory import Card, TransferBuffers, pack, transfer, unpack, upload
 from offload_runtime.model.rope import RopeTable
 
 
@@ -105,20 +105,18 @@ class PassShape(NamedTuple):
         committed tokens by window; ancestors."""
         return [self.num_rows] * 4 + [self.batch] * 2 + [self.num_rows * self.depth]
 
-    def lay_out(
-        self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int]
-    ) -> list[Sequence[int]]:
+    def lay_out(self, windows: Sequence[Window], committed: Sequence[int], slots: Sequence[int]) -> list[Sequence[int]]:
         """The parts of a pass of this shape, or of one that it has room for; absent rows have position -1."""
-        tokens, positions, slots = list[int](), list[int](), list[int]()
+        tokens, positions, cache_positions = list[int](), list[int](), list[int]()
         for window, start in zip(windows, committed, strict=True):
             count = len(window.tokens)
             padding = self.width - count
             tokens += [*window.tokens, *[0] * padding]
             positions += [start + depth for depth in window.depths] + [-1] * padding
-            slots += [*range(start, start + count), *[0] * padding]
-        owners = [sequence for sequence in sequences for _ in range(self.width)]
+            cache_positions += [*range(start, start + count), *[0] * padding]
+        owners = [slot for slot in slots for _ in range(self.width)]
         ancestors = self._ancestors(windows, committed) if self.depth else ()
-        return [tokens, positions, slots, owners, sequences, committed, ancestors]
+        return [tokens, positions, cache_positions, owners, slots, committed, ancestors]
 
     def _ancestors(self, windows: Sequence[Window], committed: Sequence[int]) -> array[int]:
         """[B, T, A] int32, flat: of each token the slots from its window's root to itself, 0 behind them.
@@ -150,7 +148,7 @@ class PassRows:
     full: RopeRows
 
     @classmethod
-    def of_step(cls, step: StepRows, sequences: torch.Tensor, *, max_length: int) -> PassRows:
+    def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> PassRows:
         """Rows whose tokens and positions only the device knows; fit for a CUDA graph.
 
         Args:
@@ -158,11 +156,9 @@ class PassRows:
             sequences: [B] int32, device, 0 to B - 1: the batch rows in the cache.
             max_length: At least the largest position or slot + 1.
         """
-        query = QueryRows(
-            step.positions, sequences, max_length, step.committed, step.ancestors, step.used, step.most_used
-        )
+        query = QueryRows(step.positions, slots, max_length, step.committed, step.ancestors, step.used, step.most_used)
         return cls(
-            step.tokens, query, RopeRows(step.cos, step.sin, step.positions.view(-1), step.slots, step.sequences)
+            step.tokens, query, RopeRows(step.cos, step.sin, step.positions.view(-1), step.cache_positions, step.slots)
         )
 
     @cached_property
@@ -175,13 +171,13 @@ class PassRows:
         """B * T."""
         return self.tokens.shape[0]
 
-    def to_card(self, source: Card, target: Card, buffers: HopBuffers, piece: Hashable) -> PassRows:
-        """The same rows, which are on `source`, for another card. Arguments as of `hop`."""
+    def to_card(self, source: Card, target: Card, buffers: TransferBuffers, piece: Hashable) -> PassRows:
+        """The same rows, which are on `source`, for another card. Arguments as of `transfer`."""
         if source == target:
             return self
         parts = {part: _tensors(getattr(self, part)) for part in ("query", "full")}
         tensors = [tensor for part in parts.values() for tensor in part.values()]
-        tokens, *rest = hop([self.tokens, *tensors], source, target, buffers, piece)
+        tokens, *rest = transfer([self.tokens, *tensors], source, target, buffers, piece)
         moved = iter(rest)
         query, full = (
             replace(getattr(self, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()
@@ -206,7 +202,7 @@ class RowBuilder:
         self.rope = rope
 
     def build(
-        self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int], *,
+        self, windows: Sequence[Window], committed: Sequence[int], slots: Sequence[int], *,
         prompt_length: int = 0, rope_shift: int = 0,
     ) -> PassRows:  # fmt: skip
         """Lay out one window per sequence.
@@ -219,7 +215,7 @@ class RowBuilder:
             rope_shift: Rotate as if every position were so much larger.
         """
         shape = PassShape.of(windows, committed)
-        parts = shape.lay_out(windows, committed, sequences)
+        parts = shape.lay_out(windows, committed, slots)
         frequencies = self.rope.row_frequencies(parts[1], prompt_length)
         return self.rows(shape, upload(pack(parts), self.rope.device), frequencies, rope_shift=rope_shift or None)
 
@@ -235,10 +231,10 @@ class RowBuilder:
             frequencies: [D/2] or [B*T, D/2] fp32, device: of all rows, or of each.
             rope_shift: As of `build`, or of each row (int32, device).
         """
-        tokens, positions, slots, owners, sequences, committed, ancestors = unpack(words, shape.sizes)
+        tokens, positions, cache_positions, owners, slots, committed, ancestors = unpack(words, shape.sizes)
         cos, sin = self.rope.angles(positions if rope_shift is None else positions + rope_shift, frequencies)
         query = QueryRows(
-            positions.view(shape.batch, -1), sequences, shape.reach, committed=committed if shape.depth else None,
+            positions.view(shape.batch, -1), slots, shape.reach, committed=committed if shape.depth else None,
             ancestors=ancestors.view(shape.batch, -1, shape.depth) if shape.depth else None,
         )  # fmt: skip
-        return PassRows(tokens, query, RopeRows(cos, sin, positions, slots, owners))
+        return PassRows(tokens, query, RopeRows(cos, sin, positions, cache_positions, owners))

@@ -35,4 +35,4 @@ from offload_runtime.plan.request import (
 )
 from offload_runtime.plan.search import as_many_cards_as_help, check_host_memory, find_plan, plan_run
 from offload_runtime.plan.staging import place_staged, with_staging_rings
-from offload_runtime.plan.suggest import Refusal, plan_or_refuse, ways_out
+from offload_runtime.plan.suggest import Refusal, plan_or_refuse, remedies

@@ -72,7 +72,7 @@ _PATH_STEPS = 4
 
 
 # Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
-# the next one, until a slot is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
+# the next one, until a buffer is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
 _BETWEEN_S = 0.015
 
 
@@ -83,10 +83,10 @@ _BETWEEN_S = 0.015
 class PassTime:
     """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
 
-    `compute_s` sums over the layers the longer of HBM and arithmetic, with `hop_s` in which rows hop from card to card.
-    `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card of
-    several, keys and values come that its ring has no room for, while the others' rings may be full. `weight_bytes` and
-    `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
+    `compute_s` sums over the layers the longer of HBM and arithmetic, with `transfer_s` in which rows cross from card
+    to card. `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card
+    of several, keys and values come that its ring has no room for, while the others' rings may be full. `weight_bytes`
+    and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
     """
 
     weight_bytes: int
@@ -100,7 +100,7 @@ class PassTime:
     staging_s: float
     lookahead_s: float
     exposed_s: float = 0.0
-    hop_s: float = 0.0
+    transfer_s: float = 0.0
 
     @property
     def bytes_streamed(self) -> int:
@@ -142,7 +142,9 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
         unmatched = unmatched_kv_bytes([card.target for card in plan.cards], length_tokens)
         pairs = zip(plan.cards, unmatched, strict=True)
         waits_s = [nbytes / _link_bytes_per_s(card, machine) for card, nbytes in pairs]
-        return _pass_of_cards(cards, machine, waits_s, hop_s=hops_s(plan, machine, rows=plan.target.batch * rows))
+        return _pass_of_cards(
+            cards, machine, waits_s, transfer_s=transfers_s(plan, machine, rows=plan.target.batch * rows)
+        )
     target, placement, batch = plan.target, plan.placement, plan.target.batch
     flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
     captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
@@ -157,7 +159,9 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     link_s = (weight_bytes + kv_bytes) / link_bytes_per_s
     staging_s = staged_bytes / (machine.staging_gbps * GB)
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
-    lookahead_bytes = min(weight_bytes, placement.num_slots * target.layer_bytes) + min(kv_bytes, target.kv_ring_bytes)
+    lookahead_bytes = min(weight_bytes, placement.num_buffers * target.layer_bytes) + min(
+        kv_bytes, target.kv_ring_bytes
+    )
     # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
     lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
@@ -187,10 +191,10 @@ def _link_bytes_per_s(plan: RunPlan, machine: MachineFigures) -> float:
     return machine.link_gbps * plan.limits.link_ratio * GB
 
 
-def hops_s(plan: RunPlan, machine: MachineFigures, *, rows: int) -> float:
+def transfers_s(plan: RunPlan, machine: MachineFigures, *, rows: int) -> float:
     """Seconds in which `rows` hop from card to card on their way through the layers; 0 on one card."""
     target = plan.target
-    return target.num_hops * machine.hop_s(rows * target.config.hidden_size * target.dtype.itemsize)
+    return target.num_transfers * machine.transfer_s(rows * target.config.hidden_size * target.dtype.itemsize)
 
 
 def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> float:
@@ -199,7 +203,7 @@ def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> floa
 
 
 def _pass_of_cards(
-    cards: Sequence[PassTime], machine: MachineFigures, waits_s: Sequence[float], *, hop_s: float
+    cards: Sequence[PassTime], machine: MachineFigures, waits_s: Sequence[float], *, transfer_s: float
 ) -> PassTime:  # fmt: skip
     """The pass that the passes over each card's layers make together, where each one's link waits so long."""
     nbytes = sum(card.bytes_streamed for card in cards)
@@ -213,10 +217,10 @@ def _pass_of_cards(
         sum(card.staged_bytes for card in cards), link_s,
         hbm_s=sum(card.hbm_s for card in cards),
         arithmetic_s=sum(card.arithmetic_s for card in cards),
-        compute_s=sum(card.compute_s for card in cards) + hop_s,
+        compute_s=sum(card.compute_s for card in cards) + transfer_s,
         launch_s=sum(card.launch_s for card in cards), staging_s=staging_s,
         # What delays no card's copies: of one that has less to copy, also what it waits for the others.
-        lookahead_s=min(card.lookahead_s + copies_s - card.copies_s for card in cards), hop_s=hop_s,
+        lookahead_s=min(card.lookahead_s + copies_s - card.copies_s for card in cards), transfer_s=transfer_s,
     )  # fmt: skip
 
 
@@ -275,7 +279,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         return 0.0
     if plan.num_cards > 1:
         rows = target.batch * (1 + len(guess_parents(plan, target.batch)))
-        return sum(verifier_step_s(card, machine) for card in plan.cards) + hops_s(plan, machine, rows=rows)
+        return sum(verifier_step_s(card, machine) for card in plan.cards) + transfers_s(plan, machine, rows=rows)
     options, batch = target.options, target.batch
     token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
@@ -537,9 +541,9 @@ def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> 
     cards = [_prefill_work(card, machine, prompt_tokens) for card in plan.cards]
     pieces = -(-prompt_tokens // target.chunk_tokens)
     abreast = len(cards) * pieces / (pieces + len(cards) - 1) if target.in_blocks else min(len(cards), pieces)
-    hop_s = target.batch * hops_s(plan, machine, rows=prompt_tokens)
+    transfer_s = target.batch * transfers_s(plan, machine, rows=prompt_tokens)
     hbm_s, arithmetic_s = sum(card.hbm_s for card in cards), sum(card.arithmetic_s for card in cards)
-    compute_s = (sum(max(card.hbm_s, card.arithmetic_s) for card in cards) + hop_s) / abreast
+    compute_s = (sum(max(card.hbm_s, card.arithmetic_s) for card in cards) + transfer_s) / abreast
     link_bytes = sum(card.link_bytes for card in cards)
     link_s = max(card.link_s for card in cards)
     if len(cards) > 1:

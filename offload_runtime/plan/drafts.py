@@ -58,7 +58,7 @@ def plan_fastest_draft(
                 taken = f"drafting with {draft.name}" + (f", predicted to be {gain:.1f} times as fast" if known else "")
     if taken:
         return replace(best, draft_note=f"{taken} (--draft ngram goes without)")
-    return replace(plain, draft_note=_way_to_more(request.target, drafts))
+    return replace(plain, draft_note=_how_to_gain(request.target, drafts))
 
 
 def with_found_draft(
@@ -82,7 +82,7 @@ def note_on_draft(request: RuntimeConfig) -> str:
     return "that the draft's tokens are the target's is taken for granted: one of the two has no tokenizer.json here"
 
 
-def _way_to_more(target: DescribedModel, drafts: Sequence[FoundDraft]) -> str:
+def _how_to_gain(target: DescribedModel, drafts: Sequence[FoundDraft]) -> str:
     """Why the text itself drafts, and what would draft better; empty where nothing is known to."""
     if drafts:
         names = " and ".join(draft.name for draft in drafts)

@@ -38,7 +38,7 @@ from offload_runtime.runners import (
     draft_graph_bytes,
     most_guess_rows,
     step_graph_bytes,
-    tree_slots,
+    tree_positions,
 )
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
@@ -78,7 +78,7 @@ def added(lists: Iterable[Iterable[MemoryPart]]) -> tuple[MemoryPart, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the layers of a model are: which stay on the device, and how many slots the others pass through.
+    """Where the layers of a model are: which stay on the device, and how many buffers the others pass through.
 
     `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
     on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which crosses the
@@ -86,7 +86,7 @@ class Placement:
     """
 
     resident_layers: tuple[int, ...]
-    num_slots: int
+    num_buffers: int
     num_layers: int
     staged_layers: tuple[int, ...] = ()
     resident_kv_layers: tuple[int, ...] = ()
@@ -108,11 +108,11 @@ class Placement:
 @dataclass(frozen=True)
 class LayerShare:
     """What one of several cards has of a model: layers, by their numbers in the model, where these are, numbered anew,
-    and the slots of the ring that a cache on the host is streamed through."""
+    and the buffers of the ring that a cache on the host is streamed through."""
 
     layers: tuple[int, ...]
     placement: Placement
-    kv_ring_slots: int = kv.KV_RING_SLOTS
+    kv_ring_buffers: int = kv.KV_RING_BUFFERS
 
     def of_model(self, layers: Iterable[int]) -> tuple[int, ...]:
         """The numbers in the model of some layers of the share."""
@@ -120,15 +120,15 @@ class LayerShare:
 
 
 def merged(shares: Sequence[LayerShare]) -> Placement:
-    """Where the layers of a model are that are dealt out to several cards. `num_slots` are those of all of them; rings
-    that staging takes are as large as the largest."""
+    """Where the layers of a model are that are dealt out to several cards. `num_buffers` are those of all of them;
+    rings that staging takes are as large as the largest."""
 
     def layers_of(name: str) -> tuple[int, ...]:
         return tuple(sorted(layer for share in shares for layer in share.of_model(getattr(share.placement, name))))
 
     placements = [share.placement for share in shares]
     return Placement(
-        layers_of("resident_layers"), sum(one.num_slots for one in placements),
+        layers_of("resident_layers"), sum(one.num_buffers for one in placements),
         sum(one.num_layers for one in placements), staged_layers=layers_of("staged_layers"),
         resident_kv_layers=layers_of("resident_kv_layers"), staged_kv_layers=layers_of("staged_kv_layers"),
         h2d_ring=max((one.h2d_ring for one in placements), key=lambda ring: ring.nbytes),
@@ -163,7 +163,7 @@ class ModelPlan:
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
     shares: tuple[LayerShare, ...] = ()  # of the cards, where the layers are dealt out to several
-    kv_ring_slots: int = kv.KV_RING_SLOTS
+    kv_ring_buffers: int = kv.KV_RING_BUFFERS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,7 +191,8 @@ class ModelPlan:
         share = self.shares[card]
         config, layout = self.config.of_layers(share.layers), self.layout.of_layers(share.layers, shared=card == 0)
         return replace(
-            self, config=config, layout=layout, placement=share.placement, shares=(), kv_ring_slots=share.kv_ring_slots,
+            self, config=config, layout=layout, placement=share.placement, shares=(),
+            kv_ring_buffers=share.kv_ring_buffers,
             borrowable_bytes=self.borrowable_bytes * len(share.layers) // self.config.num_layers,
         )  # fmt: skip
 
@@ -201,10 +202,10 @@ class ModelPlan:
         return tuple(map(self.on_card, range(max(1, len(self.shares)))))
 
     @cached_property
-    def num_hops(self) -> int:
+    def num_transfers(self) -> int:
         """Hops of a pass from card to card, from the embedding on the first through the layers to the head there."""
-        way = [0, *(self.owners if self.shares else ()), 0]  # of one card, which is asked for every pass, none
-        return sum(one != other for one, other in pairwise(way))
+        owners = [0, *(self.owners if self.shares else ()), 0]  # of one card, which is asked for every pass, none
+        return sum(one != other for one, other in pairwise(owners))
 
     @property
     def in_blocks(self) -> bool:
@@ -227,15 +228,15 @@ class ModelPlan:
         return self.options.steps_between_choices(on_host=self.on_host)
 
     @property
-    def tree_slots(self) -> int:
+    def tree_positions(self) -> int:
         """Of a draft that grows trees: places for what may become part of a sequence."""
-        return tree_slots(self.tree_nodes) if self.tree_nodes else 0
+        return tree_positions(self.tree_nodes) if self.tree_nodes else 0
 
     # --- weights
 
     @property
     def layer_bytes(self) -> int:
-        """The largest packed layer, which a slot of the ring holds."""
+        """The largest packed layer, which a buffer of the ring holds."""
         return max(self.layout.layer_bytes)
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
@@ -248,7 +249,7 @@ class ModelPlan:
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, and the ring."""
-        return self.bytes_of_layers(placement.resident_layers) + placement.num_slots * self.layer_bytes
+        return self.bytes_of_layers(placement.resident_layers) + placement.num_buffers * self.layer_bytes
 
     @property
     def layer_elements(self) -> int:
@@ -286,28 +287,28 @@ class ModelPlan:
 
     @cached_property
     def kv_piece_bytes(self) -> int:
-        """A slot of the ring that a cache on the host is streamed through."""
-        overlapped = self.kv_ring_slots > kv.KV_RING_SLOTS
+        """A buffer of the ring that a cache on the host is streamed through."""
+        overlapped = self.kv_ring_buffers > kv.KV_RING_BUFFERS
         return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
 
     def kv_pieces(self, streamed_bytes: int) -> int:
         """Copies that bring so many bytes of a layer, of all sequences alike."""
         return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
 
-    def overlapped_kv_slots(self, num_cards: int) -> int:
+    def overlapped_kv_buffers(self, num_cards: int) -> int:
         """Slots of that ring with which the links of all cards are busy at once. A card brings the keys and values of
         its next layer while the others attend, one after the other, to what their links bring; of n cards each needs
         room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
         layers, last = range(self.config.num_layers), self.context_tokens - 1
         largest = max(self.streamed_kv_bytes(layer, last) for layer in layers)
-        pieces = replace(self, kv_ring_slots=kv.KV_RING_SLOTS + 1).kv_pieces(largest)  # of that ring's size
+        pieces = replace(self, kv_ring_buffers=kv.KV_RING_BUFFERS + 1).kv_pieces(largest)  # of that ring's size
         # Beside that the piece that is attended to, and one that arrives.
-        return max(kv.KV_RING_SLOTS + 1, 2 + -(-pieces * (num_cards - 1) // num_cards))
+        return max(kv.KV_RING_BUFFERS + 1, 2 + -(-pieces * (num_cards - 1) // num_cards))
 
     @property
     def kv_ring_bytes(self) -> int:
-        """All slots of that ring."""
-        return self.kv_ring_slots * self.kv_piece_bytes
+        """All buffers of that ring."""
+        return self.kv_ring_buffers * self.kv_piece_bytes
 
     @property
     def prefill_workspace_bytes(self) -> int:
@@ -320,7 +321,7 @@ class ModelPlan:
         """The KV cache of all that is kept of the context, wherever it is."""
         kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
         return kv.kv_cache_bytes(
-            self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch, spare_slots=self.tree_slots
+            self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch, spare_positions=self.tree_positions
         )
 
     @property
@@ -520,7 +521,7 @@ class RunPlan:
     @cached_property
     def captured_bytes(self) -> int:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
-        where passes hop from card to card."""
+        where passes cross from card to card."""
         target, limit_bytes = self.target, self.limits.device_bytes
         if self.on_cpu or self.is_share or self.num_cards > 1:
             return 0
@@ -540,7 +541,7 @@ class RunPlan:
             MemoryPart("CUDA context", self.limits.reserved_bytes),
             MemoryPart("embedding and head", target.layout.shared.total_bytes),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
-            MemoryPart("ring of layers", placement.num_slots * target.layer_bytes),
+            MemoryPart("ring of layers", placement.num_buffers * target.layer_bytes),
             *target.kv_parts,
             MemoryPart("retrieval cache", self.verifier_bytes if self.has_verifier else 0),
             MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
@@ -579,7 +580,7 @@ class RunPlan:
         # Draft and target take turns on one stream and share the allocator's blocks, unless the draft runs beside a
         # pass.
         each = self.target.workspace_bytes, draft.workspace_bytes
-        return sum(each) if draft.tree_slots else max(each)
+        return sum(each) if draft.tree_positions else max(each)
 
     @property
     def graph_bytes(self) -> int:
@@ -594,7 +595,7 @@ class RunPlan:
             if self.has_verifier:
                 rows = most_guess_rows(draft.options.gamma_draft, draft.batch, others=REWRITTEN_TOKENS)
             nbytes += draft_graph_bytes(
-                draft.config, draft.dtype.itemsize, rows=rows, batch=draft.batch, trees=draft.tree_slots > 0
+                draft.config, draft.dtype.itemsize, rows=rows, batch=draft.batch, trees=draft.tree_positions > 0
             )
         return nbytes
 
@@ -634,7 +635,7 @@ class RunPlan:
             MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
             MemoryPart("staged KV cache", staged_kv_bytes),
             MemoryPart("pieces to write KV through", sum(one.d2h_ring.nbytes for one in placements), pinned),
-            MemoryPart("rows between cards", self.hop_bytes, pinned),
+            MemoryPart("rows between cards", self.transfer_bytes, pinned),
             # Of a CPU, whose memory is the host's.
             MemoryPart("all that a GPU would hold", self.device_bytes if self.on_cpu else 0),
             MemoryPart("Python and libraries", PROCESS_BYTES),
@@ -642,11 +643,11 @@ class RunPlan:
         return tuple(part for part in parts if part.nbytes)
 
     @property
-    def hop_bytes(self) -> int:
-        """Page-locked memory that rows hop through: a buffer for each piece of a pass, and for each further card one
+    def transfer_bytes(self) -> int:
+        """Page-locked memory that rows pass through: a buffer for each piece of a pass, and for each further card one
         for where its rows are, which the allocator rounds up to powers of two. Several prompts of a pass have together
         as many pieces as the longest, and all but one of them and the windows one more."""
-        if self.num_cards == 1 or not self.limits.hops_through_host:
+        if self.num_cards == 1 or not self.limits.transfers_through_host:
             return 0
         target, config = self.target, self.target.config
         rows = min(target.chunk_tokens, target.context_tokens)

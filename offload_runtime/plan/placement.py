@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.kv import KV_RING_SLOTS, kv_cache_bytes
+from offload_runtime.kv import KV_RING_BUFFERS, kv_cache_bytes
 from offload_runtime.plan.memory import (
     LayerShare,
     ModelPlan,
@@ -25,8 +25,8 @@ from offload_runtime.plan.memory import (
 )
 from offload_runtime.sizes import format_bytes, format_bytes_up
 
-# Two slots would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
-RING_SLOTS = 3
+# Two buffers would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
+RING_BUFFERS = 3
 
 
 # --- on one card
@@ -43,7 +43,7 @@ def place_layers(plan: RunPlan) -> RunPlan:
     the layers out first.
 
     Raises:
-        BudgetError: Not even a ring of two slots fits, or the asked resident layers do not.
+        BudgetError: Not even a ring of two buffers fits, or the asked resident layers do not.
         OptionError: More resident layers were asked for than the model has, or there are more cards than layers.
     """
     layers, asked = plan.placement.num_layers, plan.request.resident_layers
@@ -53,20 +53,20 @@ def place_layers(plan: RunPlan) -> RunPlan:
         return _partitioned(plan, lambda card: [place_layers(card)])
     available_bytes = plan.limits.device_bytes
     if available_bytes is None:
-        return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_SLOTS))
+        return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_BUFFERS))
     left_bytes = available_bytes - plan.fixed_bytes
     most = min(layers, max(0, left_bytes) // min(plan.target.layout.layer_bytes))
     counts = range(most, -1, -1) if asked is None else (asked,)
-    for slots in (RING_SLOTS, 2):
+    for buffers in (RING_BUFFERS, 2):
         for resident in counts:
-            placement = _evenly(resident, layers, slots)
+            placement = _evenly(resident, layers, buffers)
             if plan.target.held_bytes(placement) <= left_bytes:
                 return plan.with_placement(placement)
     raise _too_small(plan, available_bytes, asked or 0)
 
 
-def _evenly(resident: int, layers: int, slots: int) -> Placement:
-    return Placement(spread(resident, layers), min(slots, layers - resident), layers)
+def _evenly(resident: int, layers: int, buffers: int) -> Placement:
+    return Placement(spread(resident, layers), min(buffers, layers - resident), layers)
 
 
 def place_kv_on_host(plan: RunPlan) -> list[RunPlan]:
@@ -78,32 +78,32 @@ def place_kv_on_host(plan: RunPlan) -> list[RunPlan]:
         budget_tokens = plan.request.speculation.budget_tokens
         borrowable_bytes = kv_cache_bytes(target.config, target.dtype, capacity_tokens=budget_tokens, batch=1)
     plan = replace(plan, target=replace(target, cache="host", borrowable_bytes=borrowable_bytes))
-    return [_partitioned(plan, _kv_ways)] if plan.limits.num_cards > 1 else _kv_ways(plan)
+    return [_partitioned(plan, _kv_options)] if plan.limits.num_cards > 1 else _kv_options(plan)
 
 
-def _kv_ways(plan: RunPlan) -> list[RunPlan]:
+def _kv_options(plan: RunPlan) -> list[RunPlan]:
     """The same of one card and a KV cache on the host."""
     target, plan = plan.target, place_layers(plan)
     limit_bytes, placement = plan.limits.device_bytes, plan.placement
-    ways = [placement]
+    placements = [placement]
     if limit_bytes is not None and plan.request.resident_layers is None and not plan.has_verifier:
         # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
         # case), so fewer resident layers of weights may be better.
-        slots = placement.num_slots or min(RING_SLOTS, placement.num_layers)
-        resident = len(placement.resident_layers) - max(0, slots - placement.num_slots - 1)
-        ways += [_evenly(count, placement.num_layers, slots) for count in range(resident - 1, -1, -1)]
+        buffers = placement.num_buffers or min(RING_BUFFERS, placement.num_layers)
+        resident = len(placement.resident_layers) - max(0, buffers - placement.num_buffers - 1)
+        placements += [_evenly(count, placement.num_layers, buffers) for count in range(resident - 1, -1, -1)]
     spare_bytes = None if limit_bytes is None else limit_bytes - plan.fixed_bytes
-    return [plan.with_placement(_with_kv_layers(target, way, spare_bytes)) for way in ways]
+    return [plan.with_placement(_with_kv_layers(target, one, spare_bytes)) for one in placements]
 
 
 def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | None) -> Placement:
     """As many layers of the KV cache on the device as fit into `spare_bytes` beside layers of weights; None for no
     limit, where all stay on the host, as asked.
 
-    None before the ring is whole: its last slot comes before anything that stays, or the memory that lets it in would
+    None before the ring is whole: its last buffer comes before anything that stays, or the memory that lets it in would
     take layers away from the device.
     """
-    if spare_bytes is None or placement.num_slots < min(RING_SLOTS, len(placement.streamed_layers)):
+    if spare_bytes is None or placement.num_buffers < min(RING_BUFFERS, len(placement.streamed_layers)):
         return placement
     layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes
     spare_bytes -= target.held_bytes(placement)
@@ -114,7 +114,7 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     # Behind the first ones all cards stream in turn, however many each keeps; where all keep as many, `_partitioned`
     # spreads them. Two streaming layers of one card in a row would leave the link of the other idle: 1.05 in place of
     # 0.92 s a pass of a 7B with 120K tokens.
-    evenly = target.kv_ring_slots == KV_RING_SLOTS  # no other cards to wait for
+    evenly = target.kv_ring_buffers == KV_RING_BUFFERS  # no other cards to wait for
     return replace(placement, resident_kv_layers=layers_to_keep(target, range(layers), count, evenly=evenly))
 
 
@@ -163,7 +163,7 @@ def interleaved(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def in_blocks(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The layers of each card that gets so many of them, one after the other, so that rows hop least."""
+    """The layers of each card that gets so many of them, one after the other, so that rows cross least."""
     ends = accumulate(counts)
     return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
 
@@ -187,8 +187,8 @@ class _Partitioner:
     """Deals the layers of a plan out, as many to each card as asked for, each card placed by that of its `ways` which
     streams the least."""
 
-    def __init__(self, plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> None:
-        self._plan, self._ways = plan, ways
+    def __init__(self, plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) -> None:
+        self._plan, self._placements = plan, placements
         self._found: dict[object, _CardLoad] = {}  # cards with layers alike are placed alike
 
     def place(
@@ -219,12 +219,12 @@ class _Partitioner:
         """Beside the least ring of keys and values, or the one with which the links of all cards are busy, where it
         fits and brings more than what it takes would."""
         num_cards, found = self._plan.limits.num_cards, list[_CardLoad]()
-        slots = card.target.overlapped_kv_slots(num_cards) if card.target.on_host else KV_RING_SLOTS
-        for each in dict.fromkeys((KV_RING_SLOTS, slots)):
+        buffers = card.target.overlapped_kv_buffers(num_cards) if card.target.on_host else KV_RING_BUFFERS
+        for each in dict.fromkeys((KV_RING_BUFFERS, buffers)):
             with suppress(BudgetError):
-                ways = self._ways(card.with_target(replace(card.target, kv_ring_slots=each)))
-                ways = [_with_most_kv_layers(way, most_kv_layers) for way in ways]
-                best = min(ways, key=lambda way: way.streamed_bytes)
+                placements = self._placements(card.with_target(replace(card.target, kv_ring_buffers=each)))
+                placements = [_with_most_kv_layers(one, most_kv_layers) for one in placements]
+                best = min(placements, key=lambda one: one.streamed_bytes)
                 # What comes one after the other, if the others have as many keys and values, and room for them.
                 target, last = best.target, best.target.context_tokens - 1
                 kv_bytes = sum(target.streamed_kv(last).values())
@@ -237,15 +237,15 @@ class _Partitioner:
         return _CardLoad(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
 
 
-def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
+def _partitioned(plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
     """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
     least time; of equals the most even.
 
     From even counts on layers go from the card that is short of memory, or whose copies take longest, to the one with
     the shortest: as many as would even both out, and half as many where that gains nothing. Layers are dealt out in
     turn, so that all links are busy, and all cards, where a prefill goes layer by layer; where everything is on the
-    cards, in blocks: an 80-layer model then hops 2 times in place of 80, which are predicted to take 2.4 ms of a pass
-    of two RTX 4090s.
+    cards, in blocks: an 80-layer model then crosses 2 times in place of 80, which are predicted to take 2.4 ms of a
+    pass of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -254,7 +254,7 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
     layers, cards = plan.placement.num_layers, plan.limits.num_cards
     if cards > layers:
         raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
-    partitioner = _Partitioner(plan, ways)
+    partitioner = _Partitioner(plan, placements)
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = tuple(layers * (card + 1) // cards - layers * card // cards for card in range(cards))
     best, tried = partitioner.place(interleaved(counts)), {counts}
@@ -278,7 +278,7 @@ def _partitioned(plan: RunPlan, ways: Callable[[RunPlan], list[RunPlan]]) -> Run
         ((_, kept),) = patterns
         best = [replace(card, plan=_keeping(card.plan, kept)) for card in best]
     placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
-    return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_slots) for layers, card in placed])
+    return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_buffers) for layers, card in placed])
 
 
 def _with_most_kv_layers(card: RunPlan, most: int) -> RunPlan:

@@ -47,7 +47,7 @@ _DECODE_SHARE = 0.9
 _DEFAULT_GRAPH_LAUNCH_US = 2.5
 # A few rows through mapped page-locked memory, written by a kernel of one card and read by one of the other.
 # Assumed where it was not measured.
-_DEFAULT_HOP_US = 30.0
+_DEFAULT_TRANSFER_US = 30.0
 # A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
 # 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
 _DEFAULT_STAGING_GBPS = 10.0
@@ -134,8 +134,8 @@ class MachineFigures:
     `vram_reserved_bytes` of a run are its CUDA context's. `link_gbps` is host to device. `tflops` are dense
     matrix products by element type (bf16, fp16, fp32), `launch_us` a small kernel within a CUDA graph.
     `pinnable_bytes` None: as much as there is memory. `staging_gbps` is copying from pageable to page-locked memory
-    while the link is busy. Rows that hop from card to card take `hop_us` and their bytes at `hop_gbps` (None: as fast
-    as the link); all links together carry no more than `host_gbps`, if that is known, and each of them
+    while the link is busy. Rows that cross from card to card take `transfer_us` and their bytes at `transfer_gbps`
+    (None: as fast as the link); all links together carry no more than `host_gbps`, if that is known, and each of them
     `links_at_once_gbps` while all are busy, by CUDA's number of the card, where that was measured.
     `decode_gweights_per_s` are weights that products of few rows decode in registers, in 1e9 a second, by how they are
     stored. Figures that are not `is_known` to be of the machine only compare plans: nothing is predicted by them.
@@ -153,8 +153,8 @@ class MachineFigures:
     staging_gbps: float = _DEFAULT_STAGING_GBPS
     decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict)
     num_cards: int = 1
-    hop_us: float = _DEFAULT_HOP_US
-    hop_gbps: float | None = None
+    transfer_us: float = _DEFAULT_TRANSFER_US
+    transfer_gbps: float | None = None
     host_gbps: float | None = None
     links_at_once_gbps: tuple[float, ...] = ()
     vram_others_bytes: int = 0
@@ -180,9 +180,9 @@ class MachineFigures:
         rates = self.decode_gweights_per_s
         return _DECODE_SHARE * _GIGA * rates.get(kind, min(rates.values(), default=math.inf))
 
-    def hop_s(self, nbytes: int) -> float:
-        """Seconds of one hop of so many bytes from card to card."""
-        return self.hop_us * 1e-6 + nbytes / ((self.hop_gbps or self.link_gbps) * GB)
+    def transfer_s(self, nbytes: int) -> float:
+        """Seconds of one transfer of so many bytes from card to card."""
+        return self.transfer_us * 1e-6 + nbytes / ((self.transfer_gbps or self.link_gbps) * GB)
 
     def link_ratios(self, names: Sequence[str]) -> tuple[float, ...]:
         """How fast the links of cards are, of the machine's first one's, by their names: those with a number (`cuda:1`)
@@ -218,9 +218,9 @@ def machine_figures(profile: MachineProfile) -> MachineFigures:
     return MachineFigures(
         profile.name, profile.vram_bytes, reserved_bytes, profile.link_gbps, profile.hbm_gbps, profile.ram_bytes,
         profile.tflops, profile.pinnable_bytes, profile.graph_launch_us or _DEFAULT_GRAPH_LAUNCH_US,
-        _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus, profile.hop_us or _DEFAULT_HOP_US,
-        profile.hop_gbps, sum(profile.links_at_once_gbps) or profile.host_gbps, profile.links_at_once_gbps,
-        vram_others_bytes=profile.vram_others_bytes or 0,
+        _staging_gbps(profile), profile.decode_gweights_per_s, profile.gpus, profile.transfer_us or
+        _DEFAULT_TRANSFER_US, profile.transfer_gbps, sum(profile.links_at_once_gbps) or profile.host_gbps,
+        profile.links_at_once_gbps, vram_others_bytes=profile.vram_others_bytes or 0,
     )  # fmt: skip
 
 
@@ -251,8 +251,8 @@ def known_figures(profile: MachineProfile | None, device: torch.device, dtype: t
     """
     if profile is not None:
         of_card = device.type == "cpu" and (profile.gpu_name or "").startswith(_MAKERS)
-        way_out = "drop --profile, and nothing is predicted"
-        require(not of_card, f"the figures of {profile.name} are of an {profile.gpu_name}, not of a CPU: {way_out}")
+        remedy = "drop --profile, and nothing is predicted"
+        require(not of_card, f"the figures of {profile.name} are of an {profile.gpu_name}, not of a CPU: {remedy}")
         figures = machine_figures(profile)
         figures.flops(dtype)
         return figures
@@ -288,8 +288,8 @@ class MemoryLimits:
 
     `device_bytes`, `reserved_bytes` and `link_ratio` are those of the first card, as a `CardLimit` has them, and
     `further_cards` those of the others; `ram_bytes` of the host, and of these `pinned_bytes` page-locked, if
-    `page_locks` says that the device's copies need that at all, and `hops_through_host` that rows hop through it from
-    card to card. The names say whose limits these are, for messages.
+    `page_locks` says that the device's copies need that at all, and `transfers_through_host` that rows pass through it
+    from card to card. The names say whose limits these are, for messages.
     """
 
     device_bytes: int | None
@@ -302,7 +302,7 @@ class MemoryLimits:
     device_name: str = "device memory"
     further_cards: tuple[CardLimit, ...] = ()
     link_ratio: float = 1.0
-    hops_through_host: bool = False
+    transfers_through_host: bool = False
 
     @property
     def num_cards(self) -> int:
@@ -360,7 +360,7 @@ def limits_of(machine: MachineFigures, request: RuntimeConfig) -> MemoryLimits:
             CardLimit(nbytes, machine.vram_reserved_bytes, ratio)
             for nbytes, ratio in zip(further_bytes, ratios[1:], strict=True)
         ),
-        link_ratio=ratios[0], hops_through_host=device_type_of(request) != "cpu",
+        link_ratio=ratios[0], transfers_through_host=device_type_of(request) != "cpu",
     )  # fmt: skip
 
 

@@ -88,9 +88,9 @@ def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLim
     if request.max_batch is None:
         return _find_widest_plan(request, machine, limits)
     plans, refused = list[RunPlan](), list[OffloadError]()
-    for way in _storing(request):
+    for one in _storing(request):
         try:
-            plans.append(_with_context(way, machine, limits))
+            plans.append(_with_context(one, machine, limits))
         except (BudgetError, OptionError) as error:  # of the latter, that there is nothing to code
             refused.append(error)
     if not plans:
@@ -126,10 +126,10 @@ def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
     it is, or in 12 bits."""
     draft = replace(request, draft=_decoded(request.draft))
     both = replace(draft, target=_decoded(request.target))
-    ways = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]
+    candidates = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]
     encodes: tuple[Encode, ...] = ("none", "always") if request.encode == "auto" else (request.encode,)
-    found = [replace(way, encode=encode) for way in ways for encode in encodes]
-    return [way for number, way in enumerate(found) if way not in found[:number]]
+    found = [replace(one, encode=encode) for one in candidates for encode in encodes]
+    return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
 def _decoded(model: Any) -> Any:
@@ -234,8 +234,8 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
         BudgetError: Nothing fits the device or what can be page-locked, or TriForce was asked for and does not.
         OptionError: It was, and cannot be here whatever the memory.
     """
-    ways, obstacle = find_candidates(plan)
-    levels = [[way for way in ways if way.has_verifier is verified] for verified in (False, True)]
+    candidates, obstacle = find_candidates(plan)
+    levels = [[one for one in candidates if one.has_verifier is verified] for verified in (False, True)]
     best = [_fastest(level, machine) for level in levels if level]
     if len(best) == 1:
         return replace(best[0], reason=obstacle)
@@ -243,7 +243,7 @@ def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
     if triforce.short_of_host_bytes > chain.short_of_host_bytes:
         missing, limit = format_bytes_up(triforce.short_of_host_bytes), format_bytes(plan.limits.ram_bytes)
         return replace(chain, reason=f"it takes {missing} more than the {limit} of host memory")
-    chosen = max(chain, triforce, key=lambda way: tok_per_s(way, machine))
+    chosen = max(chain, triforce, key=lambda one: tok_per_s(one, machine))
     speed = "faster" if chosen.has_verifier else "slower"
     return replace(chosen, reason=f"predicted to be {speed}{_comparison(triforce, chain, machine)}")
 
@@ -259,10 +259,10 @@ def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
     return min(request.max_batch, limits.all_device_bytes // each_bytes)
 
 
-def _fastest(ways: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
+def _fastest(candidates: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
     """The fastest of some ways, at least one, that host memory has room for; where it has room for none, what takes the
     least of it. Of equally fast ones it is that whose passes bring the fewest bytes, and the first of those."""
-    return min(ways, key=lambda way: (way.short_of_host_bytes, -tok_per_s(way, machine), way.streamed_bytes))
+    return min(candidates, key=lambda one: (one.short_of_host_bytes, -tok_per_s(one, machine), one.streamed_bytes))
 
 
 def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
@@ -292,13 +292,13 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
     chains = [] if mode == "triforce" else _chains(plan)
     if mode in ("none", "chain") or (mode == "auto" and draft is None):
         return chains, ""
-    if mode == "auto" and draft is not None and draft.tree_slots:
+    if mode == "auto" and draft is not None and draft.tree_positions:
         return chains, "the draft was asked for trees"
     found: list[RunPlan] = []
     try:
-        for way in _ways(replace(plan, has_verifier=True)):
-            if (obstacle := _obstacle(way)) is None:
-                found.append(way)  # nothing has to be staged
+        for one in _candidates(replace(plan, has_verifier=True)):
+            if (obstacle := _obstacle(one)) is None:
+                found.append(one)  # nothing has to be staged
             else:
                 reason, error = obstacle
     except BudgetError as short:
@@ -310,7 +310,7 @@ def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
     return chains, reason
 
 
-def _ways(plan: RunPlan) -> list[RunPlan]:
+def _candidates(plan: RunPlan) -> list[RunPlan]:
     """Every way to place the layers beside each cache that the draft may get; at least one.
 
     Where the draft's cache is left to us, that is a streaming one besides what was planned, which takes memory that
@@ -322,7 +322,7 @@ def _ways(plan: RunPlan) -> list[RunPlan]:
         OptionError: More resident layers are asked for than there are.
     """
     draft, kv, plans = plan.draft, plan.request.kv, [plan]
-    is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_slots
+    is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_positions
     if draft is not None and is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
         plans.append(replace(plan, draft=draft.with_streaming_cache()))
     found: list[RunPlan] = []
@@ -339,11 +339,11 @@ def _ways(plan: RunPlan) -> list[RunPlan]:
 
 
 def _chains(plan: RunPlan) -> list[RunPlan]:
-    placed = _ways(plan)
+    placed = _candidates(plan)
     staged: list[RunPlan] = []
-    for way in placed:
+    for one in placed:
         with suppress(BudgetError):
-            staged.append(stage(way))
+            staged.append(stage(one))
     return staged or [stage(min(placed, key=least_pinned_bytes))]  # whose refusal names the least
 
 
@@ -355,37 +355,37 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
     kind: type[OffloadError] = OptionError
     if budget_tokens > context:
         reason = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
-        ways = ["lower --budget-tokens", "raise --context"]
+        remedies = ["lower --budget-tokens", "raise --context"]
     elif any(window is not None for window in target.config.layer_windows):
-        reason, ways = "it needs full attention, and this model has sliding windows", []
+        reason, remedies = "it needs full attention, and this model has sliding windows", []
     elif plan.placement.streamed_layers:
         reason = f"{len(plan.placement.streamed_layers)} of {layers} layers are streamed"
-        ways = ["drop --resident-layers"]
+        remedies = ["drop --resident-layers"]
         if plan.request.resident_layers is None:
             kind = BudgetError  # a further card may have room
             reason = f"beside it {len(plan.placement.streamed_layers)} of {layers} layers would be streamed"
             # With no keys and values on the device that could go.
             lean = [card.with_placement(all_resident(card.placement.num_layers)) for card in plan.cards]
             more_bytes = max(card.device_bytes - (card.limits.device_bytes or 0) for card in lean)
-            ways = [f"raise --vram by {format_bytes_up(more_bytes)}", "lower --context"]
+            remedies = [f"raise --vram by {format_bytes_up(more_bytes)}", "lower --context"]
     elif draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
         # Behind its last position the draft has nothing to say, and the verifier would wait for it.
         reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
-        ways = ["take --draft-cache streaming", "lower --context"]
+        remedies = ["take --draft-cache streaming", "lower --context"]
     elif (
         limits.pinned_bytes is not None
-        and (locked_bytes := target.host_kv_bytes + plan.hop_bytes) > limits.pinned_bytes
+        and (locked_bytes := target.host_kv_bytes + plan.transfer_bytes) > limits.pinned_bytes
     ):
-        kind, rows = BudgetError, " and of rows between cards" if plan.hop_bytes else ""
+        kind, rows = BudgetError, " and of rows between cards" if plan.transfer_bytes else ""
         reason = (
             "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
             f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the "
             f"{format_bytes_up(locked_bytes)} of the KV cache{rows}, too little by "
             f"{format_bytes_up(locked_bytes - limits.pinned_bytes)}"
         )
-        ways = ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
+        remedies = ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
     else:
         return None
     # Who has no draft has nobody to propose a chain.
-    ways.append(f"or use --speculation {'none' if draft is None else 'chain'}")
-    return reason, kind(f"no TriForce here: {reason}: {', '.join(ways)}")
+    remedies.append(f"or use --speculation {'none' if draft is None else 'chain'}")
+    return reason, kind(f"no TriForce here: {reason}: {', '.join(remedies)}")

@@ -39,12 +39,12 @@ def stage(plan: RunPlan) -> RunPlan:
     cards = plan.target.cards
     needed = [card.host_kv_bytes + card.host_bytes_of_layers(card.placement.streamed_layers) for card in cards]
     limits: list[int | None] = [None] * len(cards)
-    if limit_bytes is not None and sum(needed) > limit_bytes - plan.hop_bytes:
+    if limit_bytes is not None and sum(needed) > limit_bytes - plan.transfer_bytes:
         rings = [_least_ring_bytes(card) for card in cards]
-        left_bytes = limit_bytes - plan.hop_bytes - sum(rings)
+        left_bytes = limit_bytes - plan.transfer_bytes - sum(rings)
         if left_bytes < 0:
             streaming = [with_staging_rings(card, 0) for card, nbytes in zip(cards, needed, strict=True) if nbytes]
-            raise _cannot_stage(streaming, limit_bytes, name, hop_bytes=plan.hop_bytes)
+            raise _cannot_stage(streaming, limit_bytes, name, transfer_bytes=plan.transfer_bytes)
         each = zip(rings, needed, strict=True)
         limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
     staged = [place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True)]
@@ -100,16 +100,16 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
-def _cannot_stage(least: Sequence[Placement], limit_bytes: int, name: str, *, hop_bytes: int = 0) -> BudgetError:
-    """That not even the least rings of some cards can be page-locked, beside what rows hop through."""
+def _cannot_stage(least: Sequence[Placement], limit_bytes: int, name: str, *, transfer_bytes: int = 0) -> BudgetError:
+    """That not even the least rings of some cards can be page-locked, beside what rows pass through."""
     parts = [
         MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least)),
-        MemoryPart("rows between cards", hop_bytes),
+        MemoryPart("rows between cards", transfer_bytes),
     ]
     parts = [part for part in parts if part.nbytes]
     if any(one.d2h_ring.num_pieces for one in least):
         parts.append(MemoryPart("pieces to write the KV cache through", sum(one.d2h_ring.nbytes for one in least)))
-    missing_bytes = hop_bytes + sum(one.ring_bytes for one in least) - limit_bytes
+    missing_bytes = transfer_bytes + sum(one.ring_bytes for one in least) - limit_bytes
     return BudgetError(
         f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by "
         f"{format_bytes_up(missing_bytes)} ({listed(parts)})"
@@ -121,9 +121,9 @@ def least_pinned_bytes(plan: RunPlan) -> int:
     retrieval verifier reads keys and values where they lie, so they cannot be staged."""
     target = plan.target
     if plan.has_verifier:
-        return target.host_kv_bytes + plan.hop_bytes
+        return target.host_kv_bytes + plan.transfer_bytes
     all_bytes = target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
-    return min(all_bytes, sum(map(_least_ring_bytes, target.cards))) + plan.hop_bytes
+    return min(all_bytes, sum(map(_least_ring_bytes, target.cards))) + plan.transfer_bytes
 
 
 def _least_ring_bytes(target: ModelPlan) -> int:

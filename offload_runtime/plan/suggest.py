@@ -61,7 +61,7 @@ class Refusal:
     close: str = ""
 
     @property
-    def ways_out(self) -> list[str]:
+    def remedies(self) -> list[str]:
         """What fits, a phrase each, with the speed to expect where the machine's figures are known."""
         found = [self._format(offer) for offer in self.formats]
         for one in self.suggestions:
@@ -86,7 +86,7 @@ class Refusal:
         """The problem and what would fit, in one sentence each."""
         if not isinstance(self.problem, BudgetError):
             return self.problem
-        return type(self.problem)(f"{self.problem}. What would do: {'; '.join(self.ways_out)}")
+        return type(self.problem)(f"{self.problem}. What would do: {'; '.join(self.remedies)}")
 
 
 def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | Refusal:
@@ -102,7 +102,7 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineFigures) -> RunPlan |
 
 
 @contextmanager
-def ways_out(request: RuntimeConfig, machine: MachineFigures, what_to_close: Callable[[], str]) -> Iterator[None]:
+def remedies(request: RuntimeConfig, machine: MachineFigures, what_to_close: Callable[[], str]) -> Iterator[None]:
     """Add to a `BudgetError` from within what would fit the machine in place of the request, and what to close where
     all that is free is too little."""
     try:
@@ -265,11 +265,11 @@ def _smallest(request: RuntimeConfig, machine: MachineFigures) -> Iterator[Chang
     if request.proposed_by == "the draft":
         change, request = without_draft(request)
         changes.append(change)
-    ways = [(changes, request)]
+    options = [(changes, request)]
     if request.vram is not None:
         whole = size_option_down(machine.vram_bytes)  # as much as is typed as it is printed
-        ways.append(([f"--vram {whole}", *changes], replace(request, vram=parse_bytes(whole))))
-    for changes, request in ways:
+        options.append(([f"--vram {whole}", *changes], replace(request, vram=parse_bytes(whole))))
+    for changes, request in options:
         yield " ".join(changes), request
         for change, shorter in _shorter(request, machine):
             yield " ".join([change, *changes]), shorter

@@ -8,7 +8,7 @@ from offload_runtime.runners.graphs import (
     captured_pass_bytes,
     draft_graph_bytes,
     step_graph_bytes,
-    tree_slots,
+    tree_positions,
     warm_up_batches,
     warm_up_lengths,
 )

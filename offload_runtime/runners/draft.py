@@ -23,7 +23,7 @@ from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batc
 from offload_runtime.runners.guess_tree import GuessTree
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput
-from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
+from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder
 
 
@@ -66,7 +66,7 @@ class DraftModel:
         self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
-        self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
+        self._slots = torch.arange(batch, dtype=torch.int32, device=device)
         self.frequencies = RowFrequencies(runner.rows.rope, batch)
         self._rotation = StepRotation(self.frequencies.tensor, runner.rows.rope.scaling)
         # The rows of a later step of a chain, and of the first.
@@ -82,12 +82,12 @@ class DraftModel:
         """
         with self.graphs.eager():
             if self._own_window:
-                for params in DIFFERENT_WAYS[1:]:
+                for params in WARM_UP_SAMPLINGS[1:]:
                     self._take_steps([params], 1)
                 for num_sequences in warm_up_batches(self._batch):
-                    self._take_steps(DIFFERENT_WAYS[:1] * num_sequences, 1)
+                    self._take_steps(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
                 for length in warm_up_lengths(self._capacity_tokens - 1):
-                    self._take_steps(DIFFERENT_WAYS[:1], length)
+                    self._take_steps(WARM_UP_SAMPLINGS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
                 self._catch_up_behind(length)
         if self.choosing is not None:
@@ -96,12 +96,12 @@ class DraftModel:
 
     def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
         """Make a first step and a later one behind texts of so many tokens."""
-        for sequence, params in enumerate(slots):
-            self.join(sequence, params)
-        texts = {sequence: [0] * length for sequence in range(len(slots))}
+        for slot, params in enumerate(slots):
+            self.join(slot, params)
+        texts = {slot: [0] * length for slot in range(len(slots))}
         self.propose(texts, dict.fromkeys(texts, 2))
-        for sequence in texts:
-            self.leave(sequence)
+        for slot in texts:
+            self.leave(slot)
 
     def _catch_up_behind(self, length: int) -> None:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
@@ -114,19 +114,19 @@ class DraftModel:
 
     def forget(self) -> None:
         """Empty the cache."""
-        for sequence in range(self._batch):
-            self.texts.catch_up(sequence, [])
+        for slot in range(self._batch):
+            self.texts.catch_up(slot, [])
 
-    def join(self, sequence: int, params: SamplingParams) -> None:
+    def join(self, slot: int, params: SamplingParams) -> None:
         """From now on a sequence is another one, and its tokens are chosen so."""
-        self._sampling.assign(sequence, params)
-        self.window.join(sequence)
-        self.texts.join(sequence)
+        self._sampling.assign(slot, params)
+        self.window.join(slot)
+        self.texts.join(slot)
 
-    def leave(self, sequence: int) -> None:
+    def leave(self, slot: int) -> None:
         """A sequence has ended, if there was one: steps go on without it."""
-        self._sampling.release(sequence)
-        self.window.leave(sequence)
+        self._sampling.release(slot)
+        self.window.leave(slot)
 
     def room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""
@@ -140,26 +140,26 @@ class DraftModel:
         """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `texts`; fewer at the end of the context
         or where logits are NaN. As many steps as the longest answer has tokens."""
         asked = {s: most for s, tokens in texts.items() if (most := min(counts[s], self.room(len(tokens)))) > 0}
-        proposals: dict[int, list[int]] = {sequence: [] for sequence in texts}
+        proposals: dict[int, list[int]] = {slot: [] for slot in texts}
         if not asked:
             return proposals
-        for sequence in asked:
-            self.texts.catch_up(sequence, texts[sequence])
-        self.window.upload({sequence: _inputs(texts[sequence], count) for sequence, count in asked.items()})
-        self.steps(max(asked.values()), longest={sequence: len(texts[sequence]) for sequence in asked})
+        for slot in asked:
+            self.texts.catch_up(slot, texts[slot])
+        self.window.upload({slot: _inputs(texts[slot], count) for slot, count in asked.items()})
+        self.steps(max(asked.values()), longest={slot: len(texts[slot]) for slot in asked})
         outputs = self.window.read()  # the only wait for the device
-        for sequence, count in asked.items():
-            tokens = texts[sequence]
-            guesses = outputs[sequence].between(len(tokens), len(tokens) + count)
-            self.texts.learned(sequence, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
+        for slot, count in asked.items():
+            tokens = texts[slot]
+            guesses = outputs[slot].between(len(tokens), len(tokens) + count)
+            self.texts.learned(slot, [*tokens[-REWRITTEN_TOKENS:], *guesses[:-1]])
             bad = next((index for index, token in enumerate(guesses) if token < 0), count)
-            proposals[sequence] = guesses[:bad]  # a draft with NaN logits has nothing to say
+            proposals[slot] = guesses[:bad]  # a draft with NaN logits has nothing to say
         return proposals
 
-    def prepare(self, sequence: int, tokens: Sequence[int]) -> None:
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
         if self.room(len(tokens)) > 0:
-            self.texts.catch_up(sequence, tokens)
+            self.texts.catch_up(slot, tokens)
 
     @torch.inference_mode()
     def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
@@ -189,27 +189,26 @@ class DraftModel:
         cache, inputs = self.runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
-            sequence: min(end + tokens, inputs[sequence].last - 1) - self.texts.starts[sequence]
-            for sequence, end in longest.items()
+            slot: min(end + tokens, inputs[slot].last - 1) - self.texts.starts[slot] for slot, end in longest.items()
         }
         reach = max(lengths.values())
         assert steps and reach <= self._max_tokens_with_draft
         if self._device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
             reach = graph_reach(reach, self._max_tokens_with_draft)
-        for sequence, length in lengths.items():
-            self.frequencies.set(sequence, length)
+        for slot, length in lengths.items():
+            self.frequencies.set(slot, length)
         # Where a streaming cache stands; any other one stays where it has been all the time.
         places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
         if places != self._place_host:
             overwrite(self._place, torch.tensor(places, dtype=torch.int32))
             self._place_host = places
-        new = {sequence: length - cache.length(sequence) for sequence, length in lengths.items()}
+        new = {slot: length - cache.length(slot) for slot, length in lengths.items()}
         if self.choosing is not None:
             self.choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
         recorder = self.recorder
-        with recorder.span("draft steps", steps=len(steps), sequences=len(longest)) if recorder else nullcontext():
+        with recorder.span("draft steps", steps=len(steps), slots=len(longest)) if recorder else nullcontext():
             for number, step in enumerate(steps):
                 choice = None if self.choosing is None else self.choosing.begin_step(first=number == 0)
                 key = step.func.__name__, *step.keywords.values(), self.window.num_rows, reach, choice
@@ -224,7 +223,7 @@ class DraftModel:
         cursor = self._cursor[: window.num_rows]
         start = window.end if first else cursor
         logits, step = self._pass(self._chains[first], start, reach)
-        token = sample(logits[:, -1], self._sampling, step.ahead, self._sequences[: window.num_rows])
+        token = sample(logits[:, -1], self._sampling, step.ahead, self._slots[: window.num_rows])
         window.put(start, token[:, None], cursor=cursor)
 
     def _level(self, *, tree: GuessTree, level: int, reach: int) -> None:
@@ -232,9 +231,9 @@ class DraftModel:
         window = self.window
         logits, step = self._pass(tree.drafted[level], window.end, reach)
         if not level:  # all but the newest known token are only fed
-            logits, following, owners = logits[:, -1], step.ahead, self._sequences[: window.num_rows]
+            logits, following, owners = logits[:, -1], step.ahead, self._slots[: window.num_rows]
         else:
-            logits, following, owners = logits.flatten(0, 1), step.following, step.sequences
+            logits, following, owners = logits.flatten(0, 1), step.following, step.slots
         most, chosen = tree.chosen[level]
         if most == 1:
             tokens = sample(logits, self._sampling, following, owners)
@@ -248,7 +247,7 @@ class DraftModel:
             start, layout, self._rotation, last_token=self.texts.last_token,
             place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
-        rows = PassRows.of_step(step, self._sequences[: self.window.num_rows], max_length=reach)
+        rows = PassRows.of_step(step, self._slots[: self.window.num_rows], max_length=reach)
         runner = self.runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         if self._excluded is not None:

@@ -51,9 +51,9 @@ class DraftKVState:
         self._cached: list[list[int]] = [[] for _ in range(batch)]
         self._agreed = [0] * batch  # of every sequence, how many of these have been found to be the text's
 
-    def join(self, sequence: int) -> None:
+    def join(self, slot: int) -> None:
         """From now on a sequence's text is another one; until the next time it only grows."""
-        self._agreed[sequence] = 0
+        self._agreed[slot] = 0
 
     def start_for(self, length: int) -> int:
         """What a streaming cache has let go of once a text has `length` tokens."""
@@ -64,115 +64,115 @@ class DraftKVState:
         return length - self.start_for(length)
 
     @torch.inference_mode()
-    def catch_up(self, sequence: int, tokens: Sequence[int]) -> None:
+    def catch_up(self, slot: int, tokens: Sequence[int]) -> None:
         """Bring the cache to all of `tokens` but those that a first step feeds itself."""
         target = max(0, len(tokens) - REWRITTEN_TOKENS)
-        self._bring(sequence, tokens, min(self._num_shared(sequence, tokens), target), target)
+        self._bring(slot, tokens, min(self._num_shared(slot, tokens), target), target)
 
     @torch.inference_mode()
-    def catch_up_but(self, sequence: int, tokens: Sequence[int], most: int) -> Sequence[int]:
+    def catch_up_but(self, slot: int, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Bring the cache to all of `tokens` but the last one and at most `most` before it, which a step feeds itself.
 
         Returns:
             These.
         """
-        kept = min(self._num_shared(sequence, tokens), len(tokens) - 1)
+        kept = min(self._num_shared(slot, tokens), len(tokens) - 1)
         target = max(kept, len(tokens) - 1 - most)
         if self.streaming is not None and (start := self.start_for(len(tokens))):
             target = max(target, start + self.streaming.sink_tokens)  # sinks are fed when they move, and never again
-        self._bring(sequence, tokens, kept, target)
+        self._bring(slot, tokens, kept, target)
         return tokens[target:]
 
     @torch.inference_mode()
-    def move_on(self, sequence: int) -> None:
+    def move_on(self, slot: int) -> None:
         """Let a streaming cache that holds a whole text let go of what it does not keep of one of this length."""
-        tokens = self._cached[sequence]
-        self._bring(sequence, tokens, len(tokens), len(tokens))
+        tokens = self._cached[slot]
+        self._bring(slot, tokens, len(tokens), len(tokens))
 
-    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+    def holds(self, slot: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""
-        return self._num_shared(sequence, tokens) == len(tokens) == len(self._cached[sequence])
+        return self._num_shared(slot, tokens) == len(tokens) == len(self._cached[slot])
 
-    def num_held(self, sequence: int, tokens: Sequence[int]) -> int:
+    def num_held(self, slot: int, tokens: Sequence[int]) -> int:
         """Leading tokens of a text that the cache holds the keys of, all of which it has kept."""
-        if self.starts[sequence]:
+        if self.starts[slot]:
             return 0
-        self._agreed[sequence] = 0  # it may be another text
-        return min(self._num_shared(sequence, tokens), self._runner.cache.length(sequence))
+        self._agreed[slot] = 0  # it may be another text
+        return min(self._num_shared(slot, tokens), self._runner.cache.length(slot))
 
-    def restored(self, sequence: int, tokens: Sequence[int]) -> None:
+    def restored(self, slot: int, tokens: Sequence[int]) -> None:
         """The cache has been given the keys of these tokens, and of no others."""
-        self._cached[sequence], self._agreed[sequence] = list(tokens), 0
+        self._cached[slot], self._agreed[slot] = list(tokens), 0
 
-    def _num_shared(self, sequence: int, tokens: Sequence[int]) -> int:
+    def _num_shared(self, slot: int, tokens: Sequence[int]) -> int:
         """Leading tokens of a text whose keys the cache holds. What was compared before is not looked at again: a text
         of 120K tokens would take longer than a step."""
-        cached = self._cached[sequence]
+        cached = self._cached[slot]
         length = min(len(cached), len(tokens))
-        places = range(min(self._agreed[sequence], length), length)
-        self._agreed[sequence] = next((place for place in places if cached[place] != tokens[place]), length)
-        return self._agreed[sequence]
+        places = range(min(self._agreed[slot], length), length)
+        self._agreed[slot] = next((place for place in places if cached[place] != tokens[place]), length)
+        return self._agreed[slot]
 
-    def _bring(self, sequence: int, tokens: Sequence[int], kept: int, target: int) -> None:
+    def _bring(self, slot: int, tokens: Sequence[int], kept: int, target: int) -> None:
         """Bring the cache to the first `target` of `tokens`, of which it keeps the first `kept`."""
         # First, so that an interruption never leaves it longer than the cache.
-        cached, self._cached[sequence] = self._cached[sequence], []
+        cached, self._cached[slot] = self._cached[slot], []
         del cached[kept:]
         start, sink_tokens = self.start_for(len(tokens)), 0 if self.streaming is None else self.streaming.sink_tokens
         # A streaming cache has let go of what it should hold, or would be fed too much at a time; a prompt, of which it
         # lets go of nothing, is rotated by its indices.
         too_far = start > 0 and (kept < start + sink_tokens or len(tokens) - kept > CATCH_UP_TOKENS)
-        if too_far or start < self.starts[sequence]:
+        if too_far or start < self.starts[slot]:
             # It is prefilled with what it keeps, and nothing else.
             assert self.streaming is not None
-            self.streaming.reset(sequence, start)
+            self.streaming.reset(slot, start)
             positions = kept_positions(target, start, sink_tokens)
             if positions:
-                self._runner.prefill(sequence, self._clamped([tokens[position] for position in positions]))
+                self._runner.prefill(slot, self._clamped([tokens[position] for position in positions]))
         else:
-            if start > self.starts[sequence]:
-                self._let_go(sequence, cached, start)
-            self._set_length(sequence, kept)
-            self._cached[sequence] = cached
-            self._feed(sequence, tokens[kept:target])
+            if start > self.starts[slot]:
+                self._let_go(slot, cached, start)
+            self._set_length(slot, kept)
+            self._cached[slot] = cached
+            self._feed(slot, tokens[kept:target])
         cached += tokens[kept:target]
-        self._cached[sequence], self._agreed[sequence] = cached, target
+        self._cached[slot], self._agreed[slot] = cached, target
 
-    def learned(self, sequence: int, newest: Sequence[int]) -> None:
+    def learned(self, slot: int, newest: Sequence[int]) -> None:
         """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
-        self._set_length(sequence, len(self._cached[sequence]) + len(newest))
-        self._cached[sequence] += newest
+        self._set_length(slot, len(self._cached[slot]) + len(newest))
+        self._cached[slot] += newest
 
-    def _set_length(self, sequence: int, length: int) -> None:
+    def _set_length(self, slot: int, length: int) -> None:
         """Let the cache hold the sequence's first `length` tokens, whose keys have been written."""
-        cache, length = self._runner.cache, length - self.starts[sequence]
-        if length < cache.length(sequence):
-            cache.truncate(sequence, length)
+        cache, length = self._runner.cache, length - self.starts[slot]
+        if length < cache.length(slot):
+            cache.truncate(slot, length)
         else:
-            cache.commit(sequence, length - cache.length(sequence))
+            cache.commit(slot, length - cache.length(slot))
 
-    def _let_go(self, sequence: int, tokens: Sequence[int], start: int) -> None:
+    def _let_go(self, slot: int, tokens: Sequence[int], start: int) -> None:
         """Move a streaming cache on, and compute its sinks where they now belong."""
         cache = self.streaming
         assert cache is not None
-        self._set_length(sequence, len(tokens))
-        cache.move(sequence, start)
+        self._set_length(slot, len(tokens))
+        cache.move(slot, start)
         sinks = Window(tuple(self._clamped(tokens[: cache.sink_tokens])))
-        cache.begin_window([sequence], [0])  # over what is in the cache already
-        rows = self._runner.rows.build([sinks], [0], [sequence], rope_shift=cache.rope_shifts[sequence])
+        cache.begin_window([slot], [0])  # over what is in the cache already
+        rows = self._runner.rows.build([sinks], [0], [slot], rope_shift=cache.rope_shifts[slot])
         self._runner.run_rows(rows)
 
-    def _feed(self, sequence: int, tokens: Sequence[int]) -> None:
+    def _feed(self, slot: int, tokens: Sequence[int]) -> None:
         """Put tokens behind those in the cache."""
         cache, new = self._runner.cache, self._clamped(tokens)
         if len(new) > CATCH_UP_TOKENS:
-            self._runner.prefill(sequence, new)
+            self._runner.prefill(slot, new)
         elif new:
-            cache.begin_window([sequence], [len(new)])
-            committed, shift = cache.length(sequence), self.rope_shifts[sequence]
-            rows = self._runner.rows.build([Window(tuple(new))], [committed], [sequence], rope_shift=shift)
+            cache.begin_window([slot], [len(new)])
+            committed, shift = cache.length(slot), self.rope_shifts[slot]
+            rows = self._runner.rows.build([Window(tuple(new))], [committed], [slot], rope_shift=shift)
             self._runner.run_rows(rows)
-            cache.commit(sequence, len(new))
+            cache.commit(slot, len(new))
 
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
         """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""

@@ -1,7 +1,7 @@
 """The draft over a tree: one step says for up to 32 nodes of all sequences together what may follow each of them.
 
 Where keys lie: those of the known text, its last token included, at their own places; those of a node of the tree in a
-spare slot behind all places of the cache, for as long as the node lives. So a tree that grows and a text that grows
+spare position behind all others of the cache, for as long as the node lives. So a tree that grows and a text that grows
 never touch, nodes that survive are never written again, and a path that came true is copied to its places in one launch
 (`adopt`). What is known of a text but has no keys yet rides along in the first step behind it.
 """
@@ -28,7 +28,7 @@ from offload_runtime.runners.draft_kv import DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import (
     CHILDREN,
     MOST_DEPTH,
-    MOST_SPINE,
+    MOST_GREEDY_STEPS,
     NARROW_ROWS,
     STEP_ROWS,
     StepGraphs,
@@ -38,7 +38,7 @@ from offload_runtime.runners.graphs import (
     tree_input_words,
 )
 from offload_runtime.runners.target import ModelRunner, window_pass
-from offload_runtime.sampling import DIFFERENT_WAYS, SlotSampling, perturbed_logits, sample
+from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.
@@ -47,25 +47,25 @@ _MOST_FED = 3
 
 @dataclass(frozen=True)
 class Branch:
-    """A node to be expanded: what it says, and the slots of the nodes from below the root to itself, by their numbers.
+    """A node to be expanded: its token, and the places of the nodes from below the root to itself, by their numbers.
 
-    Without slots it is the root, the text's last token.
+    Without places it is the root, the text's last token.
     """
 
     token: int
-    slots: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Asked:
     """What a step is to find out about one sequence: its text, and nodes of its tree, parents before their children.
 
-    `spine` are slots for what follows the last of them: its best child, the best child of that, and so on.
+    `greedy_places` are for what follows the last of them: its best child, the best child of that, and so on.
     """
 
     text: Sequence[int]
     branches: Sequence[Branch]
-    spine: Sequence[int] = ()
+    greedy_places: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Children:
 class StepLine:
     """The rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
 
-    Positions, slots and `committed` are the cache's: the text's less what a streaming cache has let go of.
+    Positions, `cache_positions` and `committed` are the cache's: the text's less what a streaming cache has let go of.
     """
 
-    sequence: int
+    slot: int
     tokens: list[int]
     positions: list[int]
-    slots: list[int]
+    cache_positions: list[int]
     paths: list[list[int]]
     fed: int
     committed: int
@@ -94,7 +94,7 @@ class StepLine:
 
 def grows_trees(cache: object) -> TypeGuard[DeviceKVCache | StreamingDraftCache]:
     """Whether a draft's cache has places for what may become part of a text."""
-    return isinstance(cache, (DeviceKVCache, StreamingDraftCache)) and len(cache.spare_slots) > 0
+    return isinstance(cache, (DeviceKVCache, StreamingDraftCache)) and len(cache.spare_positions) > 0
 
 
 class DraftTree:
@@ -105,7 +105,7 @@ class DraftTree:
 
     Args:
         runner: Of the small model, all layers resident; its cache keeps all tokens, or the first and newest ones, and
-            has spare slots.
+            has spare positions.
         texts: What the cache holds, shared with whoever else drafts with it.
         vocab_size: What the draft may propose are ids below this,
         excluded: but for these, which mean something else in the target, or nothing.
@@ -114,7 +114,7 @@ class DraftTree:
         fixed_shapes: Whether steps are rounded up to a few shapes; None on CUDA only, where each is a graph.
 
     Attributes:
-        num_slots: Nodes of a sequence that can have keys at a time.
+        num_places: Nodes of a sequence that can have keys at a time.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DraftTree:
         cache = runner.cache
         assert grows_trees(cache)
         self._runner, self._cache, self.texts = runner, cache, texts
-        self.num_slots = len(cache.spare_slots)
+        self.num_places = len(cache.spare_positions)
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
         draft_vocab_size = runner.decoder.config.vocab_size
         self._vocab_size, self._children = vocab_size, min(CHILDREN, vocab_size, draft_vocab_size)
@@ -144,7 +144,7 @@ class DraftTree:
         self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=locked)
         self._is_running = False  # the last step may not have fetched its inputs yet
-        outputs = rows + MOST_SPINE * batch
+        outputs = rows + MOST_GREEDY_STEPS * batch
         self._outputs = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, device=device)
         self._outputs_pinned = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, pin_memory=locked)
         self._inputs_host, self._outputs_host = self._inputs_pinned.numpy(), self._outputs_pinned.numpy()
@@ -159,58 +159,60 @@ class DraftTree:
         """Most rows of each sequence in a step that serves so many."""
         return max(1, STEP_ROWS // num_sequences)
 
-    def join(self, sequence: int, params: SamplingParams) -> None:
+    def join(self, slot: int, params: SamplingParams) -> None:
         """From now on a sequence is another one, and scored so."""
-        self._sampling.assign(sequence, params)
-        self.texts.join(sequence)
+        self._sampling.assign(slot, params)
+        self.texts.join(slot)
 
-    def leave(self, sequence: int) -> None:
+    def leave(self, slot: int) -> None:
         """A sequence has ended, if there was one."""
-        self._sampling.release(sequence)
+        self._sampling.release(slot)
 
-    def holds(self, sequence: int, tokens: Sequence[int]) -> bool:
+    def holds(self, slot: int, tokens: Sequence[int]) -> bool:
         """Whether the cache has the keys of exactly these tokens."""
-        return self.texts.holds(sequence, tokens)
+        return self.texts.holds(slot, tokens)
 
-    def adopt(self, sequence: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
+    def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
         """The text whose keys the cache holds has gone on with nodes of the tree: move their keys to their places."""
-        self._cache.adopt(sequence, [self._cache.spare_slots[slot] for slot in slots], self._cache.length(sequence))
-        self.texts.learned(sequence, tokens)
-        self.texts.move_on(sequence)
+        spare = self._cache.spare_positions
+        self._cache.adopt(slot, [spare[place] for place in places], self._cache.length(slot))
+        self.texts.learned(slot, tokens)
+        self.texts.move_on(slot)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the steps of all shapes, which would hold up the first windows, as far as no filter is asked for.
 
-        On the CPU there is nothing to do. Leaves keys in the first spare slot alone.
+        On the CPU there is nothing to do. Leaves keys in the first spare position alone.
         """
         if not self._fixed_shapes:
             return
         self._cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
-        count, spines = self._batch, [self._cache.spare_slots[:1]] * self._batch
+        count, greedy = self._batch, [self._cache.spare_positions[:1]] * self._batch
         nothing = [StepLine(s, [], [], [], [], fed=0, committed=0) for s in range(count)]
         steps = [
             (make, shape)
             for shape in captured_shapes(count, width=self.width(count), capacity_tokens=self._cache.capacity_tokens)
-            for make in ((self._nodes_step, self._spine_step) if shape.width <= NARROW_ROWS else (self._nodes_step,))
+            for make in ((self._nodes_step, self._greedy_step) if shape.width <= NARROW_ROWS else (self._nodes_step,))
         ]
         with self.graphs.eager():  # compiles
-            for params in DIFFERENT_WAYS:
-                for sequence in range(count):
-                    self.join(sequence, params)
+            for params in WARM_UP_SAMPLINGS:
+                for slot in range(count):
+                    self.join(slot, params)
                 for make, shape in steps:
-                    self._lay_out(nothing, spines, shape)
-                    self._run(make, shape)  # a spine's goes by what the nodes' before it has fetched
-        for sequence in range(count):
-            self.leave(sequence)  # without filters
+                    self._lay_out(nothing, greedy, shape)
+                    self._run(make, shape)  # a greedy step goes by what the nodes' before it has fetched
+        for slot in range(count):
+            self.leave(slot)  # without filters
         for make, shape in steps:
             self.graphs.capture(self._key(make, shape), partial(make, shape))
-        self._cache.adopt(0, self._cache.spare_slots[:1], 0)
+        self._cache.adopt(0, self._cache.spare_positions[:1], 0)
         self._wait()
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        """What may follow some nodes, in one step, and down their spines, in a step for each of its nodes. Waits.
+        """What may follow some nodes, in one step, and down the greedy path behind the last of them, a step for each of
+        its nodes. Waits.
 
         Args:
             asked: By sequence. A root that has not been expanded comes first; what was is not asked again. Spines are
@@ -218,23 +220,24 @@ class DraftTree:
 
         Returns:
             For each sequence what follows its nodes, or the first of them that there was room for, then what follows
-            those of its spine. A node whose logits are NaN has no children.
+            those of its greedy path. A node whose logits are NaN has no children.
         """
         width = self.width(len(asked))
-        lines = [self._line(sequence, one, width) for sequence, one in asked.items()]
+        lines = [self._line(slot, one, width) for slot, one in asked.items()]
         self._cache.begin_window(list(asked), [line.fed for line in lines])
-        further = min(len(one.spine) for one in asked.values())
+        further = min(len(one.greedy_places) for one in asked.values())
         ends = [line.positions[-1] + 1 for line in lines]
         if any(self._rope.frequency_set(end) != self._rope.frequency_set(end + further) for end in ends):
             further = 0  # a row's frequencies are those of one length
         shape = self._shape(lines, width, further)
-        spines = [[self._cache.spare_slots[slot] for slot in one.spine[:further]] for one in asked.values()]
+        spare = self._cache.spare_positions
+        greedy = [[spare[place] for place in one.greedy_places[:further]] for one in asked.values()]
         recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
-        with recorder.span("tree step", rows=asked_rows, spine=further) if recorder else nullcontext():
-            self._lay_out(lines, spines, shape)
+        with recorder.span("tree step", rows=asked_rows, greedy_steps=further) if recorder else nullcontext():
+            self._lay_out(lines, greedy, shape)
             self._run(self._nodes_step, shape)
             for _ in range(further):
-                self._run(self._spine_step, shape)
+                self._run(self._greedy_step, shape)
         self._wait()
         outputs = self._outputs_host[: shape.num_rows + further * shape.batch]
         tokens = outputs[:, : self._children].tolist()
@@ -242,33 +245,34 @@ class DraftTree:
         answers: dict[int, list[Children]] = {}
         for number, line in enumerate(lines):
             if line.fed:
-                self.texts.learned(line.sequence, asked[line.sequence].text[-line.fed :])
+                self.texts.learned(line.slot, asked[line.slot].text[-line.fed :])
             # The last of the known tokens is the root where that is asked about.
             first = number * shape.width + max(0, line.fed - 1)
             last = number * shape.width + len(line.tokens)
             rows = [*range(first, last), *range(shape.num_rows + number, len(tokens), shape.batch)]
-            answers[line.sequence] = [_children(tokens[row], scores[row]) for row in rows]
+            answers[line.slot] = [_children(tokens[row], scores[row]) for row in rows]
         return answers
 
-    def _line(self, sequence: int, asked: Asked, width: int) -> StepLine:
+    def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Rows of one sequence, after the cache has caught up with most of its text."""
         text, branches = asked.text, asked.branches
         fed: Sequence[int] = ()
-        if not branches[0].slots:
+        if not branches[0].places:
             # The root's own keys are written in any case, so that it always is the last of these rows.
-            fed = self.texts.catch_up_but(sequence, text, min(_MOST_FED, width - 1))
+            fed = self.texts.catch_up_but(slot, text, min(_MOST_FED, width - 1))
             branches = branches[1:]
-        branches = branches[: (min(width, NARROW_ROWS) if asked.spine else width) - len(fed)]
-        slots = [[self._cache.spare_slots[slot] for slot in branch.slots] for branch in branches]
-        assert all(path and len(path) <= MOST_DEPTH for path in slots)
-        end = len(text) - self.texts.starts[sequence]
+        branches = branches[: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
+        spare = self._cache.spare_positions
+        branch_paths = [[spare[place] for place in branch.places] for branch in branches]
+        assert all(path and len(path) <= MOST_DEPTH for path in branch_paths)
+        end = len(text) - self.texts.starts[slot]
         indices = list(range(end - len(fed), end))
         return StepLine(
-            sequence,
+            slot,
             tokens=[min(token, self.texts.last_token) for token in (*fed, *(branch.token for branch in branches))],
-            positions=[*indices, *(end - 1 + len(path) for path in slots)],
-            slots=[*indices, *(path[-1] for path in slots)],
-            paths=[*([] for _ in indices), *slots],
+            positions=[*indices, *(end - 1 + len(path) for path in branch_paths)],
+            cache_positions=[*indices, *(path[-1] for path in branch_paths)],
+            paths=[*([] for _ in indices), *branch_paths],
             fed=len(fed),
             committed=end,
         )
@@ -281,29 +285,33 @@ class DraftTree:
             return shape
         return captured_shape(shape, width=width, capacity_tokens=self._cache.capacity_tokens)
 
-    def _lay_out(self, lines: Sequence[StepLine], spines: Sequence[Sequence[int]], shape: PassShape) -> None:
+    def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: PassShape) -> None:
         """Write what the next step is about to where it will fetch it."""
         if self._is_running:  # the step before was interrupted
             self._wait()
         self._is_running = True
         sizes = tree_input_sizes(shape)
         parts = unpack(self._inputs_host, sizes)
-        tokens, positions, slots, owners, sequences, committed, ancestors, *of_lines, spine_slots, _ = parts
-        paths, spine_slots = ancestors.reshape(-1, shape.depth), spine_slots.reshape(MOST_SPINE, shape.batch)
+        tokens, positions, cache_positions, owners, slots, committed, ancestors, *of_lines, greedy_positions, _ = parts
+        paths, greedy_positions = (
+            ancestors.reshape(-1, shape.depth),
+            greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch),
+        )
         self._inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
-        for number, (line, spine) in enumerate(zip(lines, spines, strict=True)):
+        for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):
             first = number * shape.width
             last = first + len(line.tokens)
-            tokens[first:last], positions[first:last], slots[first:last] = line.tokens, line.positions, line.slots
-            owners[first : first + shape.width] = line.sequence
+            tokens[first:last], positions[first:last] = line.tokens, line.positions
+            cache_positions[first:last] = line.cache_positions
+            owners[first : first + shape.width] = line.slot
             for row, path in enumerate(line.paths, first):
                 paths[row, : len(path)] = path
-            start, rope_shift = self.texts.starts[line.sequence], self.texts.rope_shifts[line.sequence]
-            values = (line.sequence, line.committed, start, rope_shift, max(first, last - 1))
-            for part, value in zip((sequences, committed, *of_lines), values, strict=True):
+            start, rope_shift = self.texts.starts[line.slot], self.texts.rope_shifts[line.slot]
+            values = (line.slot, line.committed, start, rope_shift, max(first, last - 1))
+            for part, value in zip((slots, committed, *of_lines), values, strict=True):
                 part[number] = value
-            spine_slots[: len(spine), number] = spine
+            greedy_positions[: len(following), number] = following
         self._frequencies.set_rows(positions.tolist())
 
     def _wait(self) -> None:
@@ -332,23 +340,24 @@ class DraftTree:
         self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
         self._show(0, shape.num_rows)
 
-    def _spine_step(self, shape: PassShape) -> None:
-        """Go on from each sequence's last row with its best child, whose keys go to the next slot of its spine; its own
-        children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
+    def _greedy_step(self, shape: PassShape) -> None:
+        """Go on from each sequence's last row with its best child, whose keys go to the next of its greedy positions;
+        its own children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
         batch, num_rows, answer = shape.batch, shape.num_rows, self._last_outputs[: shape.batch]
-        tokens, positions, slots, _, _, committed, ancestors, _, _, last, spine_slots, steps_done = self._parts(shape)
+        tokens, positions, cache_positions, _, _, committed, ancestors, *rest = self._parts(shape)
+        _, _, last, greedy_positions, steps_done = rest
         live, step = last.long(), steps_done.long()  # [B], [1]
-        position, (slot,) = positions[live] + 1, spine_slots.view(MOST_SPINE, batch)[step]
+        position, (cache_position,) = positions[live] + 1, greedy_positions.view(MOST_GREEDY_STEPS, batch)[step]
         positions.fill_(-1)  # all other rows only fill up
-        positions[live], slots[live] = position, slot
+        positions[live], cache_positions[live] = position, cache_position
         tokens[live] = answer[:, 0].clamp(0, self.texts.last_token)
-        ancestors.view(num_rows, shape.depth)[live, (position - committed).long()] = slot
+        ancestors.view(num_rows, shape.depth)[live, (position - committed).long()] = cache_position
         self._pass(shape)
         self._choose(shape, live, answer)
-        found = self._outputs[num_rows : num_rows + MOST_SPINE * batch].view(MOST_SPINE, batch, -1)
+        found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
         found.index_copy_(0, step, answer[None])
         steps_done += 1
-        self._show(num_rows, num_rows + MOST_SPINE * batch)
+        self._show(num_rows, num_rows + MOST_GREEDY_STEPS * batch)
 
     def _show(self, first: int, last: int) -> None:
         """Write some of the outputs to where the host finds them."""

@@ -32,7 +32,7 @@ _PRODUCT_ROWS = 8
 # card rarely have more.
 CAPTURED_ROWS = 64
 # Nodes of a spine behind its first one: so many more steps before the host looks at them.
-MOST_SPINE = 7
+MOST_GREEDY_STEPS = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
 # A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, and those that it
@@ -56,7 +56,7 @@ class StepGraphs:
 
     Args:
         device: Where steps begin and end. On the CPU every run is an ordinary one.
-        others: Devices that steps hop to.
+        others: Devices that steps cross to.
         most_graphs: Beyond these the one that was not used for longest is dropped.
     """
 
@@ -260,7 +260,7 @@ def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[Pas
 def tree_input_sizes(shape: PassShape) -> list[int]:
     """Integers of each part of the inputs of a step over trees: those of a pass; of each sequence its start, RoPE shift
     and last row; slots of the spines by step; how many of their steps have been made."""
-    return [*shape.sizes, *[shape.batch] * 3, MOST_SPINE * shape.batch, 1]
+    return [*shape.sizes, *[shape.batch] * 3, MOST_GREEDY_STEPS * shape.batch, 1]
 
 
 def tree_input_words(batch: int) -> int:
@@ -268,7 +268,7 @@ def tree_input_words(batch: int) -> int:
     return packed_words(tree_input_sizes(PassShape(batch, -(-STEP_ROWS // batch), MOST_DEPTH, 0)))
 
 
-def tree_slots(tree_nodes: int) -> int:
+def tree_positions(tree_nodes: int) -> int:
     """Spare slots of each sequence for proposals of `tree_nodes`.
 
     Nodes of a window, mostly as many as it has, and many times as many of what is drafted past it while it is
@@ -286,7 +286,7 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, bat
         rows = max(STEP_ROWS, batch)
         nbytes += step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
         # What a `DraftTree` has besides the cache and what a step computes on its way.
-        outputs = (rows + (MOST_SPINE + 1) * batch) * 2 * CHILDREN
+        outputs = (rows + (MOST_GREEDY_STEPS + 1) * batch) * 2 * CHILDREN
         words = tree_input_words(batch) + outputs + rows * config.head_dim // 2
         nbytes += 4 * words + rows * config.vocab_size * element_bytes
     return nbytes

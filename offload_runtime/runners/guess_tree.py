@@ -23,7 +23,7 @@ MOST_LEVELS = 7
 # Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
 _CHEAP_ROWS, _LEAST_GUESSES = 64, 4
 # Of a tree and the tokens that are written anew: `attend_sources` has a bit for each.
-_MOST_SLOTS = 64
+_MOST_POSITIONS = 64
 
 
 class GuessTree:
@@ -74,12 +74,17 @@ class GuessTree:
                 self.drafted.append(StepLayout(ints(above), positions, len(above), 0, asked))
         # The trunk ends with the newest known token, whose row is the first; the rest of it is written anew.
         trunk = list(range(-1 - self.num_levels, 0))
-        assert len(trunk) + count <= _MOST_SLOTS, f"{count} nodes in {self.num_levels} levels"
+        assert len(trunk) + count <= _MOST_POSITIONS, f"{count} nodes in {self.num_levels} levels"
         rows = [(-1, -1, trunk), *((node, depths[node] - 1, trunk + paths[node]) for node in range(count))]
-        rows += [(slot, slot, trunk[: index + 1]) for index, slot in enumerate(trunk[:-1])]
-        ways = ints([way + way[-1:] * (2 * self.num_levels + 1 - len(way)) for *_, way in rows])
-        slots, stands = ints([slot for slot, *_ in rows]), ints([position for _, position, _ in rows])
-        self.verified = StepLayout(slots, stands, 1, trunk[0], ways)
+        rows += [
+            (cache_position, cache_position, trunk[: index + 1]) for index, cache_position in enumerate(trunk[:-1])
+        ]
+        ancestors = ints([path_of + path_of[-1:] * (2 * self.num_levels + 1 - len(path_of)) for *_, path_of in rows])
+        cache_positions, stands = (
+            ints([cache_position for cache_position, *_ in rows]),
+            ints([position for _, position, _ in rows]),
+        )
+        self.verified = StepLayout(cache_positions, stands, 1, trunk[0], ancestors)
         bits = [sum(1 << node for node in path) for path in paths]
         self.links = TreeLinks(ints([parent + 1 for parent in parents]), ints(bits, torch.int64), ints(depths))
 

@@ -54,24 +54,24 @@ class RetrievalVerifier:
         self._last_token = decoder.config.vocab_size - 1
         self.graphs = StepGraphs(device, decoder.partition.devices[1:])
         self._sampling = SlotSampling(batch, device)
-        self._sequences = torch.arange(batch, dtype=torch.int32, device=device)
+        self._slots = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, rope.scaling)
         self._counts = torch.zeros(batch, 2, dtype=torch.int64, device=device)  # steps, accepted proposals
         self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
 
     @torch.inference_mode()
-    def join(self, sequence: int, params: SamplingParams) -> None:
+    def join(self, slot: int, params: SamplingParams) -> None:
         """From now on a sequence is another one, and its tokens are chosen so."""
-        self._sampling.assign(sequence, params)
-        self.window.join(sequence)
-        self.cache.forget(sequence)
-        self._counts[sequence].zero_()
+        self._sampling.assign(slot, params)
+        self.window.join(slot)
+        self.cache.forget(slot)
+        self._counts[slot].zero_()
 
-    def leave(self, sequence: int) -> None:
+    def leave(self, slot: int) -> None:
         """A sequence has ended, if there was one: steps go on without it."""
-        self._sampling.release(sequence)
-        self.window.leave(sequence)
+        self._sampling.release(slot)
+        self.window.leave(slot)
 
     @property
     def counts(self) -> list[tuple[int, int]]:
@@ -82,8 +82,8 @@ class RetrievalVerifier:
     def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         """Steps will put up to `counts[s]` tokens behind the `lengths[s]` of sequence s, while all others stand still;
         whether the chunks must be chosen anew."""
-        for sequence, length in lengths.items():
-            self._frequencies.set(sequence, length)
+        for slot, length in lengths.items():
+            self._frequencies.set(slot, length)
         return self.cache.begin_steps(range(self.window.num_rows), counts)
 
     @torch.inference_mode()
@@ -103,12 +103,12 @@ class RetrievalVerifier:
         """Captured: no tensor of the host."""
         window = self.window
         step = window.rows(window.end, tree.verified, self._rotation, last_token=self._last_token, skip_committed=True)
-        rows = PassRows.of_step(step, self._sequences[: window.num_rows], max_length=self._max_tokens_with_draft)
+        rows = PassRows.of_step(step, self._slots[: window.num_rows], max_length=self._max_tokens_with_draft)
         logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
-        samples = sample(logits, self._sampling, step.following, step.sequences)
+        samples = sample(logits, self._sampling, step.following, step.slots)
         # Where the target says something else it mostly is what comes next here.
         without_samples = logits.scatter_(1, samples.clamp_min(0)[:, None], -torch.inf)
-        second_samples = sample(without_samples, self._sampling, step.following, step.sequences)
+        second_samples = sample(without_samples, self._sampling, step.following, step.slots)
         rows_of = (window.num_rows, -1)
         window.accept(samples.view(rows_of), second_samples.view(rows_of), self._counts, tree.links)
 

@@ -23,16 +23,16 @@ from offload_runtime.grammar import token_masks
 from offload_runtime.kv import KVCache, LayerCache
 from offload_runtime.memory import (
     Card,
-    Departure,
     LayerPartition,
-    arrive,
-    depart,
-    hop,
-    landing_bytes,
+    Transfer,
+    aligned_bytes,
     on_card,
     pack,
     pack_words,
     packed_words,
+    receive,
+    send,
+    transfer,
     unpack,
     upload,
 )
@@ -97,7 +97,7 @@ def workspace_bytes(
 class Prompt(NamedTuple):
     """Tokens, at least one, that a pass puts behind the committed ones of a sequence; only the last one decides."""
 
-    sequence: int
+    slot: int
     tokens: Sequence[int]
 
 
@@ -138,7 +138,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, sequence: int, tokens: Sequence[int], on_layer: OnLayer | None = None, *,
+        self, slot: int, tokens: Sequence[int], on_layer: OnLayer | None = None, *,
         layers: Layers | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Put a prompt, or the rest of one, into the cache and commit it.
@@ -157,11 +157,11 @@ class ModelRunner:
         """
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
-        self.cache.begin_prefill(sequence, len(tokens))
-        pieces = self._pieces(Prompt(sequence, tokens), row=0)
+        self.cache.begin_prefill(slot, len(tokens))
+        pieces = self._pieces(Prompt(slot, tokens), row=0)
         (residual,) = self._run(pieces, [len(pieces) - 1], on_layer, layers)
         logits = self.decoder.head(residual[-1:])
-        self.cache.end_prefill(sequence, len(tokens))
+        self.cache.end_prefill(slot, len(tokens))
         self._end([], [len(tokens)])
         return logits
 
@@ -179,7 +179,7 @@ class ModelRunner:
     def _pieces(self, prompt: Prompt, *, row: int) -> list[PassRows]:
         """The rows of a prompt, which the pass calls batch row `row` of the cache."""
         assert prompt.tokens
-        start, step, tokens = self.cache.length(prompt.sequence), self.chunk_tokens, prompt.tokens
+        start, step, tokens = self.cache.length(prompt.slot), self.chunk_tokens, prompt.tokens
         return [
             self.rows.build(
                 [Window(tuple(tokens[at : at + step]))], [start + at], [row], prompt_length=start + len(tokens)
@@ -194,7 +194,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def read(
-        self, prompts: Sequence[Prompt], windows: Sequence[Window] = (), sequences: Sequence[int] = (),
+        self, prompts: Sequence[Prompt], windows: Sequence[Window] = (), slots: Sequence[int] = (),
         on_layer: OnLayer | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """One pass that puts prompts into the cache and commits them, and over windows of other sequences, which it
@@ -216,11 +216,11 @@ class ModelRunner:
             return self.prefill(*prompts[0], on_layer)
         assert self.cache.mixes
         widths, lengths = ([len(one.tokens) for one in many] for many in (windows, prompts))
-        committed = self._begin([*sequences, *(prompt.sequence for prompt in prompts)], widths + lengths)
-        pieces = [self._pieces(prompt, row=prompt.sequence) for prompt in prompts]
+        committed = self._begin([*slots, *(prompt.slot for prompt in prompts)], widths + lengths)
+        pieces = [self._pieces(prompt, row=prompt.slot) for prompt in prompts]
         last = [count - 1 for count in accumulate(map(len, pieces))]
         if windows:
-            pieces.append([self.rows.build(windows, committed[: len(windows)], sequences)])
+            pieces.append([self.rows.build(windows, committed[: len(windows)], slots)])
             last.append(last[-1] + 1)
         residuals = self._run([*chain(*pieces)], last, on_layer)
         decisive = [residual[-1:] for residual in residuals[: len(prompts)]]
@@ -229,12 +229,12 @@ class ModelRunner:
             decisive.insert(0, _present(residuals[-1], range(0, height, height // len(windows)), windows))
         logits = self.decoder.head(torch.cat(decisive))
         for prompt in prompts:
-            self.cache.commit(prompt.sequence, len(prompt.tokens))
+            self.cache.commit(prompt.slot, len(prompt.tokens))
         self._end(widths, lengths)
         return logits
 
     @torch.inference_mode()
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
+    def verify(self, windows: Sequence[Window], slots: Sequence[int]) -> torch.Tensor:
         """One pass over a window per sequence; nothing is committed.
 
         Args:
@@ -248,20 +248,20 @@ class ModelRunner:
             ContextLengthError, BudgetError: The cache has no room for a window.
         """
         lengths = [len(window.tokens) for window in windows]
-        committed = self._begin(sequences, lengths)
+        committed = self._begin(slots, lengths)
         captured, recorder = self.captured, self.recorder
-        decision = None if captured is None else captured.run(windows, committed, sequences, recorder=recorder)
+        decision = None if captured is None else captured.run(windows, committed, slots, recorder=recorder)
         if decision is not None:
             logits = _present(decision.logits, decision.firsts, windows)
         else:
-            logits = self.run_rows(self.rows.build(windows, committed, sequences))
+            logits = self.run_rows(self.rows.build(windows, committed, slots))
             if len(logits) > sum(lengths):
                 logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
         self._end(lengths, [])
         return logits
 
     def decide(
-        self, windows: Sequence[Window], sequences: Sequence[int], sampling: SlotSampling,
+        self, windows: Sequence[Window], slots: Sequence[int], sampling: SlotSampling,
         prompts: Sequence[Prompt] = (), on_layer: OnLayer | None = None,
     ) -> Decision:  # fmt: skip
         """One pass over a window per sequence, and the token behind each of its rows; nothing of them is committed.
@@ -277,27 +277,27 @@ class ModelRunner:
                 which would need graphs of its own.
         """
         if prompts:
-            logits = self.read(prompts, windows, sequences, on_layer)
-            committed = [self.cache.length(sequence) for sequence in sequences]
-            committed += [self.cache.length(prompt.sequence) - 1 for prompt in prompts]
-            windows, owners = [*windows, *(Window((0,)) for _ in prompts)], (prompt.sequence for prompt in prompts)
-            return decided(logits, sampling, windows, [*sequences, *owners], committed)
+            logits = self.read(prompts, windows, slots, on_layer)
+            committed = [self.cache.length(slot) for slot in slots]
+            committed += [self.cache.length(prompt.slot) - 1 for prompt in prompts]
+            windows, owners = [*windows, *(Window((0,)) for _ in prompts)], (prompt.slot for prompt in prompts)
+            return decided(logits, sampling, windows, [*slots, *owners], committed)
         if self.captured is not None and sampling.is_plain:
             lengths = [len(window.tokens) for window in windows]
-            committed = self._begin(sequences, lengths)
-            decision = self.captured.run(windows, committed, sequences, sampling, self.recorder)
+            committed = self._begin(slots, lengths)
+            decision = self.captured.run(windows, committed, slots, sampling, self.recorder)
             if decision is not None:
                 self._end(lengths, [])
                 return decision
-        logits = self.verify(windows, sequences)
-        return decided(logits, sampling, windows, sequences, [self.cache.length(sequence) for sequence in sequences])
+        logits = self.verify(windows, slots)
+        return decided(logits, sampling, windows, slots, [self.cache.length(slot) for slot in slots])
 
-    def _begin(self, sequences: Sequence[int], lengths: list[int]) -> list[int]:
+    def _begin(self, slots: Sequence[int], lengths: list[int]) -> list[int]:
         """A pass of so many tokens behind sequences begins: the committed tokens of each."""
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
-        self.cache.begin_window(sequences, lengths)
-        return [self.cache.length(sequence) for sequence in sequences]
+        self.cache.begin_window(slots, lengths)
+        return [self.cache.length(slot) for slot in slots]
 
     def _end(self, widths: list[int], prompts: list[int]) -> None:
         """It has been enqueued, with windows and prompts of so many tokens."""
@@ -328,7 +328,7 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassR
 
 
 def decided(
-    logits: torch.Tensor, sampling: SlotSampling, windows: Sequence[Window], sequences: Sequence[int],
+    logits: torch.Tensor, sampling: SlotSampling, windows: Sequence[Window], slots: Sequence[int],
     committed: Sequence[int],
 ) -> Decision:  # fmt: skip
     """The token behind each row of logits [N, V] of windows behind so many committed tokens.
@@ -338,13 +338,13 @@ def decided(
     others are. Masks are computed now, while the device works on the logits.
     """
     positions = [start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]
-    owners = [sequence for window, sequence in zip(windows, sequences, strict=True) for _ in window.tokens]
+    owners = [slot for window, slot in zip(windows, slots, strict=True) for _ in window.tokens]
     below = paths_below_roots(windows) if sampling.adjustments.penalised else None
     parts = [positions, owners, *([] if below is None else [below])]
     rows = unpack(upload(pack(parts), logits.device), [len(part) for part in parts])
     paths = None if below is None else rows[2].view(len(positions), -1)
     firsts = [0, *accumulate(len(window.tokens) for window in windows[:-1])]
-    matchers, masks = [sampling.matchers.get(sequence) for sequence in sequences], None
+    matchers, masks = [sampling.matchers.get(slot) for slot in slots], None
     if any(matchers):
         masks = token_masks(matchers, [(window.tokens, window.all_parents) for window in windows], logits.device)
     return Decision(logits, firsts, sample(logits, sampling, rows[0], rows[1], paths, masks).tolist)
@@ -385,7 +385,7 @@ class CapturedPasses:
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
     def run(
-        self, windows: Sequence[Window], committed: Sequence[int], sequences: Sequence[int],
+        self, windows: Sequence[Window], committed: Sequence[int], slots: Sequence[int],
         sampling: SlotSampling | None = None, recorder: TraceRecorder | None = None,
     ) -> Decision | None:  # fmt: skip
         """A pass over windows behind so many committed tokens, which the cache has room for. A trace has its layers as
@@ -405,7 +405,7 @@ class CapturedPasses:
         if shape.num_rows > CAPTURED_ROWS:
             return None
         assert sampling is None or sampling.is_plain
-        parts = shape.lay_out(windows, committed, sequences)
+        parts = shape.lay_out(windows, committed, slots)
         words = pack_words(parts)
         if self._is_running:  # nobody has asked for its tokens
             self._wait()
@@ -426,7 +426,7 @@ class CapturedPasses:
         logits = window_pass(self._decoder, self._layers, self._cache, rows)
         self._logits[:count].copy_(logits)
         if sampling is not None:
-            tokens = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.full.sequences)
+            tokens = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.full.slots)
             copy_words(tokens.view(torch.int32), self._tokens_pinned[:count].view(torch.int32))
 
     def _tokens(self, count: int) -> list[int]:
@@ -453,7 +453,7 @@ def _run_layers(
     if len(pieces) == 1:
         residuals = [decoder.embed(pieces[0])]
     else:
-        residuals = list(_embedded(decoder, pieces, _landings(decoder, pieces, decoder.final_norm.device)))
+        residuals = list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
@@ -461,19 +461,19 @@ def _run_layers(
     return [residuals[piece] for piece in kept]
 
 
-def _landings(decoder: Decoder, pieces: list[PassRows], device: torch.device) -> Sequence[torch.Tensor]:
+def _residual_buffers(decoder: Decoder, pieces: list[PassRows], device: torch.device) -> Sequence[torch.Tensor]:
     """Where the residual stream of each piece lies on a device, uint8: all of them one piece of memory, of which the
     allocator loses nothing in between."""
     row_bytes = decoder.config.hidden_size * decoder.final_norm.dtype.itemsize
-    lengths = [landing_bytes(len(rows.tokens) * row_bytes) for rows in pieces]
+    lengths = [aligned_bytes(len(rows.tokens) * row_bytes) for rows in pieces]
     return torch.empty(sum(lengths), dtype=torch.uint8, device=device).split(lengths)
 
 
-def _embedded(decoder: Decoder, pieces: list[PassRows], landings: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _embedded(decoder: Decoder, pieces: list[PassRows], destinations: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The residual streams of the pieces at the bottom, [N, H], one after the other in this memory."""
-    for rows, landing in zip(pieces, landings, strict=True):
+    for rows, destination in zip(pieces, destinations, strict=True):
         embedded = decoder.embed(rows)
-        yield landing[: embedded.nbytes].view(embedded.dtype).view(embedded.shape).copy_(embedded)
+        yield destination[: embedded.nbytes].view(embedded.dtype).view(embedded.shape).copy_(embedded)
 
 
 def _run_layers_on_cards(
@@ -485,29 +485,29 @@ def _run_layers_on_cards(
     that both cards compute while there are more pieces than one. The first one arrives before the card waits for the
     layer's weights: what it then waits for is its link, and not the other cards as well.
     """
-    partition, buffers = decoder.partition, decoder.partition.hop_buffers
-    rows_of, landings, on_way = _begin_on_cards(decoder, pieces)
+    partition, buffers = decoder.partition, decoder.partition.transfer_buffers
+    rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
 
-    def landed(piece: int) -> list[torch.Tensor]:
-        return arrive(on_way[piece], landings[on_way[piece].target][piece])
+    def received(piece: int) -> list[torch.Tensor]:
+        return receive(in_transit[piece], destinations[in_transit[piece].target][piece])
 
-    arrived = landed(0)
+    arrived = received(0)
     for index, weights in layers:
         card, following = partition.card_of(index), partition.card_of(index + 1)
         for piece, rows in enumerate(rows_of[card]):
-            here = landed(piece) if piece else arrived
+            here = received(piece) if piece else arrived
             # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
-            (residual,) = hop(here, on_way[piece].target, card, buffers, piece)
+            (residual,) = transfer(here, in_transit[piece].target, card, buffers, piece)
             with on_card(card):
                 decoder.layer(index, weights, residual, rows, cache)
-            on_way[piece] = depart([residual], card, following, buffers, piece)
+            in_transit[piece] = send([residual], card, following, buffers, piece)
         if index + 1 < decoder.config.num_layers:
-            arrived = landed(0)
+            arrived = received(0)
         on_layer(index + 1, decoder.config.num_layers)
     return [
         residual
         for piece in kept
-        for residual in hop(landed(piece), on_way[piece].target, partition.cards[0], buffers, piece)
+        for residual in transfer(received(piece), in_transit[piece].target, partition.cards[0], buffers, piece)
     ]
 
 
@@ -518,28 +518,28 @@ def _run_blocks(
     """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
     card before the next one, so that the next card has something to do."""
     partition, num_layers = decoder.partition, decoder.config.num_layers
-    rows_of, landings, on_way = _begin_on_cards(decoder, pieces)
+    rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
     streamer.begin_pass()
     for card, block in groupby(range(num_layers), key=partition.card_of):
         layers = list(block)
         for piece, rows in enumerate(rows_of[card]):
-            (residual,) = arrive(on_way[piece], landings[card][piece])
+            (residual,) = receive(in_transit[piece], destinations[card][piece])
             with on_card(card):
                 for index in layers:
                     with streamer.layer(index) as weights:
                         decoder.layer(index, weights, residual, rows, cache)
             following = partition.card_of(layers[-1] + 1)
-            on_way[piece] = depart([residual], card, following, partition.hop_buffers, piece)
+            in_transit[piece] = send([residual], card, following, partition.transfer_buffers, piece)
         if on_layer is not None:
             on_layer(layers[-1] + 1, num_layers)
-    last = landings[partition.cards[0]]
-    return [residual for piece in kept for residual in arrive(on_way[piece], last[piece])]
+    last = destinations[partition.cards[0]]
+    return [residual for piece in kept for residual in receive(in_transit[piece], last[piece])]
 
 
 @contextmanager
 def _over_cards(partition: LayerPartition) -> Iterator[None]:
     """Around a pass over several cards. Where it breaks off, what they still have to do is waited for: else one could
-    write to a buffer of hops behind what the next pass has written there."""
+    write to a buffer of transfers behind what the next pass has written there."""
     try:
         yield
     except BaseException:
@@ -552,7 +552,7 @@ def _over_cards(partition: LayerPartition) -> Iterator[None]:
 
 def _begin_on_cards(
     decoder: Decoder, pieces: list[PassRows]
-) -> tuple[dict[Card, list[PassRows]], dict[Card, Sequence[torch.Tensor]], list[Departure]]:
+) -> tuple[dict[Card, list[PassRows]], dict[Card, Sequence[torch.Tensor]], list[Transfer]]:
     """For every card the rows of each piece and where its residual stream lands there, uint8; and the streams, [N, H],
     on the way to the card of the first layer.
 
@@ -560,14 +560,14 @@ def _begin_on_cards(
     it, and the host is layers ahead.
     """
     partition = decoder.partition
-    first, buffers = partition.cards[0], partition.hop_buffers
-    rows_of, landings = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
+    first, buffers = partition.cards[0], partition.transfer_buffers
+    rows_of, destinations = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
         rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
         with on_card(card):
-            landings[card] = _landings(decoder, pieces, card.device)
-    on_way = [
-        depart([residual], first, partition.card_of(0), buffers, piece)
-        for piece, residual in enumerate(_embedded(decoder, pieces, landings[first]))
+            destinations[card] = _residual_buffers(decoder, pieces, card.device)
+    in_transit = [
+        send([residual], first, partition.card_of(0), buffers, piece)
+        for piece, residual in enumerate(_embedded(decoder, pieces, destinations[first]))
     ]
-    return rows_of, landings, on_way
+    return rows_of, destinations, in_transit

@@ -91,15 +91,15 @@ class DeviceWindow:
         self._joined = set[int]()
         self._fit_rows()
 
-    def join(self, sequence: int) -> None:
+    def join(self, slot: int) -> None:
         """Let a sequence take part in steps; the window must be uploaded before the next one."""
-        assert 0 <= sequence < len(self._state)
-        self._joined.add(sequence)
+        assert 0 <= slot < len(self._state)
+        self._joined.add(slot)
         self._fit_rows()
 
-    def leave(self, sequence: int) -> None:
+    def leave(self, slot: int) -> None:
         """A sequence, if it did, takes part in no more steps; the window must be uploaded before the next one."""
-        self._joined.discard(sequence)
+        self._joined.discard(slot)
         self._fit_rows()
 
     def _fit_rows(self) -> None:
@@ -113,13 +113,13 @@ class DeviceWindow:
         Args:
             inputs: By sequence; the others stand still.
         """
-        assert inputs and all(sequence < self.num_rows for sequence in inputs)
+        assert inputs and all(slot < self.num_rows for slot in inputs)
         assert all(one.last - one.base <= self.capacity for one in inputs.values())
         width = max(len(one.tokens) for one in inputs.values())
         rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
-        for sequence, one in inputs.items():
+        for slot, one in inputs.items():
             header = [one.end, one.base, one.stop, one.last, one.end - 1]
-            rows[sequence][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
+            rows[slot][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
         host = torch.tensor(rows, dtype=torch.int32)
         overwrite(self._rows[:, : host.shape[1]], host)
         self.inputs = dict(inputs)
@@ -131,8 +131,8 @@ class DeviceWindow:
         parts = self._rows[:, :count], self._runners_up[: self.num_rows, :width]
         rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
         return {
-            sequence: WindowOutput(row[0], row[1], row[WINDOW_HEADER_WORDS:count], row[count:])
-            for sequence, row in ((sequence, rows[sequence]) for sequence in self.inputs)
+            slot: WindowOutput(row[0], row[1], row[WINDOW_HEADER_WORDS:count], row[count:])
+            for slot, row in ((slot, rows[slot]) for slot in self.inputs)
         }
 
     def rows(

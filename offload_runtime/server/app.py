@@ -214,11 +214,11 @@ class Service:
             room = runtime.context_tokens - len(tokens)
             params = body.params(self._defaults, room, self._config.max_tokens)
             if params.max_new_tokens > room:
-                asked, way_out = f" and max_tokens is {params.max_new_tokens}", "shorten one of them"
+                asked, remedy = f" and max_tokens is {params.max_new_tokens}", "shorten one of them"
                 if room < 1:
-                    asked, way_out = " and leaves no room for an answer", "shorten it"
+                    asked, remedy = " and leaves no room for an answer", "shorten it"
                 full = f"the prompt has {len(tokens)} tokens{asked}, the context {runtime.context_tokens}"
-                raise ContextLengthError(f"{full}: {way_out}")
+                raise ContextLengthError(f"{full}: {remedy}")
             first = first or params
             for noise_id in range(body.n):  # of one seed, if it is a random one
                 sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **grammar)

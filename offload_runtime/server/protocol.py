@@ -162,11 +162,11 @@ class Envelope:
         self._num_shown[index] += len(delta.text)
         spelling, held, end = self._spelling, self._held[index], self._num_shown[index]
         held += [(one, self._offsets[index].push(one.token, delta.text)) for one in delta.logprobs]
-        told = [(one, min(offset, end)) for one, offset in held if is_all or offset < end]
-        if not told:
+        shown_parts = [(one, min(offset, end)) for one, offset in held if is_all or offset < end]
+        if not shown_parts:
             return None
-        del held[: len(told)]
-        tokens = [one for one, _ in told]
+        del held[: len(shown_parts)]
+        tokens = [one for one, _ in shown_parts]
         likeliest = [
             None
             if math.isnan(one.logprob)
@@ -179,7 +179,7 @@ class Envelope:
             "tokens": [spelling.text_of(one.token, prefix="bytes:") for one in tokens],
             "token_logprobs": [None if math.isnan(one.logprob) else one.logprob for one in tokens],
             "top_logprobs": likeliest,
-            "text_offset": [offset for _, offset in told],
+            "text_offset": [offset for _, offset in shown_parts],
         }  # fmt: skip
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:

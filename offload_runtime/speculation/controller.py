@@ -39,7 +39,7 @@ _FIRST_LOSS, _LEAST_CREDIT, _MOST_CREDIT = 0.4, -0.2, 4.0
 # The first loss is for so many tries.
 _TRIES = 3
 # How much better than it looks a mode may be after one step; less after more of them.
-_LUCK = 1.5
+_OPTIMISM = 1.5
 # So much better than plain decoding must be what replaces it: what is less is noise.
 _MARGIN = 0.02
 # Contexts shorter than this take a pass equally long; beyond, every doubling is timed anew.
@@ -189,19 +189,19 @@ class LatencyModel:
         self._sure = sure or (before is not None and before.knows_plain)
         self._plain_times = 0 if sure else 1 if self._sure else 2  # that are needed to hold others against it
         self._ratios: dict[Choice, tuple[float, int]] = {}  # the mean, and how many it is of
-        self.doubted: Choice | None = None
+        self.suspect: Choice | None = None
         self._curves: dict[str, list[float]] = {}
 
     def observe(self, choice: Choice, seconds: float) -> None:
         """A step took so long."""
         choice = _as_timed(choice)
         usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
-        suspicious, doubted = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self.doubted
-        self.doubted = None
+        suspicious, suspect = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self.suspect
+        self.suspect = None
         if suspicious and count >= _ENOUGH:
             seconds = _SUSPICIOUS * usual_s
-        elif suspicious and doubted != choice:
-            self.doubted = choice
+        elif suspicious and suspect != choice:
+            self.suspect = choice
             return
         count = min(count + 1, _TIMES)
         self._ratios[choice] = ratio + (seconds / self._expect(choice) - ratio) / count, count
@@ -257,7 +257,7 @@ class _Standing:
     choice: Choice
     speed: float
     cost: float
-    hope: float
+    upper_bound: float
 
 
 class _Account:
@@ -321,8 +321,8 @@ class Controller:
         latency = self._latency(num_sequences, context_tokens)
         if not latency.knows_plain:
             return PLAIN
-        if (doubted := latency.doubted) is not None and doubted.size <= limits.get(doubted.mode, 0):
-            return doubted
+        if (suspect := latency.suspect) is not None and suspect.size <= limits.get(suspect.mode, 0):
+            return suspect
         chain, tree = account.models.get("chain"), account.models.get("tree")
         if chain is not None and tree is not None:
             chain.expect(tree)
@@ -333,7 +333,7 @@ class Controller:
         windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]
         found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
-        other = max(found, key=lambda one: one.speed if one is best else one.hope)
+        other = max(found, key=lambda one: one.speed if one is best else one.upper_bound)
         loss = max(0.0, 1 - other.speed / best.speed) * other.cost
         # What looks best is played first: it tells about the others, too. Trying a chain and n-grams before a tree that
         # cost nothing took 3 of 22 passes of a 13B over an emulated link, 10 % of the speed (H200).
@@ -352,13 +352,13 @@ class Controller:
         credit = model.credit if mode == COPY else account.credit(latency)
         allowed = credit / max(1.0, _TRIES - model.steps) if latency.knows(mode) else -1.0
         best = _Standing(PLAIN, 0.0, 1.0, 0.0)
-        luck = 1 + _LUCK * (model.steps + 0.1) ** -0.5
+        optimism = 1 + _OPTIMISM * (model.steps + 0.1) ** -0.5
         for step in range(1, count):
             cost = times[step] / plain_s
             speed = (1 + gains[step]) / cost
             # A draft whose smallest window is dear may lose at once what is meant for some tries.
             if cost - 1 <= (credit if step == 1 else allowed) and speed > best.speed:
-                best = _Standing(Choice(mode, SIZES[step]), speed, cost, speed * luck)
+                best = _Standing(Choice(mode, SIZES[step]), speed, cost, speed * optimism)
         return best
 
     def observe(

@@ -21,7 +21,7 @@ import torch
 
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftKVState, DraftModel, DraftTree, ModelRunner
-from offload_runtime.runners.graphs import MOST_DEPTH, MOST_SPINE
+from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GREEDY_STEPS
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
 from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
@@ -44,22 +44,24 @@ class GrownTree:
         return self.tree.best(self.request.most_nodes, self.request.gamma)
 
     def placed(self, nodes: Sequence[int], further: int) -> tuple[dict[int, int | None], list[int]]:
-        """A free slot for every one of these nodes, None for the root, whose keys have a place, and so many more for a
-        spine behind the last of them."""
+        """A free place for every one of these nodes, None for the root, whose keys have a place, and so many more for a
+        greedy path behind the last of them."""
         others = [node for node in nodes if node != self.tree.root]
-        slots = self.tree.free_slots(len(others) + further)
-        placed = dict(zip(others, slots, strict=False))
-        return {node: placed.get(node) for node in nodes}, slots[len(others) :]
+        places = self.tree.free_places(len(others) + further)
+        placed = dict(zip(others, places, strict=False))
+        return {node: placed.get(node) for node in nodes}, places[len(others) :]
 
-    def asked(self, placed: Mapping[int, int | None], spine: Sequence[int]) -> Asked:
-        """What a step is to find out about nodes that have been given their slots only now, parents first, and about
-        the spine behind the last of them."""
+    def asked(self, placed: Mapping[int, int | None], greedy_steps: Sequence[int]) -> Asked:
+        """What a step is to find out about nodes that have been given their places only now, parents first, and about
+        the greedy path behind the last of them."""
         tree, paths = self.tree, dict[int, tuple[int, ...]]()
-        for node, slot in placed.items():
+        for node, place in placed.items():
             above = tree.nodes[node].parent
-            assert slot is None or above in paths or tree.nodes[above].expanded, "what comes before a node has keys"
-            paths[node] = () if slot is None else (*(paths[above] if above in paths else tree.nodes[above].slots), slot)
-        return Asked(self.text, [Branch(tree.nodes[node].token, path) for node, path in paths.items()], spine)
+            assert place is None or above in paths or tree.nodes[above].expanded, "what comes before a node has keys"
+            paths[node] = (
+                () if place is None else (*(paths[above] if above in paths else tree.nodes[above].places), place)
+            )
+        return Asked(self.text, [Branch(tree.nodes[node].token, path) for node, path in paths.items()], greedy_steps)
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
@@ -141,8 +143,8 @@ class TreeDraftProposer(Proposer):
     def _drop(self, slot: int) -> None:
         """Nothing is known of a slot's sequence."""
         self._joined.discard(slot)
-        for of_slots in (self.trees, self._expected, self._lengths):
-            of_slots.pop(slot, None)
+        for by_slot in (self.trees, self._expected, self._lengths):
+            by_slot.pop(slot, None)
         self._going_on = [other for other in self._going_on if other != slot]
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
@@ -170,16 +172,18 @@ class TreeDraftProposer(Proposer):
         return [answers[request.slot] for request in requests]
 
     def ahead(self, pending: Callable[[], bool]) -> None:
-        """Expand the trees past their windows, one step at a time, as far as there are slots for what is found."""
+        """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
         with self._at_work():
             while self._going_on and pending():
                 started_s = time.perf_counter()
                 # So deep that a window behind the deepest of this one is full.
-                asked, spine = self._next_step(dict.fromkeys(self._going_on, _NEGLIGIBLE), lambda gamma: 2 * gamma)
+                asked, greedy_steps = self._next_step(
+                    dict.fromkeys(self._going_on, _NEGLIGIBLE), lambda gamma: 2 * gamma
+                )
                 if not asked:
                     return
-                self._expand(asked, spine)
-                self._worth.stepped(time.perf_counter() - started_s, 1 + spine, hidden=True)
+                self._expand(asked, greedy_steps)
+                self._worth.stepped(time.perf_counter() - started_s, 1 + greedy_steps, hidden=True)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -231,9 +235,9 @@ class TreeDraftProposer(Proposer):
         if tree.nodes[tree.root].expanded and not self.model.holds(before.request.slot, before.text):
             return False
         # Nodes that were not expanded have none.
-        slots = max((tree.nodes[node].slots for node in path), key=len, default=())
-        if slots:
-            self.model.adopt(before.request.slot, new[: len(slots)], slots)
+        places = max((tree.nodes[node].places for node in path), key=len, default=())
+        if places:
+            self.model.adopt(before.request.slot, new[: len(places)], places)
         return True
 
     def _add_ngrams(self, one: GrownTree) -> None:
@@ -257,36 +261,36 @@ class TreeDraftProposer(Proposer):
         while True:
             started_s = time.perf_counter()
             expected = self._expected if guessed else {}
-            thresholds = {sequence: max(window[0], expected.get(sequence, -inf)) for sequence, window in best.items()}
+            thresholds = {slot: max(window[0], expected.get(slot, -inf)) for slot, window in best.items()}
             # Children are less probable than their parent.
-            asked, spine = self._next_step(thresholds, lambda gamma: gamma - 1)
+            asked, greedy_steps = self._next_step(thresholds, lambda gamma: gamma - 1)
             # All its children together are at most as probable as a node, and each new one drives out another.
             gain = sum(
-                chance - math.exp(best[sequence][0])
-                for sequence, nodes in asked.items() for chance in self._chances(sequence, nodes, spine)
+                chance - math.exp(best[slot][0])
+                for slot, nodes in asked.items() for chance in self._chances(slot, nodes, greedy_steps)
             )  # fmt: skip
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
             cost_aware = all(
-                self.trees[sequence].request.cost_aware and self.trees[sequence].tree.root not in nodes
-                for sequence, nodes in asked.items()
+                self.trees[slot].request.cost_aware and self.trees[slot].tree.root not in nodes
+                for slot, nodes in asked.items()
             )
-            if not asked or (cost_aware and not self._worth.pays(gain, 1 + spine)):
+            if not asked or (cost_aware and not self._worth.pays(gain, 1 + greedy_steps)):
                 if not guessed:
                     break
                 guessed = False  # a step takes as long for all that could be in a window
                 continue
-            for sequence, found in self._expand(asked, spine).items():
+            for slot, found in self._expand(asked, greedy_steps).items():
                 for log_probability in found:
-                    heappushpop(best[sequence], log_probability)
+                    heappushpop(best[slot], log_probability)
             # All that delays the pass: choosing what to ask and noting the answers, too.
-            self._worth.stepped(time.perf_counter() - started_s, 1 + spine)
-        self._expected |= {sequence: window[0] - _MARGIN for sequence, window in best.items() if window[0] > -inf}
+            self._worth.stepped(time.perf_counter() - started_s, 1 + greedy_steps)
+        self._expected |= {slot: window[0] - _MARGIN for slot, window in best.items() if window[0] > -inf}
 
     def _next_step(
         self, thresholds: Mapping[int, float], deepest: Callable[[int], int]
     ) -> tuple[dict[int, list[int]], int]:
-        """What the next step is about: by sequence the most probable nodes to expand, as many as a step and the slots
-        take, of those above its threshold; or the first of them, and the length of a spine behind it.
+        """What the next step is about: by sequence the most probable nodes to expand, as many as a step and the places
+        take, of those above its threshold; or the first of them, and the length of a greedy path behind it.
 
         Args:
             thresholds: Log-probabilities by sequence, of all whose trees take part.
@@ -295,84 +299,84 @@ class TreeDraftProposer(Proposer):
         asked: dict[int, list[int]] = {}
         depths: dict[int, int] = {}
         width = self.model.width(len(thresholds))
-        for sequence, threshold in thresholds.items():
-            one = self.trees[sequence]
+        for slot, threshold in thresholds.items():
+            one = self.trees[slot]
             # The keys of a node that is expanded need a position.
-            depth = depths[sequence] = min(deepest(one.request.gamma), self.model.room(len(one.text)), MOST_DEPTH)
-            # The root needs no slot, but is expanded alone or first.
-            count = min(width, self.model.num_slots - len(one.tree.slots))
+            depth = depths[slot] = min(deepest(one.request.gamma), self.model.room(len(one.text)), MOST_DEPTH)
+            # The root needs no place, but is expanded alone or first.
+            count = min(width, self.model.num_places - len(one.tree.places))
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
             if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
-                asked[sequence] = promising
-        spine = self._spine(asked, thresholds, depths)
-        return {sequence: nodes[:1] if spine else nodes for sequence, nodes in asked.items()}, spine
+                asked[slot] = promising
+        greedy_steps = self._greedy_steps(asked, thresholds, depths)
+        return {slot: nodes[:1] if greedy_steps else nodes for slot, nodes in asked.items()}, greedy_steps
 
-    def _spine(
+    def _greedy_steps(
         self, asked: Mapping[int, Sequence[int]], thresholds: Mapping[int, float], depths: Mapping[int, int]
     ) -> int:
         """Nodes behind the most probable one of each sequence, best child after best child, that the next step had
         better be about; 0 where it had better be about all that is asked.
 
-        A spine's steps follow each other without the host, and are about a single row: a chain's take 0.52 ms each,
-        where one about 32 nodes takes 2.5 with what the host does (135M draft, H200). So an accurate draft gets deep
-        and an inaccurate one wide.
+        The steps of a greedy path follow each other without the host, and are about a single row: a chain's take 0.52
+        ms each, where one about 32 nodes takes 2.5 with what the host does (135M draft, H200). So an accurate draft
+        gets deep and an inaccurate one wide.
         """
-        length = MOST_SPINE
-        for sequence, (node, *_) in asked.items():
-            tree = self.trees[sequence].tree
-            margin = thresholds[sequence] - tree.log_probability(node)
-            length = min(length, depths[sequence] - tree.depth(node), self.model.num_slots - len(tree.slots) - 1)
-            length = min(length, math.floor(min(MOST_SPINE, margin / math.log(self._best_rate))))
+        length = MOST_GREEDY_STEPS
+        for slot, (node, *_) in asked.items():
+            tree = self.trees[slot].tree
+            margin = thresholds[slot] - tree.log_probability(node)
+            length = min(length, depths[slot] - tree.depth(node), self.model.num_places - len(tree.places) - 1)
+            length = min(length, math.floor(min(MOST_GREEDY_STEPS, margin / math.log(self._best_rate))))
         if not asked or length <= 0:
             return 0
-        spine_s, step_s = self._worth.seconds(1 + length), self._worth.seconds(1)
-        if spine_s is None or step_s is None:
-            return length if spine_s is None else 0  # find out how long it takes
-        deep = sum(sum(self._chances(sequence, nodes[:1], length)) for sequence, nodes in asked.items())
-        wide = sum(sum(self._chances(sequence, nodes, 0)) for sequence, nodes in asked.items())
-        return length if deep / spine_s > wide / step_s else 0
+        greedy_s, step_s = self._worth.seconds(1 + length), self._worth.seconds(1)
+        if greedy_s is None or step_s is None:
+            return length if greedy_s is None else 0  # find out how long it takes
+        deep = sum(sum(self._chances(slot, nodes[:1], length)) for slot, nodes in asked.items())
+        wide = sum(sum(self._chances(slot, nodes, 0)) for slot, nodes in asked.items())
+        return length if deep / greedy_s > wide / step_s else 0
 
-    def _chances(self, sequence: int, nodes: Sequence[int], spine: int) -> list[float]:
-        """Probabilities of what a step is about: of these nodes and of what is on the spine behind each."""
-        firsts = [math.exp(self.trees[sequence].tree.log_probability(node)) for node in nodes]
-        return [first * self._best_rate**level for first in firsts for level in range(1 + spine)]
+    def _chances(self, slot: int, nodes: Sequence[int], greedy_steps: int) -> list[float]:
+        """Probabilities of what a step is about: of these nodes and of what is on the greedy path behind each."""
+        firsts = [math.exp(self.trees[slot].tree.log_probability(node)) for node in nodes]
+        return [first * self._best_rate**level for first in firsts for level in range(1 + greedy_steps)]
 
-    def _expand(self, asked: Mapping[int, Sequence[int]], spine: int) -> dict[int, list[float]]:
+    def _expand(self, asked: Mapping[int, Sequence[int]], greedy_steps: int) -> dict[int, list[float]]:
         """Ask the draft what follows some nodes of each sequence, and so many behind the last of them, in one go, and
         put it into the trees.
 
         Returns:
             By sequence the log-probabilities of the candidates that are new and not too deep for the window.
         """
-        placed = {sequence: self.trees[sequence].placed(nodes, spine) for sequence, nodes in asked.items()}
+        placed = {slot: self.trees[slot].placed(nodes, greedy_steps) for slot, nodes in asked.items()}
         answers = self.model.expand(
-            {sequence: self.trees[sequence].asked(slots, further) for sequence, (slots, further) in placed.items()}
+            {slot: self.trees[slot].asked(places, further) for slot, (places, further) in placed.items()}
         )
         found: dict[int, list[float]] = {}
-        for sequence, (slots, further) in placed.items():
-            answered = iter(answers[sequence])
-            found[sequence] = []
+        for slot, (places, further) in placed.items():
+            answered = iter(answers[slot])
+            found[slot] = []
             node, children = -1, Children([], [])
-            for (node, slot), children in zip(slots.items(), answered, strict=False):
-                found[sequence] += self._note(sequence, node, slot, children)
-            for slot, behind in zip(further, answered, strict=False):
+            for (node, place), children in zip(places.items(), answered, strict=False):
+                found[slot] += self._note(slot, node, place, children)
+            for place, behind in zip(further, answered, strict=False):
                 if not children.tokens:  # logits of NaN: what follows is nothing
                     break
-                (node,) = self.trees[sequence].tree.walk(children.tokens[:1], node)
+                (node,) = self.trees[slot].tree.walk(children.tokens[:1], node)
                 children = behind
-                found[sequence] += self._note(sequence, node, slot, children)
+                found[slot] += self._note(slot, node, place, children)
         return found
 
-    def _note(self, sequence: int, node: int, slot: int | None, children: Children) -> list[float]:
+    def _note(self, slot: int, node: int, place: int | None, children: Children) -> list[float]:
         """Put what follows a node into its tree: the log-probabilities of what is new there and not too deep."""
-        one = self.trees[sequence]
+        one = self.trees[slot]
         chances = self.probabilities.log_probabilities(children.scores)
         if chances:
             self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
         count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
         new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
         one.children[node] = children
-        one.tree.set_expanded(node, slot)
+        one.tree.set_expanded(node, place)
         return new if one.tree.depth(node) < one.request.gamma else []
 
 

@@ -98,7 +98,7 @@ class Node:
     source: str  # who thought of it first; of the root nobody
     children: dict[int, int] = field(default_factory=dict)  # by token, the first that was added first
     expanded: bool = False  # whether it has been asked what follows it
-    slots: tuple[int, ...] = ()  # of the keys of the path to it, from below the root on; of nodes that are expanded
+    places: tuple[int, ...] = ()  # of the keys of the path to it, from below the root on; of nodes that are expanded
     offer: Offer | None = None  # where there may be something left of it
 
 
@@ -111,7 +111,7 @@ class CandidateTree:
     Attributes:
         nodes: By their numbers, to be read.
         root: The number of the root.
-        slots: Those that hold keys of nodes, to be read.
+        places: Those that hold keys of nodes, to be read.
     """
 
     def __init__(self, token: int) -> None:
@@ -128,7 +128,7 @@ class CandidateTree:
         """Only these are left, the root among them. Order those that wait to be expanded; what is deeper than anybody
         has looked is set aside."""
         self.nodes = nodes
-        self.slots = {node.slots[-1] for node in nodes.values() if node.slots}
+        self.places = {node.places[-1] for node in nodes.values() if node.places}
         self._first_free = 0
         # What a raised probability or an expansion leaves behind in here is recognised when it comes up.
         self._frontier = [(-node.log_probability, key) for key, node in nodes.items() if not node.expanded]
@@ -136,11 +136,11 @@ class CandidateTree:
         self._deeper: list[tuple[float, int]] = []
         self._reach = self.nodes[self.root].depth
 
-    def free_slots(self, count: int) -> list[int]:
+    def free_places(self, count: int) -> list[int]:
         """The first so many that hold keys of no living candidate."""
-        while self._first_free in self.slots:
+        while self._first_free in self.places:
             self._first_free += 1
-        return list(islice((slot for slot in numbers(self._first_free) if slot not in self.slots), count))
+        return list(islice((place for place in numbers(self._first_free) if place not in self.places), count))
 
     def depth(self, node: int) -> int:
         """Its distance from the root."""
@@ -236,17 +236,17 @@ class CandidateTree:
         """Put a node among those that may be expanded next."""
         heappush(self._frontier, (-self.nodes[key].log_probability, key))
 
-    def set_expanded(self, node: int, slot: int | None) -> None:
-        """What follows a node has been added, and its keys are in a slot, or at their own place (None: the root's).
+    def set_expanded(self, node: int, place: int | None) -> None:
+        """What follows a node has been added, and its keys are in a place, or at their own place (None: the root's).
 
         Parents come before their children.
         """
         expanded = self.nodes[node]
         expanded.expanded = True
-        if slot is not None:
-            assert slot not in self.slots, "two candidates share a slot"
-            expanded.slots = (*self.nodes[expanded.parent].slots, slot)
-            self.slots.add(slot)
+        if place is not None:
+            assert place not in self.places, "two candidates share a place"
+            expanded.places = (*self.nodes[expanded.parent].places, place)
+            self.places.add(place)
         self._make_sibling(node)
 
     def next_to_expand(self, count: int, depth: int) -> list[int]:
@@ -331,13 +331,13 @@ class CandidateTree:
         if not path:
             return True
         self.root = path[-1]
-        above = len(self.nodes[self.root].slots)
+        above = len(self.nodes[self.root].places)
         kept: dict[int, Node] = {}
         below = [self.root]
         while below:
             key = below.pop()
             node = kept[key] = self.nodes[key]
-            node.slots = node.slots[above:]  # of a text without end they would become ever more
+            node.places = node.places[above:]  # of a text without end they would become ever more
             below.extend(node.children.values())
         self._keep(kept)
         return True

@@ -89,17 +89,17 @@ class TriForceProposer(Proposer):
         if not stops:
             return [Proposal() for _ in requests]
         texts = {request.slot: request.tokens for request in requests if request.slot in stops}
-        lengths = {sequence: len(tokens) for sequence, tokens in texts.items()}
-        beyond = {sequence: stop + len(self.tree) for sequence, stop in stops.items()}
+        lengths = {slot: len(tokens) for slot, tokens in texts.items()}
+        beyond = {slot: stop + len(self.tree) for slot, stop in stops.items()}
         refresh = self.verifier.begin(lengths, {s: beyond[s] + 1 - length for s, length in lengths.items()})
         inputs = {
-            sequence: WindowInput(self._newest(sequence, tokens), len(tokens), stops[sequence], beyond[sequence])
-            for sequence, tokens in texts.items()
+            slot: WindowInput(self._newest(slot, tokens), len(tokens), stops[slot], beyond[slot])
+            for slot, tokens in texts.items()
         }
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
-        for sequence, one in inputs.items():
-            self._learned(sequence, one, outputs[sequence])
+        for slot, one in inputs.items():
+            self._learned(slot, one, outputs[slot])
         return [
             self._proposal(inputs[request.slot], outputs[request.slot], request.extra_nodes)
             if request.slot in inputs
@@ -129,11 +129,11 @@ class TriForceProposer(Proposer):
         count = min(request.longest_chain, self._room(length))
         return length + count if count > 0 else 0
 
-    def _newest(self, sequence: int, tokens: Sequence[int]) -> Sequence[int]:
+    def _newest(self, slot: int, tokens: Sequence[int]) -> Sequence[int]:
         """The newest tokens of a text, which the first steps feed: those before them have keys in the draft's cache."""
         if self._draft is None:
             return tokens[-1:]
-        return self._draft.texts.catch_up_but(sequence, tokens, self.tree.num_known - 1)
+        return self._draft.texts.catch_up_but(slot, tokens, self.tree.num_known - 1)
 
     def _room(self, length: int) -> int:
         """Most tokens that can be proposed behind `length` tokens."""
@@ -147,29 +147,29 @@ class TriForceProposer(Proposer):
 
         So many steps at a time as that takes in any case.
         """
-        ends, most = {sequence: one.end for sequence, one in inputs.items()}, self.tree.num_levels + 1
+        ends, most = {slot: one.end for slot, one in inputs.items()}, self.tree.num_levels + 1
         while True:
-            missing = sorted(inputs[sequence].stop - end for sequence, end in ends.items())
+            missing = sorted(inputs[slot].stop - end for slot, end in ends.items())
             for _ in range(-(-missing[len(missing) - len(inputs) // 2 - 1] // most)):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
-                    longest = {sequence: min(end, inputs[sequence].stop - 1) for sequence, end in ends.items()}
+                    longest = {slot: min(end, inputs[slot].stop - 1) for slot, end in ends.items()}
                     self._draft.grow(self.tree, longest=longest)
                 self.verifier.step(self.tree, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
-                ends = {sequence: end + most for sequence, end in ends.items()}
+                ends = {slot: end + most for slot, end in ends.items()}
                 refresh = False
             outputs = self._window.read()
             ends = {s: outputs[s].end for s in ends if outputs[s].end < inputs[s].stop}
             if len(ends) <= len(inputs) // 2:
                 return outputs
 
-    def _learned(self, sequence: int, inputs: WindowInput, outputs: WindowOutput) -> None:
+    def _learned(self, slot: int, inputs: WindowInput, outputs: WindowOutput) -> None:
         """The draft takes note of what was agreed on for a sequence."""
         if self._draft is not None:
             # The keys of what the last step has accepted lie where its tree was.
             written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
-            self._draft.texts.learned(sequence, outputs.between(inputs.base, written))
+            self._draft.texts.learned(slot, outputs.between(inputs.base, written))
 
     def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> Proposal:
         """What was agreed on for a sequence, and beside its first tokens what the retrieval verifier would have said

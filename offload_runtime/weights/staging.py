@@ -52,14 +52,14 @@ class Piece:
             made = torch.empty_like(out, device=self.device) if out.is_cpu else out
             convert(stored.to(self.device, non_blocking=True), made)
             if out.is_cpu:
-                landed = self.memory[: out.nbytes]
-                landed.view(out.dtype).view(out.shape).copy_(made, non_blocking=True)
+                received = self.memory[: out.nbytes]
+                received.view(out.dtype).view(out.shape).copy_(made, non_blocking=True)
             if done is not None:
                 done.record()
         if done is not None:
             done.synchronize()
         if out.is_cpu:  # without the interpreter's lock
-            ctypes.memmove(out.data_ptr(), landed.data_ptr(), out.nbytes)
+            ctypes.memmove(out.data_ptr(), received.data_ptr(), out.nbytes)
 
 
 class Staging(AbstractContextManager["Staging"]):

@@ -60,7 +60,7 @@ def end_token_ids(fields: Fields) -> list[int]:
 # --- tokenizers
 
 
-def _working(make: Callable[[], Any], where: object, way_out: str) -> Any:
+def _working(make: Callable[[], Any], where: object, remedy: str) -> Any:
     """A tokenizer that reads and writes a text; `CheckpointError` for whatever happens instead."""
     try:
         tokenizer = make()
@@ -69,7 +69,7 @@ def _working(make: Callable[[], Any], where: object, way_out: str) -> Any:
     except (KeyboardInterrupt, SystemExit, CheckpointError):
         raise
     except BaseException as error:  # errors of several libraries, and panics, which are no `Exception`
-        raise CheckpointError(f"{where} has no usable tokenizer ({shown(error)}): {way_out}") from error
+        raise CheckpointError(f"{where} has no usable tokenizer ({shown(error)}): {remedy}") from error
 
 
 def load_tokenizer(directory: Path) -> Any:

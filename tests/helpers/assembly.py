@@ -39,7 +39,7 @@ class HostKV:
     """A KV cache in host memory: slots of its ring on the link, blocks in a slot, the layers that stay, and who locks
     its memory, by default what there is for the device."""
 
-    slots: int = 2
+    buffers: int = 2
     piece_blocks: int = 1
     resident_layers: tuple[int, ...] = ()
     window_tokens: int = 40
@@ -90,7 +90,7 @@ def first_layers(source: CheckpointSource, count: int) -> CheckpointSource:
 def make_runner(
     model: Any,
     *,
-    slots: int = 0,
+    buffers: int = 0,
     resident: tuple[int, ...] | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     capacity_tokens: int = 160,
@@ -122,11 +122,11 @@ def make_runner(
     weights = load_weights(source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=registrar)
     config = weights.config
     engine = engine or make_copy_engine(device)
-    layout, slot_bytes = weights.layout, max(weights.layout.layer_bytes)
+    layout, buffer_bytes = weights.layout, max(weights.layout.layer_bytes)
     layers = [weights.block(index) for index in range(config.num_layers)]
-    assert slots or resident is None, "without a ring every layer is resident"
-    staying = tuple(range(config.num_layers)) if not slots else resident or ()
-    budget, kv_slots = DeviceBudget(device, None), []
+    assert buffers or resident is None, "without a ring every layer is resident"
+    staying = tuple(range(config.num_layers)) if not buffers else resident or ()
+    budget, kv_buffers = DeviceBudget(device, None), []
     rings: list[HostArena] = []
     writeback: CopyEngine | None = None
     cache: DeviceKVCache | HostKVCache
@@ -145,17 +145,19 @@ def make_runner(
             piece_bytes=piece_bytes, budget=budget, writeback=writeback, workspace_bytes=workspace_bytes,
             locking=locking, resident_layers=host_kv.resident_layers,
         )  # fmt: skip
-        kv_slots = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.slots)]
+        kv_buffers = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.buffers)]
     scratch_bytes = layout.scratch_bytes(device.type)
     scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
-        [torch.full((slot_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(slots)],  # NaN in any dtype
+        [
+            torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)
+        ],  # NaN in any dtype
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
         engine=engine,
         kv=cache if isinstance(cache, HostKVCache) else None,
-        kv_slots=kv_slots,
+        kv_buffers=kv_buffers,
     )
     shared = layout.shared.views(weights.block(None).to(device), scratch)
     rows = RowBuilder(RopeTable(config, device))

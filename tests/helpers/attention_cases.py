@@ -53,10 +53,10 @@ class AttentionCase:
         """The same with NaN in every slot from `max_length` on that is no tree's and in every sequence not named."""
         length = self.kv.num_blocks * BLOCK_TOKENS
         clean = torch.zeros(self.kv.data.shape[0], length, dtype=torch.bool, device=KERNEL_DEVICE)
-        for b, sequence in enumerate(rows.sequences.tolist()):
-            clean[sequence, : rows.max_length] = True
+        for b, slot in enumerate(rows.slots.tolist()):
+            clean[slot, : rows.max_length] = True
             if rows.ancestors is not None:
-                clean[sequence, rows.ancestors[b].flatten().long()] = True
+                clean[slot, rows.ancestors[b].flatten().long()] = True
         spread = clean.view(-1, self.kv.num_blocks, 1, 1, BLOCK_TOKENS, 1)
         return AttentionCase(self.q, KVBlocks(self.kv.data.masked_fill(~spread, float("nan"))))
 
@@ -84,7 +84,7 @@ def ring(kv: KVBlocks, blocks: range, num_blocks: int) -> KVBlocks:
 
 
 def chain_rows(
-    starts: Sequence[int], counts: Sequence[int], *, sequences: Sequence[int] | None = None, max_length: int = 0
+    starts: Sequence[int], counts: Sequence[int], *, slots: Sequence[int] | None = None, max_length: int = 0
 ) -> QueryRows:
     """Windows of `counts[b]` tokens from position `starts[b]` on, padded to the longest with position -1."""
     width = max(counts)
@@ -93,7 +93,7 @@ def chain_rows(
         for start, count in zip(starts, counts, strict=True)
     ]
     longest = max(max(row) for row in positions) + 1
-    return QueryRows(int32(positions), int32(list(sequences or range(len(starts)))), max(longest, max_length))
+    return QueryRows(int32(positions), int32(list(slots or range(len(starts)))), max(longest, max_length))
 
 
 def tree_path(parents: Sequence[int], node: int) -> list[int]:
@@ -105,33 +105,35 @@ def tree_path(parents: Sequence[int], node: int) -> list[int]:
 
 
 def tree_rows(
-    parents: Sequence[int], committed: Sequence[int], *, slot_order: Sequence[int] | None = None,
-    sequences: Sequence[int] | None = None, order: Sequence[int] | None = None,
+    parents: Sequence[int], committed: Sequence[int], *, position_order: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None, order: Sequence[int] | None = None,
 ) -> QueryRows:  # fmt: skip
     """The same tree behind every sequence.
 
     Args:
         parents: Of each node, -1 for roots.
         committed: Tokens before the tree, per sequence.
-        slot_order: Node i lies in slot committed + slot_order[i]; by default in order.
+        position_order: Node i lies in slot committed + position_order[i]; by default in order.
         sequences: Batch rows of the cache.
         order: Which node each query is; by default node t is query t.
     """
-    slot_order = slot_order or range(len(parents))
+    position_order = position_order or range(len(parents))
     paths = [tree_path(parents, node) for node in (order or range(len(parents)))]
     depth = max(len(path) for path in paths)
-    ancestors = [[[c + slot_order[n] for n in path] + [0] * (depth - len(path)) for path in paths] for c in committed]
+    ancestors = [
+        [[c + position_order[n] for n in path] + [0] * (depth - len(path)) for path in paths] for c in committed
+    ]
     positions = [[c + len(path) - 1 for path in paths] for c in committed]
     return QueryRows(
-        int32(positions), int32(list(sequences or range(len(committed)))), max(map(max, positions)) + 1,
+        int32(positions), int32(list(slots or range(len(committed)))), max(map(max, positions)) + 1,
         committed=int32(list(committed)), ancestors=int32(ancestors),
     )  # fmt: skip
 
 
-def chain_of_path(case: AttentionCase, path: Sequence[int], committed: int, slots: Sequence[int]) -> AttentionCase:
+def chain_of_path(case: AttentionCase, path: Sequence[int], committed: int, buffers: Sequence[int]) -> AttentionCase:
     """The one-sequence case in which the nodes of `path`, lying in `slots`, are a plain sequence."""
     index = torch.tensor(list(path), device=KERNEL_DEVICE)
-    source = torch.tensor(list(slots), device=KERNEL_DEVICE)
+    source = torch.tensor(list(buffers), device=KERNEL_DEVICE)
     target = torch.arange(committed, committed + len(path), device=KERNEL_DEVICE)
     data = case.kv.data[:1].clone()
     for side, moved in enumerate(case.kv.at(torch.zeros_like(source), source)):

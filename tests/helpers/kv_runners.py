@@ -42,8 +42,8 @@ def copying_threads() -> set[threading.Thread]:
 def reset(*runners: ModelRunner) -> None:
     """Empty the caches."""
     for runner in runners:
-        for sequence in range(3):
-            runner.cache.truncate(sequence, 0)
+        for slot in range(3):
+            runner.cache.truncate(slot, 0)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:

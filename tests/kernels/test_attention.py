@@ -43,7 +43,7 @@ def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, p
 
 def _ragged_case(group: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionCase, QueryRows]:
     """Two windows of different lengths and starts, on the last and first of three cached sequences."""
-    rows = chain_rows((61, 3), (5, 2), sequences=(2, 0))
+    rows = chain_rows((61, 3), (5, 2), slots=(2, 0))
     case = AttentionCase.random(
         batch=2, num_queries=5, num_kv_heads=2, group=group, head_dim=head_dim, capacity=90, cache_batch=3, dtype=dtype
     )
@@ -117,7 +117,7 @@ def test_prefill_of_more_queries_than_a_program_takes(start: int) -> None:
 @pytest.mark.parametrize("window", [None, 6, 70])
 @pytest.mark.parametrize("committed", [(5, 60), (300, 250), (0, 256)])
 def test_tree_matches_reference(committed: tuple[int, int], window: int | None) -> None:
-    rows = tree_rows(TREE_PARENTS, committed, slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6), sequences=(1, 0))
+    rows = tree_rows(TREE_PARENTS, committed, position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6), slots=(1, 0))
     case = AttentionCase.random(
         batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
     )
@@ -127,12 +127,12 @@ def test_tree_matches_reference(committed: tuple[int, int], window: int | None) 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("committed", [5, 61, 254])
 def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
-    slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
+    position_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
     case = AttentionCase.random(batch=1, num_queries=9, num_kv_heads=2, group=3, head_dim=16, capacity=280)
-    out = _run(case, tree_rows(TREE_PARENTS, (committed,), slot_order=slot_order))
+    out = _run(case, tree_rows(TREE_PARENTS, (committed,), position_order=position_order))
     for leaf in (4, 7, 8):
         path = tree_path(TREE_PARENTS, leaf)
-        chain = chain_of_path(case, path, committed, [committed + slot_order[node] for node in path])
+        chain = chain_of_path(case, path, committed, [committed + position_order[node] for node in path])
         chain_out = _run(chain, chain_rows((committed,), (len(path),)))
         assert_within(out[:, path], chain_out, atol=1e-5)
 
@@ -178,13 +178,13 @@ def test_bits_of_a_path_do_not_depend_on_the_tree(committed: int) -> None:
     generator = torch.Generator().manual_seed(committed)
     num_nodes = 150
     parents = [int(torch.randint(-1, node, (1,), generator=generator)) if node else -1 for node in range(num_nodes)]
-    slot_order = torch.randperm(num_nodes, generator=generator).tolist()
+    position_order = torch.randperm(num_nodes, generator=generator).tolist()
     case = _big_case(num_nodes)
-    out = _run(case, tree_rows(parents, (committed,), slot_order=slot_order))
+    out = _run(case, tree_rows(parents, (committed,), position_order=position_order))
     deepest = max(range(num_nodes), key=lambda node: len(tree_path(parents, node)))
     for node in (0, 7, 70, num_nodes - 1, deepest):
         path = tree_path(parents, node)
-        chain = chain_of_path(case, path, committed, [committed + slot_order[n] for n in path])
+        chain = chain_of_path(case, path, committed, [committed + position_order[n] for n in path])
         chain_out = _run(chain, chain_rows((committed,), (len(path),)))
         assert torch.equal(out[:, path], chain_out), f"node {node}, depth {len(path)}"
 

@@ -86,7 +86,7 @@ def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
     version: Version, window: int | None
 ) -> None:
     case = _case(len(TREE_PARENTS), batch=1)
-    rows = tree_rows(TREE_PARENTS, (764,), slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))  # across blocks 2 and 3
+    rows = tree_rows(TREE_PARENTS, (764,), position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))  # across blocks 2 and 3
     expected = version.all_at_once(case, rows, window)
     assert_within(expected, case.expected(rows, window), atol=1e-5 * case.largest_value)
     for cut in _cuts(2):
@@ -155,7 +155,7 @@ def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
         assert torch.equal(version.all_at_once(case, rows, window), expected)
         assert_within(expected, case.expected(rows, window), atol=1e-5 * case.largest_value)
     tree_case = _case(len(TREE_PARENTS), batch=1)
-    tree = tree_rows(TREE_PARENTS, (200,), slot_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))
+    tree = tree_rows(TREE_PARENTS, (200,), position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))
     expected = version.pieces(tree_case, tree, [(tree_case.kv, range(1))], window)
     assert torch.equal(version.all_at_once(tree_case, tree, window), expected)
 

@@ -118,9 +118,9 @@ def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, grou
 def test_a_path_through_a_tree_has_the_bits_of_a_chain(
     dtype: torch.dtype, committed: int, window: int | None, gathered_bytes: int
 ) -> None:
-    slot_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
+    position_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
     case, state = _case(9, dtype), AttentionState.empty(_case(9, dtype).q)
-    rows = _rows(tree_rows(TREE_PARENTS, (committed,), slot_order=slot_order))
+    rows = _rows(tree_rows(TREE_PARENTS, (committed,), position_order=position_order))
     with poisoned_outputs():
         attend_blocks_cpu(
             case.q, case.kv, rows, range(-(-rows.max_length // BLOCK_TOKENS)), state, scale=case.scale,
@@ -130,13 +130,13 @@ def test_a_path_through_a_tree_has_the_bits_of_a_chain(
     for leaf in (4, 7, 8):
         path = tree_path(TREE_PARENTS, leaf)
         on_device = AttentionCase(case.q, case.kv)
-        chain = chain_of_path(on_device, path, committed, [committed + slot_order[node] for node in path])
+        chain = chain_of_path(on_device, path, committed, [committed + position_order[node] for node in path])
         assert torch.equal(_run(chain, chain_rows((committed,), (len(path),)), window), out[:, path]), f"leaf {leaf}"
 
 
 def test_blocks_of_other_sequences_and_of_the_future_are_not_read() -> None:
     case = _case(3, torch.float32, batch=2)
-    rows = chain_rows((500, 20), (3, 1), sequences=(1, 0), max_length=768)
+    rows = chain_rows((500, 20), (3, 1), slots=(1, 0), max_length=768)
     expected = _run(case, rows)
     data = case.kv.data.clone()
     data[0, :, :, :, 21:] = float("nan")  # the short sequence's positions from 21 on

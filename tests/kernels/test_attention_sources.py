@@ -68,7 +68,7 @@ def _expected(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows
                 limit = position + 1 if source.num_keys is None else source.num_keys
                 end = min(position + 1, limit, source.blocks.stop * BLOCK_TOKENS)
                 places = int32(list(range(source.blocks.start * BLOCK_TOKENS, end)))
-                owner = (rows.sequences if source.sequences is None else source.sequences)[b]
+                owner = (rows.slots if source.slots is None else source.slots)[b]
                 found.append(torch.stack(source.kv.at(owner, places)).double())  # [2, S, H_kv, D]
             k, v = torch.cat(found, dim=1)
             if len(k):
@@ -110,12 +110,14 @@ def test_a_tree_gives_each_path_what_a_chain_gives(attend: Attend, num_kv_heads:
     """Beside retrieved keys, across the end of a block, with padding among the rows, and a sequence stands still."""
     committed = 6 * BLOCK_TOKENS - 10
     case = _case(len(TREE_PARENTS) + 1, batch=2, num_kv_heads=num_kv_heads, group=group)
-    tree = tree_rows(TREE_PARENTS, (committed, committed), slot_order=[3 * node for node in range(len(TREE_PARENTS))])
+    tree = tree_rows(
+        TREE_PARENTS, (committed, committed), position_order=[3 * node for node in range(len(TREE_PARENTS))]
+    )
     assert tree.ancestors is not None
     positions = torch.cat((tree.positions, int32([[-1], [-1]])), dim=1)
     positions[1] = -1
     ancestors = torch.cat((tree.ancestors, torch.zeros_like(tree.ancestors[:, :1])), dim=1)
-    rows = QueryRows(positions, tree.sequences, 7 * BLOCK_TOKENS, tree.committed, ancestors)
+    rows = QueryRows(positions, tree.slots, 7 * BLOCK_TOKENS, tree.committed, ancestors)
     far_case = _case(1, batch=2, num_kv_heads=num_kv_heads, seed=7)
     far = _bounded(far_case, [(0, 300), (0, 300)], 2, 2)
     near = KeySource(ring(case.kv, RECENT, 3), range(2), bounds=int32([[5, FAR], [5, FAR]]))

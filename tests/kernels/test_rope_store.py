@@ -35,8 +35,8 @@ def _rows(head_dim: int, *, rotate: bool) -> RopeRows:
         cos=1.1 * angle.cos() if rotate else None,
         sin=1.1 * angle.sin() if rotate else None,
         positions=positions,
-        slots=_ints(4, 300, 0, 0, 511, 4, 256),
-        sequences=_ints(0, 0, 0, 1, 2, 0, 1),
+        cache_positions=_ints(4, 300, 0, 0, 511, 4, 256),
+        slots=_ints(0, 0, 0, 1, 2, 0, 1),
     )
 
 
@@ -90,31 +90,39 @@ def test_writes_only_the_slots_of_real_rows(store: Store) -> None:
     store(qkv, rows, KVBlocks(data), None)
     written = data.isfinite()
     assert int(written.sum()) == 5 * 2 * 16
-    for row, (sequence, block, slot) in zip(
+    for row, (sequence, block, cache_position) in zip(
         (0, 1, 3, 4, 6), ((0, 0, 4), (0, 1, 44), (1, 0, 0), (2, 1, 255), (1, 1, 0)), strict=True
     ):
-        assert bool(written[sequence, block, 0, 0, slot].all())
-        assert torch.equal(data[sequence, block, 1, 0, slot], qkv[row, 3 * 16 :])
+        assert bool(written[sequence, block, 0, 0, cache_position].all())
+        assert torch.equal(data[sequence, block, 1, 0, cache_position], qkv[row, 3 * 16 :])
 
 
 @stores
 def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> None:
-    rows = replace(_rows(16, rotate=False), slots=_ints(4 * 256, 5 * 256 + 7, 0, 6 * 256, 7 * 256 + 1, 0, 7 * 256))
+    rows = replace(
+        _rows(16, rotate=False), cache_positions=_ints(4 * 256, 5 * 256 + 7, 0, 6 * 256, 7 * 256 + 1, 0, 7 * 256)
+    )
     qkv = random_tensor(7, 4 * 16, seed=5)
     # Blocks 4 to 7 from the beginning, and in rings that begin with block 6 and, of five blocks, with 5.
     for first_block, num_blocks, places in ((4, 5, (0, 1, 2, 3)), (0, 3, (1, 2, 0, 1)), (0, 5, (4, 0, 1, 2))):
         data = torch.full((NUM_SEQUENCES, num_blocks, 2, 1, BLOCK_TOKENS, 16), float("nan"), device=KERNEL_DEVICE)
         store(qkv, rows, KVBlocks(data, first_block), None)
         assert int(data.isfinite().sum()) == 5 * 2 * 16
-        for row, sequence, block, slot in ((0, 0, 4, 0), (1, 0, 5, 7), (3, 1, 6, 0), (4, 2, 7, 1), (6, 1, 7, 0)):
-            assert torch.equal(data[sequence, places[block - 4], 0, 0, slot], qkv[row, 2 * 16 : 3 * 16])
-            assert torch.equal(data[sequence, places[block - 4], 1, 0, slot], qkv[row, 3 * 16 :])
+        for row, sequence, block, cache_position in (
+            (0, 0, 4, 0),
+            (1, 0, 5, 7),
+            (3, 1, 6, 0),
+            (4, 2, 7, 1),
+            (6, 1, 7, 0),
+        ):
+            assert torch.equal(data[sequence, places[block - 4], 0, 0, cache_position], qkv[row, 2 * 16 : 3 * 16])
+            assert torch.equal(data[sequence, places[block - 4], 1, 0, cache_position], qkv[row, 3 * 16 :])
 
 
 @stores
 def test_batch_rows_may_be_one_row_expanded(store: Store) -> None:
     """As a prefill's workspace, which any sequence may name."""
-    rows = replace(_rows(16, rotate=False), sequences=_ints(*[2] * 7), slots=_ints(0, 1, 0, 2, 300, 0, 4))
+    rows = replace(_rows(16, rotate=False), slots=_ints(*[2] * 7), cache_positions=_ints(0, 1, 0, 2, 300, 0, 4))
     qkv = random_tensor(7, 4 * 16, seed=5)
     data = torch.zeros(1, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE)
     with warnings.catch_warnings():
@@ -148,7 +156,7 @@ def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
             torch.zeros_like(places[rows]),
         )  # fmt: skip
         q = rope_store_triton(qkv[rows].clone(), where, kv, HeadNorm(weight, weight, 1e-6))
-        return q, torch.stack(kv.at(torch.zeros_like(where.slots), where.slots))
+        return q, torch.stack(kv.at(torch.zeros_like(where.cache_positions), where.cache_positions))
 
     q_together, kv_together = run(slice(0, num_rows))
     for start, count in ((0, 1), (100, 17), (299, 1), (64, 200)):

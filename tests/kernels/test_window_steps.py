@@ -80,8 +80,8 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
     assert rows.tokens.tolist() == [9, 39, 3, 5, 6]
     assert rows.positions.tolist() == [[1002, 1003, 1004, 1005, 1006]]
     assert rows.following.tolist() == [1003, 1004, 1005, 1006, 1007]
-    assert (rows.ahead.tolist(), rows.used.tolist(), rows.sequences.tolist()) == ([1007], [5], [0] * 5)
-    words = (rows.tokens, rows.positions, rows.following, rows.ahead, rows.used, rows.sequences)
+    assert (rows.ahead.tolist(), rows.used.tolist(), rows.slots.tolist()) == ([1007], [5], [0] * 5)
+    words = (rows.tokens, rows.positions, rows.following, rows.ahead, rows.used, rows.slots)
     assert {tensor.dtype for tensor in words} == {torch.int32}
     _check_angles(rows, [1002, 1003, 1004, 1005, 1006], rotation)
     assert torch.equal(window, before)
@@ -113,14 +113,17 @@ def test_rows_of_a_tree(run: Callable[..., StepRows], placed: bool) -> None:
     positions = [1002, 1003, 1003, 1004, 1005]
     padding = [-1, -1, -1]
     assert rows.positions.tolist() == [[*(position - moved for position in positions), *padding]]
-    assert rows.slots.tolist() == [*(slot - moved for slot in range(1002, 1007)), *padding]
+    assert rows.cache_positions.tolist() == [
+        *(cache_position - moved for cache_position in range(1002, 1007)),
+        *padding,
+    ]
     assert rows.tokens.tolist() == [9, 20, 21, 22, 23, 0, 0, 0]
     assert rows.following.tolist()[:5] == [position + 1 for position in positions] and rows.used.tolist() == [5]
     assert rows.committed is not None and rows.committed.tolist() == [999 - moved]
     trunk = [999, 1000, 1001, 1002]
     ways = [trunk, [*trunk, 1003], [*trunk, 1004], [*trunk, 1003, 1005], [*trunk, 1003, 1005, 1006]]
     ways += [trunk[:1], trunk[:2], trunk[:3]]
-    filled = [[slot - moved for slot in way + way[-1:] * (7 - len(way))] for way in ways]
+    filled = [[cache_position - moved for cache_position in way + way[-1:] * (7 - len(way))] for way in ways]
     assert rows.ancestors is not None and rows.ancestors.tolist() == [filled]
     turned = [position - moved + (5 if placed else 0) for position in positions]
     _check_angles(rows, [*turned, 0, 0, 0], rotation)

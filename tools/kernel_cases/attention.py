@@ -31,7 +31,7 @@ def _rows(queries: int, context: int, *, tree: bool) -> QueryRows:
     ancestors = [[context + n for n in path] + [0] * (depth - len(path)) for path in paths]
     integers = partial(torch.tensor, dtype=torch.int32, device=DEVICE)
     return QueryRows(
-        positions=integers([[context + len(path) - 1 for path in paths]]), sequences=integers([0]),
+        positions=integers([[context + len(path) - 1 for path in paths]]), slots=integers([0]),
         max_length=context + depth, committed=integers([context]), ancestors=integers([ancestors]),
     )  # fmt: skip
 
