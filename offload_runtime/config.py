@@ -7,14 +7,14 @@ a wrong value raises `OptionError` before anything is loaded.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from offload_runtime.errors import OptionError, require
-from offload_runtime.options import MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, require_positive, validate
+from offload_runtime.options import MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, validate
 
 SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
@@ -37,75 +37,6 @@ def card_names(device: str) -> tuple[str, ...]:
     require(alone, f"device {device!r} has auto among others: name every card, or auto alone")
     require(len(kinds) == 1, f"device {device!r} mixes {' and '.join(sorted(kinds))}: name cards of one kind")
     return names
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape and flags of one decoder of the Llama family.
-
-    `layer_windows[i]` is the sliding window of layer i in tokens (None: full attention), `layer_rope[i]` says whether
-    layer i rotates its queries and keys. `rope_parameters` is transformers' dictionary of the same name.
-    """
-
-    architecture: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, Any]
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    layer_windows: tuple[int | None, ...] = ()
-    layer_rope: tuple[bool, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-                     "vocab_size", "max_position_embeddings"):  # fmt: skip
-            require_positive(name, getattr(self, name))
-        uneven = f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
-        require(self.num_heads % self.num_kv_heads == 0, uneven)
-        if not self.layer_windows:
-            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
-        if not self.layer_rope:
-            object.__setattr__(self, "layer_rope", (True,) * self.num_layers)
-
-    @cached_property
-    def attention_scale(self) -> float:
-        """What the dot products of queries and keys are multiplied by."""
-        return float(self.head_dim**-0.5)
-
-    @property
-    def q_size(self) -> int:
-        """Channels of all query heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Channels of all key heads together (the values have as many)."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the fused q, k, v projection."""
-        return self.q_size + 2 * self.kv_size
-
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of K and V that one token holds over all layers."""
-        return 2 * self.kv_size * self.num_layers * element_bytes
-
-    def of_layers(self, layers: Sequence[int]) -> ModelConfig:
-        """The same of some of the layers, which are numbered anew."""
-        windows, rope = tuple(self.layer_windows[i] for i in layers), tuple(self.layer_rope[i] for i in layers)
-        return replace(self, num_layers=len(layers), layer_windows=windows, layer_rope=rope)
 
 
 @documented()

@@ -16,12 +16,12 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, block_shape, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.models import model_config_from_json
 from tests.helpers.attention_cases import int32
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
@@ -29,11 +29,11 @@ from tests.helpers.reordering import ReorderingCopyEngine
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, BATCH, CAPACITY, SPARE = 2, 2, 2, 800, 20
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM", hidden_size=16, intermediate_size=16, num_layers=LAYERS, num_heads=4,
-    num_kv_heads=HEADS, head_dim=4, vocab_size=50, max_position_embeddings=4096, rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)  # fmt: skip
+SHAPE = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": HEADS, "vocab_size": 50, "max_position_embeddings": 4096,
+}  # fmt: skip
+CONFIG = model_config_from_json(SHAPE, "the smallest model")
 
 
 class Marks:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import CapturedPasses, ModelRunner, decided
 from offload_runtime.runners.graphs import CAPTURED_ROWS
+from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, reset, same

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime import Runtime
-from offload_runtime.config import ModelConfig, RuntimeConfig, RuntimeOptions, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, RuntimeOptions, SpeculationOptions
 from offload_runtime.errors import CheckpointError, OptionError, StorageError
 from offload_runtime.files import write_atomically
 from offload_runtime.params import GenerationOptions, GenerationParams, SamplingParams
@@ -138,22 +138,6 @@ def test_sampling_knows_what_it_is() -> None:
 def test_generation_that_makes_no_sense(values: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         GenerationParams(**values)
-
-
-def model_config(**changes: Any) -> ModelConfig:
-    """A small valid shape, with some values changed."""
-    values = {
-        "architecture": "LlamaForCausalLM", "hidden_size": 64, "intermediate_size": 128, "num_layers": 3,
-        "num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 100, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default"},
-    }  # fmt: skip
-    return ModelConfig(**{**values, **changes})
-
-
-@pytest.mark.parametrize("changes", [{"num_layers": 0}, {"vocab_size": -1}, {"num_kv_heads": 4}], ids=str)
-def test_impossible_models(changes: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
-        model_config(**changes)
 
 
 @pytest.mark.parametrize(

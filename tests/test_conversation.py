@@ -16,9 +16,9 @@ from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.conversation import Reply
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.model import Window
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.rows import Window
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_engine_endings import interrupted, working_with
 

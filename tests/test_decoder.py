@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.rows import Window
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import make_runner
 from tests.helpers.models import (

@@ -15,9 +15,9 @@ import torch
 from offload_runtime.engine import ErrorEvent, Runtime, Scheduler
 from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, token_masks
-from offload_runtime.model import Window
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
 from offload_runtime.runners import decided
+from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.weights import open_checkpoint

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload_runtime.copy.queue import ThreadCopyEngine
-from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.rows import Window
 from tests.helpers.assembly import HostKV
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread, without_host_memory  # noqa: F401

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sizes": set(),
     "files": set(),
     "errors": set(),
+    "fields": set(),
     "memory": {KERNELS},  # for small tensors that go up and down by a kernel
     "trace": set(),
     "hardware": {PROFILES, "memory", KERNELS},  # for whose products the library has the bits
@@ -40,17 +41,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar_process": set(),
     "penalties": {"memory"},
     "sampling": {"grammar", "memory", "penalties", KERNELS},
-    "weights": {"memory", KERNELS},
-    "model": {"kv", "memory", "weights", KERNELS},  # of the caches only what a layer needs of one
-    "kv": {"copy", "memory", KERNELS},
-    "plan": {"copy", "hardware", "kv", "memory", "model", "runners", "sampling", "weights", KERNELS},
-    "runners": {"copy", "grammar", "memory", "model", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"grammar", "memory", "sampling", "runners", "model", "trace"},  # of the model only windows and rows
+    "models": {"memory", KERNELS},  # what everything else orders and adds up
+    "weights": {"memory", "models", KERNELS},
+    "kv": {"copy", "memory", "models", KERNELS},
+    "plan": {"copy", "hardware", "kv", "memory", "models", "runners", "sampling", "weights", KERNELS},
+    "runners": {"copy", "grammar", "memory", "models", "kv", "sampling", "trace", KERNELS},
+    "speculation": {"grammar", "memory", "sampling", "runners", "trace"},
     "engine": {
-        "copy", "grammar", "kv", "hardware", "memory", "model", "plan", "runners", "sampling", "speculation", "trace",
+        "copy", "grammar", "kv", "hardware", "memory", "models", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,
     },
-    "verify": {"engine", "kv", "model", "runners", "sampling", "speculation"},
+    "verify": {"engine", "kv", "models", "runners", "sampling", "speculation"},
     "server": {"engine", "grammar"},
     "cli": {"engine", "hardware", "plan", "server", "verify", "weights", "__init__"},  # of itself the version
     "__init__": {"engine"},
@@ -58,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     PROFILES: set(),
 }  # fmt: skip
-FREE_TO_ALL = {"config", "errors", "files", "options", "params", "sizes"}
+FREE_TO_ALL = {"config", "errors", "fields", "files", "options", "params", "sizes"}
 WITHOUT_PROJECT_IMPORTS = {"errors", KERNELS, PROFILES}
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner, Prompt
+from offload_runtime.runners.rows import Window
 from tests.helpers.assembly import HostKV
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, reset, same

@@ -20,9 +20,9 @@ from transformers.generation.logits_process import (
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.model import Window, paths_below_roots
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.runners import decided
+from offload_runtime.runners.rows import Window, paths_below_roots
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401

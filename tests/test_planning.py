@@ -16,7 +16,6 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.model import Window
 from offload_runtime.plan import (
     MachineFigures,
     Refusal,
@@ -28,6 +27,7 @@ from offload_runtime.plan import (
     plan_or_refuse,
     plan_run,
 )
+from offload_runtime.runners.rows import Window
 from offload_runtime.sizes import GB
 from offload_runtime.weights import ModelLayout, describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)

@@ -22,8 +22,8 @@ from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
+from offload_runtime.runners.rows import Window
 from offload_runtime.verify import Fit
 from offload_runtime.verify.equality import verify_identity
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify

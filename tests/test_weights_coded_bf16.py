@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.model import Window
+from offload_runtime.runners.rows import Window
 from offload_runtime.weights import (
     CheckpointSource,
     MatricesNotCodable,

@@ -135,7 +135,8 @@ def test_weights_are_those_of_the_transformers_model(tmp_path, arch, overrides):
     config, expected = open_checkpoint(tmp_path).config(), model.config
     assert describe_model(tmp_path).config() == config
     assert (open_checkpoint(tmp_path).hf_config.bos_token_id, config.eos_token_ids) == (1, (3,))
-    assert config.layer_rope == tuple(bool(getattr(x.self_attn, "use_rope", True)) for x in model.model.layers)
+    rotates = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers]
+    assert [layer.attention.rotates for layer in config.layers] == rotates
     assert config.rope_parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == expected.tie_word_embeddings
     assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.model import Window
 from offload_runtime.plan import MachineFigures, plan_run
+from offload_runtime.runners.rows import Window
 from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from offload_runtime.weights.encodings.gguf_rows import GgufRows

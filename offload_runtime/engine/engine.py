@@ -32,15 +32,15 @@ from offload_runtime.errors import (
     NumericalError,
     OffloadError,
 )
+from offload_runtime.fields import Fields
 from offload_runtime.kv import BlockStore
 from offload_runtime.memory import DeviceBudget, current_device
-from offload_runtime.model import Window
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
+from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation import Controller, Cost, PromptRequest, Proposer, StepResult, run_step
 from offload_runtime.trace import TraceRecorder
-from offload_runtime.weights import Fields
 
 # Who "proposed" the token that the target adds to those accepted.
 TARGET = "target"
@@ -370,7 +370,7 @@ def device_errors(device: torch.device) -> Iterator[None]:
         with current_device(device):
             yield
     except torch.OutOfMemoryError as error:
-        ways = "raise --vram, lower --context or keep fewer layers resident"
-        raise BudgetError(f"the device memory allowed did not suffice ({error}): {ways}") from error
+        remedy = "raise --vram, lower --context or keep fewer layers resident"
+        raise BudgetError(f"the device memory allowed did not suffice ({error}): {remedy}") from error
     except torch.AcceleratorError as error:
         raise DeviceError(f"the device failed ({error}): load the runtime again") from error

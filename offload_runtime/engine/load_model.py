@@ -15,7 +15,6 @@ from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
@@ -25,9 +24,11 @@ from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.multi_card import MultiCardKVCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, on_card, require_readable_arenas
-from offload_runtime.model import Decoder, RopeTable, RowBuilder, Weights, Window
+from offload_runtime.models import ModelConfig, RopeTable, Weights
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
+from offload_runtime.runners.decoder import Decoder
+from offload_runtime.runners.rows import RowBuilder, Window
 from offload_runtime.runners.target import Layers, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.weights import (
@@ -341,7 +342,7 @@ def _measure_link(
 def _kinds_of_layers(model: LoadedModel) -> list[Hashable]:
     """What the kernels of each layer depend on."""
     config, kv_layers, owners = model.config, model.placement.resident_kv_layers, model.runner.decoder.partition.owners
-    kinds = zip(model.weights.layout.layers, config.layer_windows, config.layer_rope, owners, strict=True)
+    kinds = zip(model.weights.layout.layers, config.layers, owners, strict=True)
     return [(*kind, index in kv_layers) for index, kind in enumerate(kinds)]
 
 

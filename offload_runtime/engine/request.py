@@ -12,17 +12,18 @@ from typing import Any
 
 from tokenizers import PreTokenizedString, pre_tokenizers
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.engine.chat_template import ChatTemplate
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import ContextLengthError, OptionError, require
+from offload_runtime.fields import Fields
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
+from offload_runtime.models import ModelConfig
 from offload_runtime.options import is_of_type, require_unicode
 from offload_runtime.params import GenerationParams
 from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Choice, Tally
-from offload_runtime.weights import Fields, sampling_defaults
+from offload_runtime.weights import sampling_defaults
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

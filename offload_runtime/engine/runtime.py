@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload_runtime.config import ModelConfig, RuntimeConfig
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.engine import Engine, StepOutput, device_errors
 from offload_runtime.engine.load import load_runtime
@@ -32,12 +32,13 @@ from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.token_stream import TokenStream
 from offload_runtime.errors import BudgetError, require
 from offload_runtime.kv import BlockStore
-from offload_runtime.model import Window
+from offload_runtime.models import ModelConfig
 from offload_runtime.options import documented, require_type
 from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
+from offload_runtime.runners.rows import Window
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Proposer
 from offload_runtime.trace import write_trace

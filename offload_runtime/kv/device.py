@@ -16,10 +16,10 @@ from offload_runtime_kernels.compact_rows import compact_rows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.memory import DeviceBudget, upload
+from offload_runtime.models import ModelConfig
 from offload_runtime.sizes import format_bytes
 
 
@@ -161,8 +161,8 @@ class BlockCache:
 
     def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention to all that queries see, which lies in one place."""
-        scale, window = self._config.attention_scale, self._config.layer_windows[layer]
-        return attention(q, kv, rows, scale=scale, sliding_window=window)
+        own = self._config.layers[layer].attention
+        return attention(q, kv, rows, scale=own.scale, sliding_window=own.window)
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         """A block with committed tokens, or the next one, wherever it lies: [2, H_kv, 256, D]."""

@@ -17,7 +17,6 @@ from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
 from offload_runtime.kv.block_store import SavedBlock
@@ -34,6 +33,7 @@ from offload_runtime.kv.device import (
 )
 from offload_runtime.kv.host_io import BlockLocking, HostBlocks, HostPrefill, HostWrites, Run, ring_blocks
 from offload_runtime.memory import DeviceBudget
+from offload_runtime.models import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class HostKVCache(BlockCache):
 
     def _runs(self, layer: int, snapshot: Snapshot) -> list[Run]:
         """The layer's pieces; blocks that no sliding window reaches any more stay where they are."""
-        reach = self._config.layer_windows[layer]
+        reach = self._config.layers[layer].attention.window
         runs: list[Run] = []
         for slot, blocks in enumerate(snapshot.blocks):
             first = 0 if reach is None else max(0, snapshot.lengths[slot] - reach) // BLOCK_TOKENS
@@ -186,12 +186,14 @@ class HostKVCache(BlockCache):
         if self._views is None or self._views[0] is not rows:  # the same in every layer of a pass
             self._views = rows, [self._own_rows(rows, row) for row in range(len(self._window))]
         views, state = self._views[1], AttentionState.empty(q)
-        scale, window = self._config.attention_scale, self._config.layer_windows[layer]
+        attention = self._config.layers[layer].attention
 
         def attend(slot: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
             row = self._window.index(slot)
             part, view = slice(row, row + 1), views[row][committed]
-            attend_blocks(q[part], kv, view, blocks, state[part], scale=scale, sliding_window=window)
+            attend_blocks(
+                q[part], kv, view, blocks, state[part], scale=attention.scale, sliding_window=attention.window
+            )
 
         for run, piece in self._passing(layer):
             # The same memory whichever batch row is looked up.

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.config import MOST_GAMMA_DRAFT, ModelConfig
+from offload_runtime.config import MOST_GAMMA_DRAFT
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
 from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory, current_device, touch
+from offload_runtime.models import ModelConfig
 from offload_runtime.sizes import format_bytes, size_option_down
 
 # A sequence grows by at least so many blocks.

@@ -11,11 +11,12 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.kv.device import KVCache, LayerCache, check_capacity
+from offload_runtime.kv.device import KVCache, check_capacity
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import check_growth
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.memory import LayerPartition, on_card
+from offload_runtime.models import LayerCache
 
 Cache = TypeVar("Cache", bound=LayerCache)
 Found = TypeVar("Found")

@@ -18,10 +18,11 @@ from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
-from offload_runtime.config import ModelConfig, chunks_of_budget
+from offload_runtime.config import chunks_of_budget
 from offload_runtime.kv.device import DeviceKVCache, allocate_zeros, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.memory import DeviceBudget, overwrite
+from offload_runtime.models import ModelConfig
 
 _NO_LIMIT = (1 << 31) - 1
 # Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.
@@ -272,8 +273,9 @@ class RetrievalCache:
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
-        assert self._config.layer_windows[layer] is None and q.shape[0] == len(self._rows)
-        scale, first, count = self._config.attention_scale, self._rows.start, len(self._rows)
+        attention = self._config.layers[layer].attention
+        assert attention.window is None and q.shape[0] == len(self._rows)
+        scale, first, count = attention.scale, self._rows.start, len(self._rows)
         available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
@@ -356,7 +358,7 @@ class RetrievedDraftCache(RetrievalCache):
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         # A sliding window is close by, and no chunk stands for it.
-        whole = self._whole or self._config.layer_windows[layer] is not None
+        whole = self._whole or self._config.layers[layer].attention.window is not None
         return (self._source.attend if whole else super().attend)(layer, q, rows)
 
     def truncate(self, slot: int, length: int) -> None:

@@ -22,11 +22,11 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
-from offload_runtime.model import depths_of
 from offload_runtime.plan.memory import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.plan.request import MachineFigures, device_type_of
 from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
+from offload_runtime.runners.rows import depths_of
 from offload_runtime.sizes import GB
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
@@ -169,7 +169,7 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     for reach, count in Counter(target.config.layer_windows).items():  # layers are of a few kinds
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
-        key_bytes = 2 * target.config.kv_size * target.dtype.itemsize  # with its value, in one layer
+        key_bytes = 2 * target.config.attention.kv_size * target.dtype.itemsize  # with its value, in one layer
         stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
     layers = target.config.num_layers
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
@@ -250,7 +250,7 @@ def _matrix_stages(
 def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
     """Operations of a window's attention in one layer, queries filled up to whole tiles."""
     config = model.config
-    tiles = -(-queries * config.num_heads // config.num_kv_heads // _ATTENTION_TILE_ROWS)
+    tiles = -(-queries * config.attention.num_heads // config.num_kv_heads // _ATTENTION_TILE_ROWS)
     return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
 
 
@@ -575,7 +575,7 @@ def _prefill_work(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) ->
     attention_operations = 0
     for reach in config.layer_windows:
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
-        attention_operations += 4 * config.q_size * (prompt_tokens * seen - seen * seen // 2)
+        attention_operations += 4 * config.attention.q_size * (prompt_tokens * seen - seen * seen // 2)
     slices = -(-prompt_tokens // _SLICE_ROWS)
     pieces = -(-prompt_tokens // target.chunk_tokens)
     moved_bytes = sum(layer.moved_bytes(slices, passes=pieces) for layer in target.layout.layers)

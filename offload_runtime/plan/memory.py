@@ -14,12 +14,13 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
-from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition, are_blocks
+from offload_runtime.models import ModelConfig
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,

@@ -16,11 +16,12 @@ from offload_runtime_kernels.window_steps import StepLayout, StepRotation, StepR
 
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
-from offload_runtime.model import PassRows, RowFrequencies
+from offload_runtime.models import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.guess_tree import GuessTree
+from offload_runtime.runners.rows import PassRows
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample

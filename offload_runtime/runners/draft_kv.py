@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.model import Window
+from offload_runtime.runners.rows import Window
 from offload_runtime.runners.target import ModelRunner
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.

@@ -22,7 +22,7 @@ from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import packed_words, unpack
-from offload_runtime.model import PassShape, RowFrequencies
+from offload_runtime.models import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import (
@@ -37,6 +37,7 @@ from offload_runtime.runners.graphs import (
     tree_input_sizes,
     tree_input_words,
 )
+from offload_runtime.runners.rows import PassShape
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder

@@ -13,9 +13,9 @@ import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.memory import packed_words
-from offload_runtime.model import PassShape
+from offload_runtime.models import ModelConfig
+from offload_runtime.runners.rows import PassShape
 
 # Deepest node below the text.
 MOST_DEPTH = 256
@@ -227,8 +227,7 @@ def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int,
         rows: Of the step, all sequences together.
         has_head: Whether logits are made here.
     """
-    # Residual stream, projections and the gated product, each with the one that it is made of.
-    row = 4 * config.hidden_size + config.qkv_size + 2 * config.q_size + 3 * config.intermediate_size
+    row = config.hidden_size + config.row_elements
     logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
     return max(_LEAST_ROWS, rows) * row * element_bytes + (logits if has_head else 0)
 

@@ -15,13 +15,14 @@ from offload_runtime_kernels.attention_sources import sources_workspace_bytes
 from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
 from offload_runtime_kernels.window_steps import StepRotation
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache
-from offload_runtime.model import Decoder, PassRows, RopeTable, RowFrequencies, Weights
+from offload_runtime.models import ModelConfig, RopeTable, RowFrequencies, Weights
 from offload_runtime.params import SamplingParams
+from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.guess_tree import GuessTree
+from offload_runtime.runners.rows import PassRows
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
 from offload_runtime.sampling import SlotSampling, sample
@@ -127,7 +128,7 @@ def verifier_step_bytes(
         has_head: Whether logits are made here.
     """
     scores = 4 * batch * config.num_kv_heads * far_chunks
-    chunk_logits = 4 * rows * config.num_heads * far_chunks
+    chunk_logits = 4 * rows * config.attention.num_heads * far_chunks
     workspace = max(sources_workspace_bytes(config.head_dim), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
     activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head)
     return device_window_bytes(batch=batch) + activations + workspace

@@ -17,10 +17,9 @@ import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
 from offload_runtime.grammar import token_masks
-from offload_runtime.kv import KVCache, LayerCache
+from offload_runtime.kv import KVCache
 from offload_runtime.memory import (
     Card,
     LayerPartition,
@@ -36,17 +35,10 @@ from offload_runtime.memory import (
     unpack,
     upload,
 )
-from offload_runtime.model import (
-    Decoder,
-    PassRows,
-    PassShape,
-    RowBuilder,
-    RowFrequencies,
-    Weights,
-    Window,
-    paths_below_roots,
-)
+from offload_runtime.models import LayerCache, ModelConfig, RowFrequencies, Weights
+from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
+from offload_runtime.runners.rows import PassRows, PassShape, RowBuilder, Window, paths_below_roots
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
@@ -85,8 +77,7 @@ def workspace_bytes(
     """
     tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     stream = tokens * config.hidden_size
-    row = 3 * config.hidden_size + config.qkv_size + 3 * config.q_size + 3 * config.intermediate_size
-    chunk = max(min(chunk_tokens, context_tokens), rows) * row
+    chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
     angles = 4 * tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0

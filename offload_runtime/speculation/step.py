@@ -25,9 +25,9 @@ import torch
 from offload_runtime.errors import NumericalError, OffloadError
 from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
-from offload_runtime.model import Window
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Decision, DraftKVState, ModelRunner, OnLayer, Prompt
+from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count as numbers
 from itertools import islice
 
-from offload_runtime.model import depths_of
+from offload_runtime.runners.rows import depths_of
 
 
 @dataclass(frozen=True)

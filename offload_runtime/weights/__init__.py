@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, sampling_defaults
     from offload_runtime.weights.encoding import Weight
-    from offload_runtime.weights.fields import Fields
     from offload_runtime.weights.hub import fetch_demo_model
     from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
     from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoint": "CheckpointSource DescribedModel sampling_defaults",
     "encoding": "Weight",
-    "fields": "Fields",
     "hub": "fetch_demo_model",
     "layout": "ModelLayout checkpoint_tensors layer_layout",
     "loader": "HostWeights MatricesNotCodable load_weights",

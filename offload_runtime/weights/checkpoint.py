@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.fields import Fields, shortened
+from offload_runtime.models import ModelConfig
+from offload_runtime.models.registry import end_ids
 from offload_runtime.params import SamplingParams
-from offload_runtime.weights.architectures import end_ids
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.fields import Fields, shortened
 from offload_runtime.weights.header import StoredTensor
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.vocabulary import Vocabulary, tokenizer_vocabulary

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.fields import shortened, shown
+from offload_runtime.fields import shortened, shown
 
 GGUF_MAGIC = b"GGUF"
 _HEAD_BYTES = 64

@@ -15,13 +15,13 @@ from typing import Any
 import gguf
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights.architectures import ARCHITECTURES, model_config_from_json
+from offload_runtime.fields import Fields
+from offload_runtime.models import ModelConfig
+from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.encodings.gguf_rows import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
-from offload_runtime.weights.fields import Fields
 from offload_runtime.weights.gguf_header import GgufHeader, read_gguf_header, supported_family
 from offload_runtime.weights.gguf_rope import ROPE_TENSORS, rope_of_gguf
 from offload_runtime.weights.header import StoredTensor, damaged
@@ -93,7 +93,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     if family == "llama" and window:  # only Mistral has them of what is stored as llama
         family = "mistral"
         settings["sliding_window"] = window
-    return settings | {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    return settings | {"model_type": family, "architectures": [FAMILIES[family][0]]}
 
 
 def _generation(fields: Fields) -> dict[str, Any]:
@@ -204,12 +204,12 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    fills = dict[str, Fill]()
+    fills, interleaved = dict[str, Fill](), family_named(settings["model_type"]).gguf_interleaved
     stored_name = _stored_names(header, config)
     tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
-        permuted = header.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name)
+        permuted = interleaved and (".q_proj." in name or ".k_proj." in name)
         fills[name] = _GgufFill(tensor, config.head_dim if permuted else None)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}

@@ -16,15 +16,12 @@ from typing import Any
 import gguf
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights.fields import Fields, HeaderError, shortened, shown
+from offload_runtime.fields import Fields, HeaderError, shortened, shown
+from offload_runtime.models.registry import gguf_family
+from offload_runtime.models.unsupported import unsupported_model
 from offload_runtime.weights.files import GGUF_MAGIC
 from offload_runtime.weights.header import HeaderReader, StoredTensor, open_header
-from offload_runtime.weights.unsupported import unsupported_model
 
-# By `general.architecture`, the family; the text parts of those that read images are the same.
-GGUF_ARCHITECTURES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "qwen2vl": "qwen2", "qwen3vl": "qwen3",
-}  # fmt: skip
 _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})((?i:\.gguf))")
@@ -175,7 +172,7 @@ def supported_family(header: GgufHeader) -> str:
     no_model = _NO_MODELS.get(header.fields.text("general.type", "model"))
     if no_model is not None:
         raise CheckpointError(f"{path} is {no_model}")
-    family = GGUF_ARCHITECTURES.get(header.arch)
+    family = gguf_family(header.arch)
     if family is None or fields.integer("expert_count", 0, at_least=0):
         prefix = f"{header.arch}."
         stated = {key.removeprefix(prefix): value for key, value in fields.values.items() if key.startswith(prefix)}

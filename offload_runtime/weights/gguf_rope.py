@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights.fields import Fields, shown
+from offload_runtime.fields import Fields, shown
 
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = ("rope_freqs.weight", _SHORT, _LONG)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_runtime.errors import CheckpointError
+from offload_runtime.fields import HeaderError, shown
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights.fields import HeaderError, shown
 from offload_runtime.weights.files import first_bytes, refuse_other_file
 
 

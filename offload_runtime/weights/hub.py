@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload_runtime.errors import HubError, StorageError
+from offload_runtime.fields import shown
 from offload_runtime.files import user_directory
-from offload_runtime.weights.fields import shown
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 CONFIGURATION_FILES = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ import torch
 from offload_runtime_kernels.coded_bf16 import CODED
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.models import DecoderLayer, ModelConfig, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
 from offload_runtime.weights.encodings.coded_bf16 import CodedRows
@@ -150,8 +150,9 @@ class ModelLayout:
 
     @classmethod
     def plain(cls, config: ModelConfig, dtype: torch.dtype) -> ModelLayout:
-        """Everything stored in the dtype that the model computes in: layers of one size."""
-        return cls(dtype, (layer_layout(config, dtype),) * config.num_layers, shared_layout(config, dtype))
+        """Everything stored in the dtype that the model computes in."""
+        made = {id(layer): layer_layout(layer, dtype) for layer in config.layers}
+        return cls(dtype, tuple(made[id(layer)] for layer in config.layers), shared_layout(config, dtype))
 
     @classmethod
     def as_stored(
@@ -187,7 +188,7 @@ class ModelLayout:
         encodings = {
             layer: {packed: encoding(parts) for packed, parts in stack.items()} for layer, stack in stacks.items()
         }
-        layers = tuple(layer_layout(config, dtype, encodings[layer]) for layer in range(config.num_layers))
+        layers = tuple(layer_layout(layer, dtype, encodings[number]) for number, layer in enumerate(config.layers))
         return cls(dtype, layers, shared_layout(config, dtype, encodings[None]))
 
     def of_layers(self, layers: Sequence[int], *, shared: bool) -> ModelLayout:
@@ -289,41 +290,7 @@ def _stacked(parts: list[tuple[int, str | ScaledFormat]], columns: int, dtype: t
     return GgufRows.smallest([(rows, str(kind)) for rows, kind in parts], columns, dtype)
 
 
-# A checkpoint tensor of a block: packed name, checkpoint name (of a layer below `model.layers.N.`), shape. Those of one
-# packed name stack up to a packed tensor.
-_Part = tuple[str, str, tuple[int, ...]]
-
-
-def _projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bool) -> list[_Part]:
-    """Matrices that are stacked, by their modules' names, and their biases where they have some."""
-    parts: list[_Part] = [(packed, f"{name}.weight", (count, columns)) for name, count in rows.items()]
-    return parts + [(f"{packed}_bias", f"{name}.bias", (count,)) for name, count in rows.items() if bias]
-
-
-def _layer_parts(config: ModelConfig) -> list[_Part]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = {"self_attn.q_proj": config.q_size, "self_attn.k_proj": config.kv_size, "self_attn.v_proj": config.kv_size}
-    normed_heads = ("q", "k") if config.qk_norm else ()
-    return [
-        ("input_norm", "input_layernorm.weight", (hidden,)),
-        *_projections("qkv", qkv, hidden, bias=config.qkv_bias),
-        *((f"{name}_norm", f"self_attn.{name}_norm.weight", (config.head_dim,)) for name in normed_heads),
-        *_projections("o", {"self_attn.o_proj": hidden}, config.q_size, bias=config.o_bias),
-        ("post_norm", "post_attention_layernorm.weight", (hidden,)),
-        *_projections("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, bias=config.mlp_bias),
-        *_projections("down", {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias),
-    ]
-
-
-def _shared_parts(config: ModelConfig) -> list[_Part]:
-    vocabulary = (config.vocab_size, config.hidden_size)
-    parts: list[_Part] = [
-        ("embedding", "model.embed_tokens.weight", vocabulary), ("final_norm", "model.norm.weight", vocabulary[1:]),
-    ]  # fmt: skip
-    return parts if config.tie_word_embeddings else [*parts, ("lm_head", "lm_head.weight", vocabulary)]
-
-
-def _placed(parts: list[_Part], layer: int | None = None) -> dict[str, Destination]:
+def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
     """Where each part goes, by transformers' name: below those of the same packed name before it."""
     filled: Counter[str] = Counter()
     placed: dict[str, Destination] = {}
@@ -335,27 +302,22 @@ def _placed(parts: list[_Part], layer: int | None = None) -> dict[str, Destinati
     return placed
 
 
-def _packed_shapes(parts: list[_Part]) -> dict[str, tuple[int, ...]]:
+def _packed_shapes(parts: Iterable[Tensor]) -> dict[str, tuple[int, ...]]:
     return {to.packed: (to.row_end, *to.shape[1:]) for to in _placed(parts).values()}  # the last one's end counts
 
 
 def layer_layout(
-    config: ModelConfig, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
+    layer: DecoderLayer, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
 ) -> PackedLayout:
-    """The block of one decoder layer, plainly in `dtype` but for the matrices that `encodings` names.
-
-    With H hidden, I intermediate, D head dim: `input_norm [H]`, `qkv [qkv_size, H]`, `o [H, q_size]`, `post_norm [H]`,
-    `gate_up [2I, H]` (gate rows first), `down [H, I]`, and by the config's flags `qkv_bias`, `q_norm [D]`,
-    `k_norm [D]`, `o_bias`, `gate_up_bias`, `down_bias`.
-    """
-    return PackedLayout.build(_packed_shapes(_layer_parts(config)), dtype, encodings)
+    """The block of one layer, plainly in `dtype` but for the matrices that `encodings` names."""
+    return PackedLayout.build(_packed_shapes(layer.tensors()), dtype, encodings)
 
 
 def shared_layout(
     config: ModelConfig, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
 ) -> PackedLayout:
     """The block of what all layers share: `embedding [V, H]`, `final_norm [H]`, `lm_head [V, H]` unless tied."""
-    return PackedLayout.build(_packed_shapes(_shared_parts(config)), dtype, encodings)
+    return PackedLayout.build(_packed_shapes(config.shared_tensors()), dtype, encodings)
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
@@ -363,7 +325,7 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
 
     Together the destinations cover every element of every packed tensor exactly once.
     """
-    table = _placed(_shared_parts(config))
-    for layer in range(config.num_layers):
-        table |= _placed(_layer_parts(config), layer)
+    table = _placed(config.shared_tensors())
+    for number, layer in enumerate(config.layers):
+        table |= _placed(layer.tensors(), number)
     return table

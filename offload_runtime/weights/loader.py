@@ -19,13 +19,13 @@ import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.fields import shortened
 from offload_runtime.memory import HostArena, Registrar
+from offload_runtime.models import ModelConfig
 from offload_runtime.sizes import GB
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight
-from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging
 

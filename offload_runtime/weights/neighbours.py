@@ -11,11 +11,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from offload_runtime.models import FAMILIES, model_config_from_json
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.layout import checkpoint_tensors
@@ -31,7 +32,8 @@ _MOST_ENTRIES, _MOST_HEADERS, _MOST_DRAFTS = 256, 8, 3
 # The draft that is usual with a family, by the target's architecture and rows of the embedding: its name, and its shape
 # in the order of `_SHAPE`. It is planned with as `USUAL_MIX`, for targets of so many times its parameters.
 _SHAPE = (
-    "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings",
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "tie_word_embeddings",
 )  # fmt: skip
 _LLAMA, _QWEN = (16, 2048, 8192, 32, 8, 64, True), (24, 896, 4864, 14, 2, 64, True)
 _MISTRAL = ("Mistral-7B-Instruct-v0.3", (32, 4096, 14336, 32, 8, 128, False))
@@ -113,9 +115,14 @@ def usual_draft(target: DescribedModel) -> UsualDraft | None:
     """What is usual with a target's family; None for a target with less than four times its parameters."""
     config = target.config()
     name, shape = _USUAL.get((config.architecture, config.vocab_size), (None, _LLAMA))
-    if config.vocab_size == 32000 and config.num_heads == 4 * config.num_kv_heads:
+    if config.vocab_size == 32000 and config.attention.num_heads == 4 * config.num_kv_heads:
         name = None  # the first of Mistral's models, whose tokens are not Llama 2's
-    small = replace(config, layer_windows=(), layer_rope=(), **dict[str, Any](zip(_SHAPE, shape, strict=True)))
+    family = next(name for name, (architecture, _) in FAMILIES.items() if architecture == config.architecture)
+    settings: dict[str, Any] = {
+        "model_type": family, "vocab_size": config.vocab_size, "sliding_window": None,
+        "max_position_embeddings": config.max_position_embeddings, **dict(zip(_SHAPE, shape, strict=True)),
+    }  # fmt: skip
+    small = model_config_from_json(settings, name or "a small model")
     model = DescribedModel(small, target.native_dtype, kinds=stored_kinds(small, USUAL_MIX))
     return UsualDraft(name, model) if num_parameters(target) >= _USUAL_TIMES * num_parameters(model) else None
 

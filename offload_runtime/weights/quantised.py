@@ -37,11 +37,11 @@ from offload_runtime_kernels.scaled_rows import (
     pack_numbers,
 )
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
+from offload_runtime.fields import Fields, shown
+from offload_runtime.models import ModelConfig
 from offload_runtime.weights.encoding import aligned
 from offload_runtime.weights.encodings.scaled_rows import scale_tensors, scaled_bytes
-from offload_runtime.weights.fields import Fields, shown
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import language_settings, model_config_from_json
+from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
+from offload_runtime.models import ModelConfig
+from offload_runtime.models.registry import language_settings, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.weights.files import first_bytes, no_config, no_weights, refuse_adapter, refuse_other_file
 from offload_runtime.weights.header import StoredTensor, open_header
 from offload_runtime.weights.quantised import DTYPES as PART_DTYPES

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.architectures import language_settings, model_config_from_json
-from offload_runtime.weights.fields import shortened
+from offload_runtime.fields import Fields, shortened
+from offload_runtime.models.registry import language_settings, require_family
 from offload_runtime.weights.files import GGUF_MAGIC, first_bytes, refuse_ollama, refuse_other_file, refuse_pieces
 from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model
 from offload_runtime.weights.vocabulary import directory_vocabulary
@@ -100,7 +100,7 @@ def refuse_early(reference: str | Path) -> None:
             with suppress(ValueError, RecursionError):  # told by whoever reads all of it
                 settings = json.loads((found / "config.json").read_bytes())
                 if isinstance(settings, dict):
-                    model_config_from_json(language_settings(settings, str(found)), str(found))
+                    require_family(Fields(str(found), language_settings(settings, str(found))))
 
 
 @contextmanager

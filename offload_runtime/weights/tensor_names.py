@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.fields import shortened
+from offload_runtime.fields import shortened
+from offload_runtime.models import ModelConfig
 from offload_runtime.weights.header import StoredTensor
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

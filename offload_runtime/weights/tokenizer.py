@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights.fields import MOST, Fields, shown
+from offload_runtime.fields import MOST, Fields, shown
 from offload_runtime.weights.files import first_bytes, refuse_other_file
 
 if sys.version_info >= (3, 11):

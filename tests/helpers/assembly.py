@@ -13,8 +13,10 @@ from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
 from offload_runtime.kv.device import num_blocks
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
-from offload_runtime.model import Decoder, RopeTable, RowBuilder
+from offload_runtime.models import RopeTable
 from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.decoder import Decoder
+from offload_runtime.runners.rows import RowBuilder
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.staging import Staging
@@ -80,9 +82,7 @@ def in_memory(hf_model: Any) -> CheckpointSource:
 def first_layers(source: CheckpointSource, count: int) -> CheckpointSource:
     """A model of a checkpoint's first layers, its embedding and its head."""
     whole = source.config()
-    config = replace(
-        whole, num_layers=count, layer_windows=whole.layer_windows[:count], layer_rope=whole.layer_rope[:count]
-    )
+    config = replace(whole, layers=whole.layers[:count])
     fills = {name: source.fills[name] for name in source.fills if name in checkpoint_tensors(config)}
     return replace(source, model_config=config, fills=fills)
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from widening.checkpoint import write_noisy_copy  # noqa: F401 (for the tests)
 
 from offload_runtime.engine import Runtime
-from offload_runtime.model import Window
 from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.rows import Window
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (

@@ -19,9 +19,9 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from offload_runtime.config import ModelConfig
+from offload_runtime.models import ModelConfig
+from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, Weight, load_weights
-from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.layout import Destination
 
 VOCAB_SIZE = 101

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from offload_runtime import plan as planning
-from offload_runtime.config import ModelConfig, RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.models import model_config_from_json
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.sizes import GB
@@ -32,13 +33,15 @@ def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
         draw(st.integers(most_layers // 2, most_layers) | st.integers(1, 4)),
         draw(st.sampled_from([128, 64])),
     )
-    windows = draw(st.sampled_from([(), (4096,) * layers, tuple(4096 if i % 2 else None for i in range(layers))]))
-    config = ModelConfig(
-        "LlamaForCausalLM", kv_heads * group * head_dim, draw(st.sampled_from([512, 2048, 14336])), layers,
-        kv_heads * group, kv_heads, head_dim, draw(st.sampled_from([1000, 32000, 128256])), 131072, 1e-5,
-        {"rope_type": "default", "rope_theta": 1e4}, layer_windows=windows,
-    )  # fmt: skip
-    return DescribedModel(config, torch.bfloat16)
+    slides, first = draw(st.sampled_from([(False, 0), (True, 0), (True, layers // 2)]))
+    described = {
+        "model_type": "qwen2", "hidden_size": kv_heads * group * head_dim,
+        "intermediate_size": draw(st.sampled_from([512, 2048, 14336])), "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "vocab_size": draw(st.sampled_from([1000, 32000, 128256])), "max_position_embeddings": 131072,
+        "use_sliding_window": slides, "sliding_window": 4096, "max_window_layers": first,
+    }  # fmt: skip
+    return DescribedModel(model_config_from_json(described, "drawn"), torch.bfloat16)
 
 
 @st.composite

@@ -18,9 +18,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.memory import device_memory_used_by_others
+from offload_runtime.models import ModelConfig
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, layer_layout, open_checkpoint
 
@@ -193,11 +193,11 @@ def prefill_bytes(config: ModelConfig, options: PeerOptions) -> int:
     Only a whole prompt needs no mask. That of a chunk is made as booleans and handed to the attention kernel in the
     dtype of the queries, a padded copy included.
     """
-    itemsize, tokens = options.dtype.itemsize, options.context_tokens
+    itemsize, tokens, inner = options.dtype.itemsize, options.context_tokens, config.layers[0].mlp.intermediate_size
     chunk = options.prefill_chunk
     if chunk is None or chunk >= tokens:
-        return 8 * tokens * config.intermediate_size * itemsize
-    return 8 * chunk * config.intermediate_size * itemsize + chunk * tokens * (1 + 2 * itemsize)
+        return 8 * tokens * inner * itemsize
+    return 8 * chunk * inner * itemsize + chunk * tokens * (1 + 2 * itemsize)
 
 
 def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
@@ -206,7 +206,7 @@ def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
     The keys and values of the target count as well, unless they are kept on the host.
     """
     config, itemsize = options.source.config(), options.dtype.itemsize
-    layer_bytes = layer_layout(config, options.dtype).total_bytes
+    layer_bytes = layer_layout(config.layers[0], options.dtype).total_bytes
     total_bytes = ModelLayout.plain(config, options.dtype).total_bytes
     others = total_bytes - config.num_layers * layer_bytes + _RESERVE_BYTES
     kv_bytes = config.kv_bytes_per_token(itemsize) * options.context_tokens

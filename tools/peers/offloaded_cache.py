@@ -22,9 +22,9 @@ from common import PeerOptions
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import read_host_info
+from offload_runtime.models import ModelConfig
 from offload_runtime.sizes import format_bytes
 
 NOTE = "transformers' offloaded cache, mended: its copies wait for each other, and cropped layers are copied whole"
@@ -107,7 +107,7 @@ def offloaded_bytes(config: ModelConfig, itemsize: int, *, prompt_tokens: int, c
 
 def pinned_bytes(config: ModelConfig, itemsize: int, tokens: int) -> int:
     """Page-locked bytes of the keys and values of so many tokens: torch rounds each tensor up to a power of two."""
-    tensor_bytes = config.kv_size * itemsize * tokens
+    tensor_bytes = config.attention.kv_size * itemsize * tokens
     return 2 * config.num_layers * (1 << (tensor_bytes - 1).bit_length())
 
 

@@ -27,8 +27,8 @@ from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
 from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import model_config_from_json
 from offload_runtime.weights.staging import Staging
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -177,8 +177,8 @@ def noisy_copy(small: CheckpointSource, noise: float, *, device: torch.device | 
     """The small model with noise on its matrices: a draft that is right less often."""
     config = small.config()
     same = WideShape(
-        config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
-        config.head_dim,
+        config.hidden_size, config.layers[0].mlp.intermediate_size, config.num_layers, config.attention.num_heads,
+        config.num_kv_heads, config.head_dim,
     )  # fmt: skip
     return WidenedCheckpoint(small, same, noise, device=device)
 

@@ -18,8 +18,8 @@ import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from widening.convert import check_space, storage_error
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError
+from offload_runtime.models import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encodings.gguf_rows import file_bytes, row_bytes
 from offload_runtime.weights.gguf_header import read_gguf_header
@@ -124,8 +124,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> 
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
+    writer.add_feed_forward_length(config.layers[0].mlp.intermediate_size)
+    writer.add_head_count(config.attention.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import UnsupportedArchitectureError
+from offload_runtime.models import ModelConfig
 
 # These scale each frequency by itself, and unscaled the frequencies agree already.
 _KEPT_TYPES = ("default", "linear", "llama3")
@@ -18,9 +18,9 @@ _KEPT_TYPES = ("default", "linear", "llama3")
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """A model's scaled frequencies as transformers makes them, [D/2] fp32, and the factor on cosines and sines."""
     hf_config = transformers.LlamaConfig(
-        hidden_size=config.hidden_size, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
+        hidden_size=config.hidden_size, num_attention_heads=config.attention.num_heads,
+        num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters),
     )  # fmt: skip
     scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
     inv_freq, scaling = scaled(hf_config, torch.device("cpu"))

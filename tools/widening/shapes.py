@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
+from offload_runtime.models import ModelConfig
 from offload_runtime.options import require_positive
 
 
@@ -57,11 +57,12 @@ def check_architecture(config: ModelConfig) -> None:
     Raises:
         UnsupportedArchitectureError: Biases, head norms, sliding windows or layers without positions.
     """
+    attention, mlp = config.attention, config.layers[0].mlp
     extras = {
-        "biases": config.qkv_bias or config.o_bias or config.mlp_bias,
-        "norms of queries and keys": config.qk_norm,
+        "biases": attention.qkv_bias or attention.o_bias or mlp.bias,
+        "norms of queries and keys": attention.qk_norm,
         "sliding windows": any(window is not None for window in config.layer_windows),
-        "layers without rotary positions": not all(config.layer_rope),
+        "layers without rotary positions": not all(layer.attention.rotates for layer in config.layers),
     }
     found = [name for name, present in extras.items() if present]
     if found:
@@ -109,11 +110,11 @@ def rotary_channels(small_dim: int, large_dim: int) -> torch.Tensor:
 def place_heads(config: ModelConfig, shape: WideShape) -> HeadPlaces:
     """Map the heads of a checked pair of shapes."""
     small_dim, large_dim = config.head_dim, shape.head_dim
-    group, large_group = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    group, large_group = config.attention.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
     copies = -(-group // large_group)
     query_heads = [
         ((head // group) * copies + (head % group) // large_group) * large_group + (head % group) % large_group
-        for head in range(config.num_heads)
+        for head in range(config.attention.num_heads)
     ]
     kv_heads = list(range(config.num_kv_heads * copies))
     kv_sources = [head // copies for head in kv_heads]
@@ -145,10 +146,10 @@ def check_fits(config: ModelConfig, shape: WideShape) -> None:
             f"heads of {config.head_dim} channels do not divide heads of {shape.head_dim}, so the rotary frequencies "
             "would differ: choose a source or a shape whose head dimensions divide"
         )
-    group, large_group = config.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    group, large_group = config.attention.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
     needed = config.num_kv_heads * -(-group // large_group)
     if needed > shape.num_kv_heads:
         raise OptionError(
-            f"{config.num_heads} query heads over {config.num_kv_heads} KV heads need {needed} KV heads of "
+            f"{config.attention.num_heads} query heads over {config.num_kv_heads} KV heads need {needed} KV heads of "
             f"{large_group} query heads each, and the shape has {shape.num_kv_heads}: choose a larger shape"
         )

@@ -14,11 +14,11 @@ from typing import Any
 from widening.made import MadeCheckpoint
 from widening.rope import frequencies
 
-from offload_runtime.config import ModelConfig
 from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.fields import shortened
+from offload_runtime.models import ModelConfig
+from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.architectures import model_config_from_json
-from offload_runtime.weights.fields import shortened
 from offload_runtime.weights.header import StoredTensor
 from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_header
 

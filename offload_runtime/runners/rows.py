@@ -15,7 +15,7 @@ from offload_runtime_kernels.rope_store import RopeRows
 from offload_runtime_kernels.window_steps import StepRows
 
 from offload_runtime.memory import Card, TransferBuffers, pack, transfer, unpack, upload
-from offload_runtime.model.rope import RopeTable
+from offload_runtime.models.rope import RopeTable
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from offload_runtime.errors import UnsupportedArchitectureError
-from offload_runtime.weights.fields import Fields, shown
+from offload_runtime.fields import Fields, shown
 
 _SUPPORTED = "Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and SmolLM3 run"
 

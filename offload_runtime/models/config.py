@@ -1,0 +1,92 @@
+"""What a model is: its layers, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from offload_runtime.errors import require
+from offload_runtime.models.layers import Attention, DecoderLayer, Tensor
+from offload_runtime.options import require_positive
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder: its layers from below, and what lies around them.
+
+    `rope_parameters` is transformers' dictionary of the same name. Caches hold keys and values of all layers in one
+    tensor, so that all have heads of one number and size.
+    """
+
+    architecture: str
+    layers: tuple[DecoderLayer, ...]
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, Any]
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        one = self.attention
+        sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
+        for name, value in ((name, getattr(one, name)) for name in sizes):
+            require_positive(name, value)
+        for name in ("vocab_size", "max_position_embeddings"):
+            require_positive(name, getattr(self, name))
+        uneven = f"{one.num_heads} query heads cannot share {one.num_kv_heads} KV heads evenly"
+        require(one.num_heads % one.num_kv_heads == 0, uneven)
+
+    @property
+    def attention(self) -> Attention:
+        """That of the first layer, whose sizes are all layers'."""
+        return self.layers[0].attention
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream."""
+        return self.attention.hidden_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.attention.head_dim
+
+    @cached_property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer in tokens; None where it attends to all."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @cached_property
+    def row_elements(self) -> int:
+        """Elements that a row of a pass takes on its way through the largest layer, but for the residual stream."""
+        return max(layer.row_elements for layer in {id(layer): layer for layer in self.layers}.values())
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of keys and values that one token holds over all layers."""
+        return sum(2 * layer.attention.kv_size for layer in self.layers) * element_bytes
+
+    def shared_tensors(self) -> Iterator[Tensor]:
+        """What lies around the layers, by whole names: `embedding` [V, H], `final_norm` [H], `lm_head` [V, H] unless it
+        is the embedding."""
+        vocabulary = (self.vocab_size, self.hidden_size)
+        yield Tensor("embedding", "model.embed_tokens.weight", vocabulary)
+        yield Tensor("final_norm", "model.norm.weight", vocabulary[1:])
+        if not self.tie_word_embeddings:
+            yield Tensor("lm_head", "lm_head.weight", vocabulary)
+
+    def of_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The same of some of the layers, which are numbered anew."""
+        return replace(self, layers=tuple(self.layers[layer] for layer in layers))

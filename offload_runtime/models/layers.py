@@ -1,0 +1,221 @@
+"""The layers of decoders: what tensors each has, what it keeps of every token, and what it computes.
+
+A family (`models/llama.py` and so on) says which layers a model has; packing, loading, placement, caches and plans
+order and add up what these declare. Everything works on flat rows [N, H], and nothing that a row computes depends on
+the others of its pass or on how many there are, except through the keys and values that it is meant to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.kv_blocks import KVBlocks
+from offload_runtime_kernels.rms_norm import rms_norm
+from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, by its name below the layer's, whose rows follow those of earlier tensors of the same
+    `packed` name: what has one name is one matrix in memory."""
+
+    packed: str
+    name: str
+    shape: tuple[int, ...]
+
+
+class Weight(Protocol):
+    """A tensor in memory, however it is stored; see `weights.encoding.Weight`."""
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """The decoded tensor in the dtype that the model computes in."""
+
+    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+        """x W^T + b, added to a residual or gated."""
+
+
+Weights = Mapping[str, Any]  # by packed name, each a `Weight`
+
+
+class LayerCache(Protocol):
+    """What an attention layer needs of a KV cache: a place for new keys and values, and attention over all that its
+    queries see, within the layer's sliding window."""
+
+    def store(self, layer: int) -> KVBlocks:
+        """Where the rows of the running pass write their keys and values."""
+
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+        """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
+
+
+class Rows(Protocol):
+    """The rows of a pass, as a layer sees them: who they are to attention, and how they are rotated and stored."""
+
+    @property
+    def query(self) -> QueryRows:
+        """Positions and slots of the rows, [B, T]."""
+
+    @property
+    def full(self) -> RopeRows:
+        """Rotation, and where keys and values go."""
+
+    @property
+    def plain(self) -> RopeRows:
+        """The same without rotation."""
+
+    @property
+    def num_rows(self) -> int:
+        """B * T."""
+
+
+def _projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bool) -> Iterator[Tensor]:
+    """Matrices that are stacked, by their modules' names, and their biases where they have some."""
+    yield from (Tensor(packed, f"{name}.weight", (count, columns)) for name, count in rows.items())
+    if bias:
+        yield from (Tensor(f"{packed}_bias", f"{name}.bias", (count,)) for name, count in rows.items())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention with rotary positions.
+
+    Attributes:
+        hidden_size: Channels of the residual stream, H.
+        num_heads, num_kv_heads, head_dim: Query heads, heads of keys and values, channels of each, D.
+        eps: Of the norms of queries and keys.
+        window: Tokens that a sliding window reaches; None attends to all.
+        rotates: Whether queries and keys are rotated.
+        qkv_bias, o_bias: Which projections have biases.
+        qk_norm: Whether each head's queries and keys are normed (RMS, [D]) before they are rotated.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    window: int | None = None
+    rotates: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+    @cached_property
+    def scale(self) -> float:
+        """What the dot products of queries and keys are multiplied by."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def q_size(self) -> int:
+        """Channels of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Channels of all key heads together; the values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused projection of queries, keys and values."""
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a row takes on its way: the projection, rotated queries, what attention gives, and a copy."""
+        return self.qkv_size + 3 * self.q_size
+
+    def tensors(self) -> Iterator[Tensor]:
+        """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D]."""
+        qkv = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        rows = {f"self_attn.{name}": count for name, count in qkv.items()}
+        yield from _projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
+        for name in ("q", "k") if self.qk_norm else ():
+            yield Tensor(f"{name}_norm", f"self_attn.{name}_norm.weight", (self.head_dim,))
+        yield from _projections("o", {"self_attn.o_proj": self.hidden_size}, self.q_size, bias=self.o_bias)
+
+    def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
+        """Project, rotate, store keys and values, and attend: [N, H] -> [N, q_size], before the output projection."""
+        qkv = weights["qkv"].linear(x)
+        norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, self.eps) if self.qk_norm else None
+        q = rope_store(qkv, rows.full if self.rotates else rows.plain, cache.store(layer), norm)
+        q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
+        return cache.attend(layer, q, rows.query).reshape(rows.num_rows, -1).contiguous()
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """silu(x W_gate) * (x W_up), projected back.
+
+    Attributes:
+        hidden_size, intermediate_size: Channels outside and inside.
+        bias: Whether all three projections have biases.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a row takes on its way: gate and up, and their product."""
+        return 3 * self.intermediate_size
+
+    def tensors(self) -> Iterator[Tensor]:
+        """`gate_up` [2I, H], gate rows first, `down` [H, I], and their biases."""
+        rows = {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size}
+        yield from _projections("gate_up", rows, self.hidden_size, bias=self.bias)
+        yield from _projections("down", {"mlp.down_proj": self.hidden_size}, self.intermediate_size, bias=self.bias)
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[N, H] -> [N, I], before the output projection."""
+        return weights["gate_up"].linear(x, gated=True)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Attention and an MLP, each behind a norm and added to the residual stream.
+
+    Attributes:
+        attention, mlp: The two blocks.
+        eps: Of the norms.
+    """
+
+    attention: Attention
+    mlp: GatedMLP
+    eps: float
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Those of both blocks, and `input_norm` and `post_norm` [H] before them."""
+        shape = (self.attention.hidden_size,)
+        yield Tensor("input_norm", "input_layernorm.weight", shape)
+        yield from self.attention.tensors()
+        yield Tensor("post_norm", "post_attention_layernorm.weight", shape)
+        yield from self.mlp.tensors()
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a row takes on its way through the layer, but for the residual stream."""
+        return 3 * self.attention.hidden_size + self.attention.row_elements + self.mlp.row_elements
+
+    def forward(self, layer: int, residual: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> None:
+        """Add to the residual stream, and write the rows' keys and values into the cache.
+
+        Args:
+            layer: The layer's number in the model.
+            residual: [N, H].
+            weights: The layer's packed tensors.
+            rows: The pass.
+            cache: Where keys and values live.
+        """
+        mixed = self.attention.forward(
+            layer, rms_norm(residual, weights["input_norm"].dense, self.eps), weights, rows, cache
+        )
+        weights["o"].linear(mixed, residual=residual)
+        inner = self.mlp.forward(rms_norm(residual, weights["post_norm"].dense, self.eps), weights)
+        weights["down"].linear(inner, residual=residual)

@@ -1,0 +1,40 @@
+"""What lies around the layers of a model: embedding and head, with their weights, and where each layer is."""
+
+from __future__ import annotations
+
+import torch
+from offload_runtime_kernels.rms_norm import rms_norm
+
+from offload_runtime.memory import LayerPartition
+from offload_runtime.models import LayerCache, ModelConfig, Weights
+from offload_runtime.runners.rows import PassRows
+
+
+class Decoder:
+    """The maths of one model; stateless but for the shared weights.
+
+    Args:
+        config: Its layers, and what they share.
+        shared: `embedding` [V, H], `final_norm` [H], and `lm_head` [V, H] unless it is tied; on the compute device, of
+            several cards the first.
+        partition: Which card each layer is on; None: all are where the shared weights are.
+    """
+
+    def __init__(self, config: ModelConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
+        self.config = config
+        self.embedding = shared["embedding"]
+        self.lm_head = shared.get("lm_head", shared["embedding"])
+        self.final_norm: torch.Tensor = shared["final_norm"].dense
+        self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
+
+    def embed(self, rows: PassRows) -> torch.Tensor:
+        """The residual stream at the bottom: [N, H]."""
+        return self.embedding.rows(rows.tokens)
+
+    def layer(self, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache) -> None:
+        """Run one layer, which adds to the residual stream [N, H]."""
+        self.config.layers[index].forward(index, residual, weights, rows, cache)
+
+    def head(self, residual: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last layer."""
+        return self.lm_head.linear(rms_norm(residual, self.final_norm, self.config.rms_norm_eps))
