@@ -111,44 +111,35 @@ def _in_fp8(plain: MadeCheckpoint, directory: Path) -> CheckpointSource:
             scale = squares.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
             numbers = (squares / scale[:, None, :, None]).flatten(2).flatten(0, 1)
             stored |= {name: numbers.to(torch.float8_e4m3fn), name.replace("weight", "weight_scale_inv"): scale}
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (directory / "config.json").write_text(
-        json.dumps(plain.hf_config.to_dict() | quantised | {"torch_dtype": "bfloat16"})
-    )
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    settings = plain.hf_config.to_dict() | {"quantization_config": quantised, "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(settings))
     save_file(stored, directory / "model.safetensors")
     return replace(open_checkpoint(directory), tokenizer=Wordless)
 
 
 def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each way and temperature: the tokens of all prompts, and a hash of their logits."""
-    models, on_card = made_models(folder), resolve_device(options.device).type == "cuda"
+    models = made_models(folder)
     for way in options.ways:
         stored, given = WAYS[way][0], dict(WAYS[way][1])
         cards = given.pop("cards", 1)
-        given["draft"] = models.get(given["draft"], given["draft"])
-        if on_card:
-            given["vram"] = ",".join(["8GB"] * cards)
+        given |= {"draft": models.get(given["draft"], given["draft"]), "vram": ",".join(["8GB"] * cards)}
+        device = ",".join([options.device] * cards)
         with Runtime.load(
-            models[stored], device=",".join([options.device] * cards), dtype=options.dtype, context=_CONTEXT_TOKENS,
-            max_batch=2, **given,
-        ) as runtime:  # fmt: skip
+            models[stored], device=device, dtype="bf16", context=_CONTEXT_TOKENS, max_batch=2, **given
+        ) as runtime:
             for temperature in TEMPERATURES:
-                asked: dict[str, Any] = {
-                    "max_new_tokens": options.tokens, "ignore_eos": True, "temperature": temperature,
-                }  # fmt: skip
-                # One alone, the others by twos.
-                first, *others = prompts()
-                answers = [runtime.generate(first, **asked).tokens]
+                asked = dict[str, Any](max_new_tokens=options.tokens, ignore_eos=True, temperature=temperature)
+                (first, *others), digest = prompts(), hashlib.sha256()
+                tokens = [runtime.generate(first, **asked).tokens]
                 for at in range(0, len(others), 2):
-                    answers += [one.tokens for one in runtime.generate_batch(others[at : at + 2], **asked)]
-                digest = hashlib.sha256()
-                for prompt, tokens in zip(prompts(), answers, strict=True):
-                    (logits,) = runtime.logits(prompt, [tokens])
+                    tokens += [one.tokens for one in runtime.generate_batch(others[at : at + 2], **asked)]
+                for prompt, answer in zip((first, *others), tokens, strict=True):
+                    (logits,) = runtime.logits(prompt, [answer])
                     digest.update(logits.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-                yield {
-                    "way": way, "stored": stored, "temperature": temperature, "tokens": [list(one) for one in answers],
-                    "logits_sha256": digest.hexdigest(),
-                }  # fmt: skip
+                found = {"way": way, "stored": stored, "temperature": temperature, "tokens": tokens}
+                yield found | {"logits_sha256": digest.hexdigest()}
 
 
 def differences(rows: Sequence[dict[str, Any]], against: Sequence[dict[str, Any]]) -> list[str]:
@@ -190,7 +181,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare and print; returns the exit code."""
     parser = harness.bench_parser(__doc__, device="cpu")
     parser.add_argument("--tokens", type=int, default=16, help="of every answer")
-    parser.add_argument("--dtype", choices=("auto", *harness.DTYPES), default="auto")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--against", type=Path, metavar="FILE", help="what --out has written at another commit")
     options = parser.parse_args(argv)

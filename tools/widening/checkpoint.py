@@ -175,11 +175,7 @@ def in_shape(
 
 def noisy_copy(small: CheckpointSource, noise: float, *, device: torch.device | None = None) -> CheckpointSource:
     """The small model with noise on its matrices: a draft that is right less often."""
-    config = small.config()
-    same = WideShape(
-        config.hidden_size, config.layers[0].mlp.intermediate_size, config.num_layers, config.attention.num_heads,
-        config.num_kv_heads, config.head_dim,
-    )  # fmt: skip
+    same = WideShape.of(small.config())
     return WidenedCheckpoint(small, same, noise, device=device)
 
 

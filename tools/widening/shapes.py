@@ -28,6 +28,14 @@ class WideShape:
         if self.num_heads % self.num_kv_heads:
             raise OptionError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
 
+    @classmethod
+    def of(cls, config: ModelConfig) -> WideShape:
+        """That of a model."""
+        return cls(
+            config.hidden_size, config.layers[0].mlp.intermediate_size, config.num_layers, config.attention.num_heads,
+            config.num_kv_heads, config.head_dim,
+        )  # fmt: skip
+
 
 SHAPES = {
     "llama2-7b": WideShape(4096, 11008, 32, 32, 32, 128), "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
@@ -137,8 +145,8 @@ def check_fits(config: ModelConfig, shape: WideShape) -> None:
     Raises:
         OptionError: Something of the large shape is smaller, or the head dimensions do not divide.
     """
-    for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-        small, large = getattr(config, name), getattr(shape, name)
+    for name, small in vars(WideShape.of(config)).items():
+        large = getattr(shape, name)
         if small > large:
             raise OptionError(f"the shape has {name} {large}, less than the source's {small}: choose a larger shape")
     if shape.head_dim % config.head_dim or config.head_dim % 2:
