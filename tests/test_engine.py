@@ -167,7 +167,7 @@ def test_closing_ends_the_copies_and_may_be_repeated(target: Path) -> None:
     before = threading.active_count()
     with load(target, resident_layers=0) as runtime:
         assert threading.active_count() == before + 1
-        assert "5 streamed" in runtime.placement and "through 3 slots" in runtime.placement
+        assert "5 streamed" in runtime.placement and "through 3 buffers" in runtime.placement
         assert runtime.load_report.startswith("loaded ")
         runtime.generate(PROMPT, max_new_tokens=2)
         runtime.close()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load_model import LoadedModel
@@ -67,7 +66,7 @@ def ctrl_c(after: int) -> Callable[..., None]:
 
 
 class InterruptedDecoder(Decoder):
-    """The maths of a model, with a hook of every layer, called when all but its attention is still to be done."""
+    """The maths of a model, with a hook of every layer, called before it."""
 
     def __init__(self, model: LoadedModel, hook: Callable[..., None]) -> None:
         own = model.runner.decoder
@@ -75,9 +74,9 @@ class InterruptedDecoder(Decoder):
         super().__init__(model.config, shared)
         self._hook = hook
 
-    def attend(self, *args: Any) -> torch.Tensor:
+    def layer(self, *args: Any) -> None:
         self._hook()
-        return super().attend(*args)
+        super().layer(*args)
 
 
 def interrupted(model: LoadedModel, after: int) -> LoadedModel:

@@ -60,7 +60,7 @@ def test_equal_cards_share_layers_and_bytes_alike(kv: str) -> None:
     assert plan.target.shares[1].layers == tuple(range(1, 32, 2))
     first, second = streamed(plan)
     assert first == second == plan_on_all(request, ONE).streamed_bytes / 2
-    assert plan.placement.resident_layers == () and plan.placement.num_slots == 6
+    assert plan.placement.resident_layers == () and plan.placement.num_buffers == 6
 
 
 def test_a_card_that_is_too_small_is_named() -> None:

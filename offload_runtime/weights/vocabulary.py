@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offload_runtime.errors import VocabularyMismatchError
 from offload_runtime.fields import Fields, shown
-from offload_runtime.models import ModelConfig
+
+if TYPE_CHECKING:
+    from offload_runtime.models import ModelConfig
 
 # Of a GGUF file's types of tokens those that stand for text: normal ones, single bytes, and where nothing is said.
 _GGUF_ORDINARY = (0, 1, 6)
