@@ -35,8 +35,8 @@ def require_link(emulation: Emulation, device: torch.device, count: int = 1) -> 
     Takes 64 MiB on the device for a moment, and some 20 ms. Raises `DeviceError`.
     """
     wanted = (count * emulation.link_gbps, count * emulation.link_back_gbps)
-    ways = zip(wanted, _measure_link(device), ("to the device", "back to the host"), strict=True)
-    for wanted_gbps, there_gbps, direction in ways:
+    directions = zip(wanted, _measure_link(device), ("to the device", "back to the host"), strict=True)
+    for wanted_gbps, there_gbps, direction in directions:
         if wanted_gbps > there_gbps * (1 + _LINK_TOLERANCE):
             why = f"its link carries {wanted_gbps:.3g} GB/s {direction} and that of {device} {there_gbps:.3g}"
             raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a card with a slower link")
