@@ -48,7 +48,7 @@ TARGET = "target"
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of an answer.
+    """One token that an answer has got.
 
     Attributes:
         token: The token.
@@ -68,7 +68,7 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step brought a request.
+    """Says what a step brought a request.
 
     Attributes:
         request: Whose it is; it has a `result` once it has ended.
@@ -86,7 +86,7 @@ class StepOutput:
 
 @dataclass(eq=False)
 class Engine:
-    """A loaded target with all that generates its tokens, and the requests that are in progress.
+    """Holds a loaded target, all that generates its tokens, and the requests that are in progress.
 
     A request waits until a slot is free. Each slot has room for as many tokens as were reserved when loading, and a
     request that does not fit is refused before it gets here: nothing that runs is ever held up for want of room. One
@@ -183,12 +183,12 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything to do."""
+        """Say whether there is anything to do."""
         return bool(self.waiting or self.running)
 
     @property
     def passes(self) -> int:
-        """How many passes there were since `begin`, those over prompts alone not counted."""
+        """Count the passes since `begin`, but for those over prompts alone."""
         return self._meter.passes - self._passes_before
 
     def step(self, on_layer: OnLayer | None = None, *, with_logits: bool = False) -> list[StepOutput]:
@@ -237,8 +237,7 @@ class Engine:
         return outputs
 
     def _admit(self) -> list[StepOutput]:
-        """Give requests that wait the free slots that hold most of their prompts; what there is of those that failed at
-        that."""
+        """Give requests that wait the free slots that hold most of their prompts; return those that failed at that."""
         if self._has_read and self.running:  # or else answers of one token would keep the others waiting
             return []
         failed = list[StepOutput]()
@@ -266,7 +265,7 @@ class Engine:
         self._chooser.proposer_of(request).join(request.slot, request.params.sampling)
 
     def _next_step(self) -> tuple[list[Request], list[Request]]:
-        """The requests whose prompts the next step reads, and the others that take part in it."""
+        """Return the requests whose prompts the next step reads, and the others that take part in it."""
         unread = [request for request in self.running.values() if not request.new_tokens]
         running = [request for request in self.running.values() if request.new_tokens]
         runner = self.target.runner
@@ -321,7 +320,7 @@ class Engine:
         return StepOutput(request, error=error)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
-        """A request has finished: its slot is free, and there is its result, also where the device fails at that."""
+        """Free the slot of a request that has finished, and make its result, also where the device fails at that."""
         failure: OffloadError | None = None
         if request in self.waiting:
             self.waiting.remove(request)
@@ -352,20 +351,20 @@ class Engine:
         self.sampling.release(request.slot)
 
     def peak_vram_bytes(self) -> int:
-        """Peak of all cards; what the driver says of a GPU includes all budgets that it has."""
+        """Return the peak of all cards; what the driver says of a GPU includes all budgets that it has."""
         peaks = [(budget.device, budget.peak_bytes()) for budget in self.budgets]
         if self.device.type == "cuda":
             peaks = list(dict(peaks).items())
         return sum(nbytes for _, nbytes in peaks)
 
     def session_caches(self) -> dict[str, SessionCache]:
-        """The caches whose blocks sessions have. Raises `CheckpointError` if a model's files cannot be read."""
+        """Return the caches whose blocks sessions have. Raises `CheckpointError` if a model's files cannot be read."""
         return session_caches(self.plan, self.target, self.draft, self.proposer.draft_state)
 
 
 @contextmanager
 def device_errors(device: torch.device) -> Iterator[None]:
-    """Around work on a device: it is the current one, and its failures are typed errors."""
+    """Make a device the current one, and typed errors of its failures."""
     try:
         with current_device(device):
             yield

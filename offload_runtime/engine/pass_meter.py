@@ -14,7 +14,7 @@ from offload_runtime.trace import DRAFT, LINK, PASSES, TraceRecorder, covered_se
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes after prefill so far, and what they took."""
+    """Counts passes after prefill, and says what they took."""
 
     count: int = 0
     seconds: float = 0.0
@@ -23,7 +23,7 @@ class _Passes:
     copy_s: float = 0.0
 
     def since(self, before: _Passes) -> _Passes:
-        """What has come since."""
+        """Return what has come since."""
         return _Passes(
             self.count - before.count, self.seconds - before.seconds, self.streamed_bytes - before.streamed_bytes,
             max(0.0, self.stall_s - before.stall_s), self.copy_s - before.copy_s,
@@ -49,22 +49,22 @@ class PassMeter:
 
     @property
     def passes(self) -> int:
-        """That have ended."""
+        """Count the passes that have ended."""
         return self._passes.count
 
     def _read(self) -> tuple[int, float, float]:
-        """Bytes that were begun to be copied, seconds of stalls and of copies, so far."""
+        """Return the bytes that were begun to be copied, seconds of stalls and of copies, so far."""
         target = self._target
         return target.runner.streamer.bytes_begun, target.stall_seconds(), target.copy_seconds()
 
     def begin(self, request: Request) -> None:
-        """A request has its first token: passes follow. What came since the last one, its prefill, was none."""
+        """Begin to measure for a request that has its first token. What came since the last pass was its prefill."""
         recorder = self._recorder
         self._counters, self._ended_s = self._read(), request.first_token_s
         self._begun[request] = self._passes, () if recorder is None else recorder.position()
 
     def lap(self) -> float:
-        """A pass has ended, now: what the link carries from here on is not counted unless another one follows."""
+        """End a pass, now: what the link carries from here on is not counted unless another one follows."""
         before, before_s = self._counters, self._ended_s
         self._counters, self._ended_s = self._read(), time.perf_counter()
         (nbytes, stall_s, copy_s), passes = self._counters, self._passes
@@ -75,7 +75,7 @@ class PassMeter:
         return self._ended_s
 
     def hidden_draft_share(self, request: Request) -> float | None:
-        """As in `GenerationStats`, since the request began."""
+        """Return what `GenerationStats` says, since the request began."""
         recorder = self._recorder
         if recorder is None or request not in self._begun:
             return None
@@ -88,8 +88,8 @@ class PassMeter:
     def result(
         self, request: Request, predicted_s: float | None, *, peak_vram_bytes: int, emulated: str | None
     ) -> GenerationResult:
-        """The answer of a request that has ended, with its figures beside what was predicted for its passes. The meter
-        forgets it."""
+        """Return the answer of a request that has ended, and its figures beside what was predicted for its passes.
+        The meter forgets it."""
         assert request.finish_reason is not None, "iterate to the end or call close() first"
         hidden_draft_share = self.hidden_draft_share(request)
         before, _ = self._begun.pop(request, (self._passes, ()))

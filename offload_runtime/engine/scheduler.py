@@ -51,7 +51,7 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class SchedulerCounters:
-    """What a scheduler has done so far.
+    """Counts what a scheduler has done so far.
 
     Attributes:
         running: Requests that have a slot.
@@ -77,10 +77,10 @@ class SchedulerCounters:
 
 
 class Ticket:
-    """A request that was submitted: `cancel` is for whoever has done so, the rest for its scheduler.
+    """Stands for a request that was submitted: `cancel` is for its client, the rest for its scheduler.
 
     Args:
-        on_event: Who is told about it.
+        on_event: Called with its events.
         on_cancel: Called to have it cancelled.
     """
 
@@ -94,7 +94,7 @@ class Ticket:
         self._on_cancel()
 
     def tell(self, event: Event) -> None:
-        """Tell whoever has submitted it, unless being told has failed before."""
+        """Give its client an event, unless that has failed before."""
         if isinstance(event, TokenEvent):
             self._num_shown += len(event.text)
         try:
@@ -105,7 +105,7 @@ class Ticket:
             self.cancel()
 
     def end(self, result: GenerationResult) -> EndEvent:
-        """That it has ended."""
+        """Return the event of its end."""
         return EndEvent(result, result.text[self._num_shown :])
 
 
@@ -211,7 +211,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     @property
     def counters(self) -> SchedulerCounters:
-        """What was done so far, as of the last pass."""
+        """Return what was done up to the last pass."""
         with self._changed:
             counters = self._counters
             return replace(counters, waiting=max(0, len(self._tickets) - counters.running))
@@ -269,7 +269,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     @property
     def failure(self) -> BaseException | None:
-        """What has ended the scheduler, if anything but `close` has."""
+        """Return the error that has ended the scheduler, if any has."""
         with self._changed:
             return self._failure
 
@@ -341,10 +341,10 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
 
 def _most_seconds_left(request: Request) -> float:
-    """Until a request that has two tokens has all of them, at the rate at which they came."""
+    """Return how long a request of two tokens or more takes for all of them, at the rate at which they came."""
     token_s = (request.last_token_s - request.first_token_s) / (request.new_tokens - 1)
     return token_s * (request.room + 1)
 
 
 def _ignore(event: Event) -> None:
-    """Who is told of a request instead of an `on_event` that has raised."""
+    """Take the place of an `on_event` that has raised."""

@@ -1,4 +1,4 @@
-"""One answer, piece by piece."""
+"""Streams: one answer, piece by piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_runtime.sampling import TokenLogprobs
 
 
 class TokenStream(Iterator[str]):
-    """One answer, as an iterator over pieces of text. Nothing is computed before the first piece is asked for.
+    """Iterates over the pieces of text of one answer. Nothing is computed before the first piece is asked for.
 
     Args:
         request: The only one of its engine.
@@ -44,19 +44,19 @@ class TokenStream(Iterator[str]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last piece was given, or the stream was closed."""
+        """Say whether the last piece was given, or the stream was closed."""
         return self._has_ended
 
     @property
     def result(self) -> GenerationResult:
-        """The finished generation; `OptionError` before the last piece or `close`."""
+        """Return the finished generation; raise `OptionError` before the last piece or `close`."""
         if not self._has_ended or self._request.result is None:
             raise OptionError("this answer has not ended: iterate to its end or call close() first")
         return self._request.result
 
     @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of the tokens so far, where they were asked for; some text of them may still be held back."""
+        """Return those of the tokens so far, where they were asked for; some text of them may still be held back."""
         return self._request.logprobs
 
     def close(self) -> None:

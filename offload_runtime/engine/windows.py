@@ -34,7 +34,7 @@ _DEEP_ENOUGH = 16
 
 @dataclass(frozen=True)
 class WindowSize:
-    """Most tokens to propose per step and request: `gamma` in a row and `tree_nodes` in all, None for chains, and
+    """Bounds the tokens to propose per step and request: `gamma` in a row and `tree_nodes` in all, None for chains, and
     `extra_nodes` that cost nothing beside a chain."""
 
     gamma: int
@@ -44,7 +44,7 @@ class WindowSize:
 
 @dataclass(frozen=True)
 class WindowLimits:
-    """What there is room to propose: of a runtime, or of a request whose windows are chosen step by step.
+    """Bounds what there is room to propose: of a runtime, or of a request whose windows are chosen step by step.
 
     Attributes:
         max_gamma: Largest gamma to be asked for, and longest chain.
@@ -62,18 +62,18 @@ class WindowLimits:
 
     @property
     def most_nodes(self) -> int:
-        """Proposals that a window has room for."""
+        """Return how many proposals a window has room for."""
         return max(self.max_gamma, self.tree_room)
 
     @property
     def by_mode(self) -> dict[str, int]:
-        """Largest windows that can ever be chosen."""
+        """Return the largest windows that can ever be chosen."""
         looked_up = dict.fromkeys(("ngram", "unigram", COPY), self.most_nodes)
         limits = looked_up | {"chain": self.max_gamma, "tree": self.tree_room}
         return {mode: largest for mode, largest in limits.items() if largest}
 
     def settle(self, params: GenerationParams, proposer: Proposer) -> WindowSize | WindowLimits:
-        """What every step of a request proposes, or the limits of what is chosen for each.
+        """Return what every step of a request proposes, or the limits of what is chosen for each.
 
         Raises:
             OptionError: More than there is room for, or something that this proposer would ignore.
@@ -101,7 +101,7 @@ class WindowLimits:
         return self
 
     def window(self, choice: Choice) -> WindowSize:
-        """What a choice asks for: of what may branch so many in all, as many of them in a row as turn out likely."""
+        """Return what a choice asks for; of what may branch so many in all, as many of them in a row as are likely."""
         if self.tree_nodes == 0 or choice == PLAIN or choice.mode == COPY:
             return WindowSize(choice.size)
         if choice.mode == "chain":
@@ -111,7 +111,7 @@ class WindowLimits:
 
 @dataclass(frozen=True)
 class StepWindows:
-    """What a step proposes to its requests.
+    """Says what a step proposes to its requests.
 
     Attributes:
         requests: Those that take part and have a token.
@@ -152,24 +152,24 @@ class WindowChooser:
         self._windows = WeakKeyDictionary[Request, WindowSize | WindowLimits]()
 
     def _window(self, request: Request) -> WindowSize | WindowLimits:
-        """What is proposed to a request in every step, or the limits of what is chosen."""
+        """Return what is proposed to a request in every step, or the limits of what is chosen."""
         if request not in self._windows:
             settled = self._limits.settle(request.params, self._proposer)
             self._windows[request] = settled if request.speculate else WindowSize(0)
         return self._windows[request]
 
     def proposer_of(self, request: Request) -> Proposer:
-        """The proposer of a request, which has no idea where that is decoded plainly."""
+        """Return the proposer of a request, which has no idea where that is decoded plainly."""
         window = self._window(request)
         plain = isinstance(window, WindowSize) and not window.gamma
         return Proposer() if plain else self._proposer
 
     def speculates(self, request: Request) -> bool:
-        """Whether anything will be proposed to a request."""
+        """Say whether anything will be proposed to a request."""
         return request.params.max_new_tokens > 1 and self.proposer_of(request).name is not None
 
     def choose(self, requests: Sequence[Request]) -> StepWindows:
-        """What the next step of these requests proposes, of which all have a token and none is finished."""
+        """Return what the next step of these requests proposes, of which all have a token and none is finished."""
         windows = [self._window(request) for request in requests]
         limits = {
             request: window
@@ -197,7 +197,7 @@ class WindowChooser:
         return StepWindows(requests, sizes, choices, asked, chosen, [request in limits for request in requests])
 
     def _choose(self, limits: Mapping[Request, WindowLimits], requests: Sequence[Request]) -> Choice:
-        """The controller's choice for the requests that leave it open, in a step of these."""
+        """Return the controller's choice for the requests that leave it open, in a step of these."""
         open_, controller = list(limits), self._controller
         sampling = open_[0].params.sampling
         if any(not request.steps for request in open_):
@@ -266,8 +266,8 @@ class WindowChooser:
         )  # fmt: skip
 
     def _largest(self, windows: Mapping[Request, WindowLimits]) -> dict[str, int]:
-        """By mode that has anything to propose its largest window, as far as the limits of these requests, an answer
-        and the cache have room.
+        """Return by mode that has anything to propose its largest window, as far as the limits of these requests, an
+        answer and the cache have room.
 
         A batch is done with its longest answer, so one behind which a draft has no room is not kept waiting for others.
         """
@@ -290,22 +290,22 @@ class WindowChooser:
         return found
 
     def _most_nodes(self, request: Request) -> int:
-        """Proposals that the target's cache has places for."""
+        """Return how many proposals the target's cache has room for."""
         return self._cache.max_tokens_with_draft - len(request.sequence)
 
     def _was_whole(self, request: Request, result: StepResult, window: WindowSize) -> bool:
-        """Whether nothing cut a window short: neither the end of the answer nor that of a cache."""
+        """Say whether nothing cut a window short: neither the end of the answer nor that of a cache."""
         if window.tree_nodes is not None:
             return request.room >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(request) >= window.tree_nodes
         return request.room >= window.gamma and _drafted(result) in (0, window.gamma)
 
     def _is_able(self, request: Request, mode: str) -> bool:
-        """Whether a draft that is able behind some of several requests has room behind this one."""
+        """Say whether a draft that is able behind some of several requests has room behind this one."""
         able = drafting(self._proposer).modes
         return not Choice(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
     def _fixed(self, window: WindowSize) -> Choice:
-        """What a window that was asked for would be if it had been chosen."""
+        """Return what a window that was asked for would be if it had been chosen."""
         if not window.gamma:
             return PLAIN
         if "chain" not in self._proposer.modes({}):
@@ -314,12 +314,12 @@ class WindowChooser:
 
 
 def _sizes_of(requests: Sequence[Request]) -> dict[str, int]:
-    """What steps of these requests take their time by."""
+    """Return what the time of a step of these requests depends on."""
     return {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
 
 
 def _drafted(result: StepResult) -> int:
-    """Of a draft's chain and the n-grams and branches beside it, how long the chain is."""
+    """Return how long a draft's chain is, without the n-grams and branches that joined it."""
     proposal = result.proposal
     follows = (parent == node - 1 for node, parent in enumerate(proposal.parents))
     chained = zip(follows, proposal.sources, strict=True)
@@ -327,7 +327,7 @@ def _drafted(result: StepResult) -> int:
 
 
 def _own(result: StepResult, choice: Choice, size: int) -> Sequence[int]:
-    """Which of the first `size` proposals were accepted; what is beside a chain tells nothing about it."""
+    """Return which of the first `size` proposals were accepted, of a chain without what joined it."""
     if choice.mode != "chain":
         return result.path
     return [node for node in result.path if node < min(size, _drafted(result))]
