@@ -299,18 +299,14 @@ _KEYS = ("layer", "sequence", "block")
 
 @dataclass(frozen=True)
 class CopyLog:
-    """Where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls.
-    `layers` are the numbers in the model of those that its card has; empty: all of them."""
+    """Where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls."""
 
     recorder: TraceRecorder
     row: str
-    layers: tuple[int, ...] = ()
 
     def copied(self, label: Label | None, nbytes: int, start: Any, end: Any) -> None:
         """A copy is made between these two marks."""
         kind, key = label or ("measurement", ())
-        if key and self.layers:
-            key = self.layers[key[0]], *key[1:]
         name = f"{kind} of layer {key[0]}" if key else kind
         args = {"kind": kind, **dict(zip(_KEYS, key, strict=False)), "bytes": nbytes}
         self.recorder.add(self.row, name, start, end, args)

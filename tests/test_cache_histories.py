@@ -17,7 +17,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.copy.queue import ThreadCopyEngine
-from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, block_shape, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
@@ -79,7 +79,7 @@ class Played:
 
     def __init__(self) -> None:
         self.cache = DeviceKVCache(
-            CONFIG, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budget=DeviceBudget(CPU, None),
+            CONFIG, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budgets=[DeviceBudget(CPU, None)],
             spare_positions=SPARE,
         )  # fmt: skip
         self.expected: list[list[int]] = [[] for _ in range(BATCH)]
@@ -183,10 +183,10 @@ class PlayedOnHost:
 
     def __init__(self, engine: ThreadCopyEngine | None = None) -> None:
         self.engine = engine or ThreadCopyEngine()
+        piece_bytes = block_bytes(CONFIG, torch.float32)
         self.cache = HostKVCache(
             CONFIG, torch.float32, capacity_tokens=4 * CAPACITY, batch=1, window_tokens=self.WINDOW,
-            piece_bytes=block_bytes(CONFIG, torch.float32), budget=DeviceBudget(CPU, None), writeback=self.engine,
-            workspace_bytes=0, locking=BlockLocking(None),
+            cards=[HostKVCard(DeviceBudget(CPU, None), self.engine, BlockLocking(None), piece_bytes, 0)],
         )  # fmt: skip
         self.expected: list[int] = []
         self._marks = Marks()
@@ -337,7 +337,7 @@ def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: lis
     """Sinks and recent tokens stand where `kept_positions` says, at indices without a gap."""
     cache = StreamingDraftCache(
         CONFIG, torch.float32, sink_tokens=sinks, recent_tokens=recent, window_tokens=16, batch=BATCH,
-        budget=DeviceBudget(CPU, None),
+        budgets=[DeviceBudget(CPU, None)],
     )  # fmt: skip
     text, marks, begun = list[int](), Marks(), 0
 
@@ -385,7 +385,12 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
     """Choices of any kind over a text that grows, is cut and goes on otherwise: what is held is today's text."""
     size, places, capacity = 8, 6, 40  # chunks
     chunks = RetrievedChunks(
-        CONFIG, torch.float32, budget_tokens=places * size, chunk_size=size, batch=BATCH, budget=DeviceBudget(CPU, None)
+        CONFIG,
+        torch.float32,
+        budget_tokens=places * size,
+        chunk_size=size,
+        batch=BATCH,
+        budgets=[DeviceBudget(CPU, None)],
     )
     blocks = torch.zeros(LAYERS, BATCH, 2, 2, HEADS, BLOCK_TOKENS, 4)
     tables = []
@@ -411,7 +416,7 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
                 selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
             chunks.update(layer, selected, tables[layer], slot=slot)
             for head in range(HEADS):
-                order = chunks.resident[layer, slot, head].tolist()
+                order = chunks.resident[layer][slot, head].tolist()
                 assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
                 expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
                 own = chunks.blocks(layer).data[slot, :, :, head : head + 1]
@@ -421,7 +426,7 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
 def test_the_first_step_chooses_and_the_others_use() -> None:
     cache = RetrievedDraftCache(
         CONFIG, torch.float32, capacity_tokens=CAPACITY, budget_tokens=64, chunk_size=8, batch=1,
-        budget=DeviceBudget(CPU, None),
+        budgets=[DeviceBudget(CPU, None)],
     )  # fmt: skip
     cache.begin_prefill(0, 700)
     for layer in range(LAYERS):

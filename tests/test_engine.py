@@ -101,7 +101,7 @@ def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, 
 
 
 def test_figures_add_up(speculative: Runtime) -> None:
-    engine = speculative.engine.target.shares[0].engine
+    engine = speculative.engine.target.cards[0].engine
     engine.drain()
     before = engine.bytes_copied
     result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)

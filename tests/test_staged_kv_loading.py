@@ -173,7 +173,7 @@ def test_a_failure_ends_the_answer_and_keeps_what_was_said(
     registrar = LimitedRegistrar(NO_LIMIT)
     with on_host(registrar, target, pinned=least(whole), resident_layers=NUM_LAYERS) as runtime:
         target_parts = runtime.engine.target
-        engine = target_parts.shares[0].engine if way == "h2d" else target_parts.runner.cache.writes.engine  # type: ignore[union-attr]
+        engine = target_parts.cards[0].engine if way == "h2d" else target_parts.runner.cache.writes.engines[0]  # type: ignore[union-attr]
         fail, move = failing(after), engine.move  # type: ignore[attr-defined]
         engine.move = lambda *pieces: (fail(), move(*pieces))  # type: ignore[attr-defined]
         stream = runtime.stream(LONG_PROMPT, max_new_tokens=400, temperature=0.8, seed=3, ignore_eos=True)

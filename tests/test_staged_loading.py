@@ -128,7 +128,7 @@ def test_a_limit_is_kept_from_the_beginning(
 def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
     with load_locked_by(LimitedRegistrar(5 * layer_bytes), target, resident_layers=0) as runtime:
         assert staged_of(runtime)
-        engine = runtime.engine.target.shares[0].engine
+        engine = runtime.engine.target.cards[0].engine
         engine.drain()
         before = engine.bytes_copied
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)

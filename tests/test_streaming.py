@@ -12,7 +12,7 @@ import torch
 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
-from offload_runtime.copy.schedule import LayerStreamer, LayerViews
+from offload_runtime.copy.schedule import CardRing, LayerStreamer, LayerViews
 from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine
@@ -35,9 +35,8 @@ def _streamer(
     return LayerStreamer(
         [_layer(index) for index in range(num_layers)],
         {index: _layer(index) for index in resident},
-        [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(buffers)],
+        [CardRing(engine, [torch.zeros(LAYER_BYTES, dtype=torch.uint8) for _ in range(buffers)])],
         make_views=_views,
-        engine=engine,
     )
 
 
@@ -198,8 +197,8 @@ class _GpuRing:
         device, num_elements = torch.device("cuda"), 1 << 22
         engine = queue(device, pace=before_each_copy(lambda: torch.cuda._sleep(copy_cycles)))
         layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
-        buffers = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(buffers)]
-        return cls(engine, LayerStreamer(layers, {}, buffers, make_views=_views, engine=engine), num_elements)
+        ring = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(buffers)]
+        return cls(engine, LayerStreamer(layers, {}, [CardRing(engine, ring)], make_views=_views), num_elements)
 
     def wrong_bytes(self, *, passes: int, compute_cycles: int) -> int:
         """Bytes that were not their layer's at the beginning or at the end of its use, counted on the device."""

@@ -73,8 +73,8 @@ def traced(path: Path, target: Path, *, load: Callable[..., Runtime] = Runtime.l
     """Generate for one prompt, or for as many as there is room for at once."""
     with load(target, trace=path, context=CONTEXT, **{"device": "cpu", **options}) as runtime:
         cache = runtime.engine.target.runner.cache
-        writeback = cache.writes.engine if isinstance(cache, HostKVCache) else None
-        engine = runtime.engine.target.shares[0].engine
+        writeback = cache.writes.engines[0] if isinstance(cache, HostKVCache) else None
+        engine = runtime.engine.target.cards[0].engine
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1

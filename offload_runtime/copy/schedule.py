@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from offload_runtime.copy.queue import CopyEngine
-from offload_runtime.memory import LayerPartition
 from offload_runtime.trace import COMPUTE, Label, TraceRecorder
 
 # One thing to bring to the device: the ring, or lane, whose buffer it takes, with its key there, and its source: uint8
@@ -156,46 +156,68 @@ class StreamedKV(Protocol):
     def pieces(self, layer: int, snapshot: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and source (uint8 [n], host) of each of the layer's pieces, in the order in which they are taken."""
 
-    def begin_pass(self, snapshot: Any, schedule: CopySchedule) -> None:
-        """A pass begins; its pieces come out of the lane `KV` of the schedule."""
+    def begin_pass(self, card: int, snapshot: Any, schedule: CopySchedule) -> None:
+        """A pass begins; the pieces of a card's layers come out of the lane `KV` of its schedule."""
+
+
+@dataclass(frozen=True)
+class CardRing:
+    """What the layers of a card are streamed through: its copy queue, and buffers of its memory, uint8 [n] each.
+
+    `buffers` hold a layer of weights, the largest of the card's; there are none where all of these are resident.
+    `kv_buffers` hold pieces of keys and values; there are none where the card streams none.
+    """
+
+    engine: CopyEngine
+    buffers: Sequence[torch.Tensor]
+    kv_buffers: Sequence[torch.Tensor] = ()
 
 
 class LayerStreamer:
-    """Hands out the weights of one layer after the other, pass after pass.
+    """Hands out the weights of one layer after the other, pass after pass. The layers of each card come through a ring
+    of its own, and all rings are filled ahead at the same time.
 
     Args:
         layers_host: One packed buffer per layer: uint8 [bytes of this layer], host, pinned on CUDA.
         resident: Device buffers of the layers that stay: layer index to uint8 [bytes of this layer].
-        buffers: Device buffers of the ring: uint8 [bytes of the largest layer] each; none when every layer is resident.
+        rings: By the number of the card.
+        owners: The card of each layer by its number; empty: all are on the first.
         make_views: Turns a layer's index and its packed buffer into its named weights without copying.
-        engine: The copy queue.
-        kv: A KV cache whose pieces cross the link in the same order, or None.
-        kv_buffers: Device buffers of its ring: uint8 each.
-        numbers: Of each layer its number in the model that these are some layers of, for a trace; None: its own.
+        kv: A KV cache whose pieces cross the links in the same order, or None.
     """
 
     def __init__(
-        self, layers_host: Sequence[torch.Tensor], resident: dict[int, torch.Tensor],
-        buffers: Sequence[torch.Tensor], *,
-        make_views: Callable[[int, torch.Tensor], LayerViews], engine: CopyEngine, kv: StreamedKV | None = None,
-        kv_buffers: Sequence[torch.Tensor] = (), numbers: Sequence[int] | None = None,
+        self, layers_host: Sequence[torch.Tensor], resident: Mapping[int, torch.Tensor], rings: Sequence[CardRing], *,
+        make_views: Callable[[int, torch.Tensor], LayerViews], owners: Sequence[int] = (), kv: StreamedKV | None = None,
     ) -> None:  # fmt: skip
-        self._numbers = numbers or range(len(layers_host))
-        streamed = [index for index in range(len(layers_host)) if index not in resident]
-        assert bool(buffers) == bool(streamed), "a ring is needed exactly when something is streamed"
-        assert len(buffers) <= len(streamed), "a ring larger than what it streams wastes buffers"
-        assert bool(kv_buffers) == (kv is not None)
-        self.num_layers, self.num_streamed = len(layers_host), len(streamed)
-        self.bytes_per_pass = sum(layers_host[index].nbytes for index in streamed)  # of weights, over the link
+        self.num_layers = len(layers_host)
+        self._owners = owners or (0,) * self.num_layers
+        streamed = [index for index in range(self.num_layers) if index not in resident]
+        for card, ring in enumerate(rings):
+            count = sum(self._owners[index] == card for index in streamed)
+            assert bool(ring.buffers) == bool(count), "a ring is needed exactly when something is streamed"
+            assert len(ring.buffers) <= count, "a ring larger than what it streams wastes buffers"
+        assert any(ring.kv_buffers for ring in rings) == (kv is not None)
+        self.num_streamed = len(streamed)
+        self.bytes_per_pass = sum(layers_host[index].nbytes for index in streamed)  # of weights, over all links
         self._layers_host = layers_host
         self._resident = {index: make_views(index, buffer) for index, buffer in resident.items()}
-        self._buffer_views = {(i, buffer.data_ptr()): make_views(i, buffer) for i in streamed for buffer in buffers}
-        self._kv = kv
-        self._snapshot: Any = None  # of the cache, from which the latest pass was planned
+        self._buffer_views = {
+            (index, buffer.data_ptr()): make_views(index, buffer)
+            for index in streamed
+            for buffer in rings[self._owners[index]].buffers
+        }
+        self._kv = [kv if ring.kv_buffers else None for ring in rings]
+        self._snapshots: list[Any] = [None] * len(rings)  # of the cache, from which the latest passes were planned
         self.bytes_begun = 0  # of all passes so far, weights and KV
-        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the layers sets it
-        self.schedule = CopySchedule(engine, {WEIGHTS: buffers, KV: kv_buffers}, self._plan_pass)
-        self.schedule.fill()
+        # Of the cards, for a trace of their layers; the engine sets them.
+        self.recorders: Sequence[TraceRecorder | None] = [None] * len(rings)
+        self._schedules = [
+            CopySchedule(ring.engine, {WEIGHTS: ring.buffers, KV: ring.kv_buffers}, partial(self._plan_pass, card))
+            for card, ring in enumerate(rings)
+        ]
+        for schedule in self._schedules:
+            schedule.fill()
 
     def layers(self) -> Iterator[tuple[int, LayerViews]]:
         """Iterate over one pass: (layer index, its weights on the device), in order.
@@ -210,87 +232,46 @@ class LayerStreamer:
 
     def begin_pass(self) -> None:
         """A pass begins, which asks for one `layer` after the other."""
-        kv = self._kv
-        items = self.schedule.begin_pass(is_valid=kv is None or kv.is_valid(self._snapshot))
-        self.bytes_begun += sum(source.nbytes for _, source in items)
-        if kv is not None:
-            kv.begin_pass(self._snapshot, self.schedule)
-        self.schedule.fill()  # which may plan the next pass, by a snapshot of its own
+        for card, (kv, schedule) in enumerate(zip(self._kv, self._schedules, strict=True)):
+            items = schedule.begin_pass(is_valid=kv is None or kv.is_valid(self._snapshots[card]))
+            self.bytes_begun += sum(source.nbytes for _, source in items)
+            if kv is not None:
+                kv.begin_pass(card, self._snapshots[card], schedule)
+            schedule.fill()  # which may plan the next pass, by a snapshot of its own
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerViews]:
-        """The weights of the next layer of a pass, which may be read meanwhile; of a resident one of any layer."""
-        streamed, recorder = index not in self._resident, self.recorder
+        """The weights of a layer, which may be read meanwhile; of what is streamed it is the next one of its card."""
+        streamed, card = index not in self._resident, self._owners[index]
+        schedule, recorder = self._schedules[card], self.recorders[card]
         if streamed:
-            weights = self._buffer_views[index, self.schedule.take(WEIGHTS, (index,)).data_ptr()]
+            weights = self._buffer_views[index, schedule.take(WEIGHTS, (index,)).data_ptr()]
         else:
             weights = self._resident[index]
-        number = self._numbers[index]
         tracing: AbstractContextManager[Any] = nullcontext()
         if recorder is not None:
-            tracing = recorder.span(f"layer {number}", row=COMPUTE, layer=number, streamed=streamed)
+            tracing = recorder.span(f"layer {index}", row=COMPUTE, layer=index, streamed=streamed)
         with tracing:
             yield weights
         if streamed:
             # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of a
             # later one.
-            self.schedule.release(WEIGHTS)
+            schedule.release(WEIGHTS)
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """What `layers` hands out, for passes that take no part in the streaming; None when some are streamed."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
-    def _plan_pass(self) -> list[Item]:
+    def _plan_pass(self, card: int) -> list[Item]:
+        """What the next pass brings to a card."""
         items: list[Item] = []
-        if self._kv is not None:
-            self._snapshot = self._kv.snapshot()
+        if (kv := self._kv[card]) is not None:
+            self._snapshots[card] = kv.snapshot()
         for index, source in enumerate(self._layers_host):
+            if self._owners[index] != card:
+                continue
             if index not in self._resident:
                 items.append(((WEIGHTS, (index,)), source))
-            if self._kv is not None:
-                items += [((KV, key), source) for key, source in self._kv.pieces(index, self._snapshot)]
+            if kv is not None:
+                items += [((KV, key), source) for key, source in kv.pieces(index, self._snapshots[card])]
         return items
-
-
-class MultiCardStreamer:
-    """The same of a model whose layers are dealt out: each card streams its own over a link of its own, and all of
-    these work ahead at the same time.
-
-    Args:
-        partition: Which card each layer is on.
-        streamers: Of the cards.
-    """
-
-    def __init__(self, partition: LayerPartition, streamers: Sequence[LayerStreamer]) -> None:
-        self._streamers, self._layer_slots = streamers, partition.layer_slots()
-        self.num_layers, self.num_streamed = len(self._layer_slots), sum(one.num_streamed for one in streamers)
-        self.bytes_per_pass = sum(one.bytes_per_pass for one in streamers)
-
-    @property
-    def bytes_begun(self) -> int:
-        """Of all passes so far, over all links."""
-        return sum(one.bytes_begun for one in self._streamers)
-
-    def layers(self) -> Iterator[tuple[int, LayerViews]]:
-        """As of `LayerStreamer`."""
-        self.begin_pass()
-        for index in range(self.num_layers):
-            with self.layer(index) as weights:
-                yield index, weights
-
-    def begin_pass(self) -> None:
-        """As of `LayerStreamer`."""
-        for streamer in self._streamers:
-            streamer.begin_pass()
-
-    def layer(self, index: int) -> AbstractContextManager[LayerViews]:
-        """As of `LayerStreamer`."""
-        card, number = self._layer_slots[index]
-        return self._streamers[card].layer(number)
-
-    def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
-        """As of `LayerStreamer`."""
-        if self.num_streamed:
-            return None
-        of_cards = [dict(one.resident_layers() or ()) for one in self._streamers]
-        return [(index, of_cards[card][number]) for index, (card, number) in enumerate(self._layer_slots)]

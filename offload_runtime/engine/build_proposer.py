@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache
-from offload_runtime.memory import DeviceBudget, on_card
+from offload_runtime.memory import DeviceBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
@@ -80,30 +80,24 @@ def _shared_vocabulary(target: LoadedModel, draft: LoadedModel) -> SharedVocabul
     return draft.shared or SharedVocabulary(target.config.vocab_size)
 
 
-def _make_retrieval_cache(
-    plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]
-) -> RetrievalCache | MultiCardRetrievalCache:
+def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]) -> RetrievalCache:
     """What the retrieval verifier sees of the target's cache, whose prefills borrow memory of it where they were
     planned to."""
-    options, batch, partition = plan.request.speculation, plan.target.batch, target.runner.decoder.partition
-    caches = list[RetrievalCache]()
-    for card, share, own_budget in zip(partition.cards, target.shares, budgets, strict=True):
-        own, own_plan = share.cache, plan.on_card(card.number)
-        assert isinstance(own, DeviceKVCache | HostKVCache), "a target's cache is whole"
-        with on_card(card):
-            chosen = RetrievalCache(
-                own, own_plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
-                chunk_size=options.chunk_size, batch=batch, budget=own_budget,
-            )  # fmt: skip
-        if isinstance(own, HostKVCache) and not own_plan.target.prefill_workspace_bytes:
-            own.borrow_workspace = chosen.chunks.borrow_workspace
-        own_budget.reserve("steps of the retrieval verifier", own_plan.verifier_step_bytes)
-        caches.append(chosen)
-    return MultiCardRetrievalCache(partition, caches) if len(caches) > 1 else caches[0]
+    options, source = plan.request.speculation, target.runner.cache
+    assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
+    retrieved = RetrievalCache(
+        source, plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
+        chunk_size=options.chunk_size, batch=plan.target.batch, budgets=budgets, owners=plan.target.owners,
+    )  # fmt: skip
+    for card, (own, budget) in enumerate(zip(plan.cards, budgets, strict=True)):
+        if isinstance(source, HostKVCache) and not own.target.prefill_workspace_bytes:
+            source.borrow_workspace[card] = partial(retrieved.chunks.borrow_workspace, card)
+        budget.reserve("steps of the retrieval verifier", own.verifier_step_bytes)
+    return retrieved
 
 
 def _make_triforce(
-    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, retrieved: RetrievalCache | MultiCardRetrievalCache,
+    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, retrieved: RetrievalCache,
     budget: DeviceBudget, recorder: TraceRecorder | None,
 ) -> Proposer:  # fmt: skip
     runner, batch = target.runner, plan.target.batch

@@ -37,9 +37,9 @@ from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import (
     Card,
     DeviceBudget,
+    current_device,
     device_memory_in_use,
     device_memory_used_by_others,
-    on_card,
     reaches,
     resolve_device,
     resolve_devices,
@@ -240,11 +240,9 @@ def _load(
         open_cards = []
         for number, one_budget in enumerate(budgets):
             one = one_budget.device
-            layers = plan.target.shares[number].layers if plan.num_cards > 1 else ()
-            card = Card(number, one)
-            with on_card(card):  # what paces a copy is launched once
-                queues = _make_queues(one, emulation, recorders[number], undo, d2h=plan.target.on_host, layers=layers)
-            open_cards.append(OpenCard(card, one_budget, queues))
+            with current_device(one):  # what paces a copy is launched once
+                queues = _make_queues(one, emulation, recorders[number], undo, d2h=plan.target.on_host)
+            open_cards.append(OpenCard(Card(number, one), one_budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
@@ -254,8 +252,8 @@ def _load(
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:
-            shares = zip(plan.cards, target.shares, strict=True)
-            links = sum(card.limits.link_ratio for card, share in shares if share.link_peak_gbps is not None)
+            pairs = zip(plan.cards, target.cards, strict=True)
+            links = sum(card.limits.link_ratio for card, one in pairs if one.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
         proposer = make_proposer(
@@ -273,8 +271,7 @@ def _load(
 
         known_cost = None if own_figures is None else cost  # without figures of this machine only plans are compared
         target.runner.recorder = recorder
-        for share, its_recorder in zip(target.shares, recorders, strict=True):
-            share.streamer.recorder = its_recorder
+        target.runner.streamer.recorders = recorders
         return Engine(
             target, drafter, tokenizer, eos_token_ids, target_source.generation_fields, proposer,
             SlotSampling(batch, device), tuple(budgets), windows,
@@ -358,14 +355,13 @@ def _what_to_close(budgets: Sequence[DeviceBudget]) -> str:
 
 
 def _make_queues(
-    device: torch.device, emulation: Emulation | None, recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool,
-    layers: tuple[int, ...],
+    device: torch.device, emulation: Emulation | None, recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool
 ) -> CopyQueues:  # fmt: skip
-    """The copy queues, paced as the link that is played and logged to a trace, which knows of several cards the
-    `layers`; `d2h` says whether one leads to the host. `undo` closes them."""
+    """The copy queues, paced as the link that is played and logged to a trace; `d2h` says whether one leads to the
+    host. `undo` closes them."""
 
     def make(pace_gbps: float | None, row: str) -> CopyEngine:
-        log = None if recorder is None else CopyLog(recorder, row, layers)
+        log = None if recorder is None else CopyLog(recorder, row)
         engine = make_copy_engine(device, pace_gbps=pace_gbps, log=log)
         undo.callback(engine.close)
         return engine

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
-from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
+from offload_runtime.copy.schedule import CardRing, LayerStreamer
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError
-from offload_runtime.kv import DeviceKVCache, HostKVCache
+from offload_runtime.kv import DeviceKVCache, HostKVCache, HostKVCard
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.kv.multi_card import MultiCardKVCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, on_card, require_readable_arenas
+from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, current_device, require_readable_arenas
 from offload_runtime.models import ModelConfig, RopeTable, Weights
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
@@ -44,40 +43,47 @@ LoadProgress = Callable[[str, int, int], None]
 TargetCache = DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache
 
 
-def make_cache(
-    plan: ModelPlan, budget: DeviceBudget, name: str, writeback: CopyEngine | None, memory: StagedMemory
-) -> TargetCache:
+def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: Sequence[StagedMemory]) -> TargetCache:
     """The KV cache of a model.
 
     Args:
         plan: Of the model.
-        budget: Ledger of the device.
-        name: Of the cache there.
-        writeback: The queue of a cache on the host, which closes it; None where nothing is written there.
-        memory: How a cache on the host is page-locked and staged.
+        cards: Those that its layers are on.
+        name: Of the cache in their ledgers.
+        memories: How a cache on the host is page-locked and staged for each of them.
     """
+    budgets = [one.budget for one in cards]
     if plan.cache == "streaming":
         return StreamingDraftCache(
             plan.config, plan.dtype, sink_tokens=plan.options.sink_tokens, recent_tokens=plan.recent_tokens,
-            window_tokens=plan.streaming_window_tokens, batch=plan.batch, budget=budget, name=name,
+            window_tokens=plan.streaming_window_tokens, batch=plan.batch, budgets=budgets, name=name,
             spare_positions=plan.tree_positions,
         )  # fmt: skip
     if plan.cache == "retrieval":
         return RetrievedDraftCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, budget_tokens=plan.options.budget_tokens,
-            chunk_size=plan.options.chunk_size, batch=plan.batch, budget=budget, name=name,
+            chunk_size=plan.options.chunk_size, batch=plan.batch, budgets=budgets, name=name,
         )  # fmt: skip
     if not plan.on_host:
         return DeviceKVCache(
-            plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budget=budget, name=name,
-            spare_positions=plan.tree_positions,
+            plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budgets=budgets,
+            owners=plan.owners, name=name, spare_positions=plan.tree_positions,
         )  # fmt: skip
-    assert memory.registrar is not None or budget.device.type == "cpu", "what a GPU copies from is locked or staged"
-    assert writeback is not None, "what is kept on the host has to get there"
+    on_host = list[HostKVCard]()
+    for number, (one, own, memory) in enumerate(zip(cards, plan.cards, memories, strict=True)):
+        assert memory.registrar is not None or one.budget.device.type == "cpu", "a GPU copies from what is locked"
+        assert one.queues.d2h is not None, "what is kept on the host has to get there"
+        staged = memory.placement.staged_kv_layers
+        staged = plan.shares[number].of_model(staged) if plan.shares else staged
+        on_host.append(
+            HostKVCard(
+                one.budget, memory.to_host(one.queues.d2h), replace(memory.locking, staged_layers=staged),
+                own.kv_piece_bytes, own.prefill_workspace_bytes,
+            )
+        )  # fmt: skip
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
-        window_tokens=plan.window_tokens, piece_bytes=plan.kv_piece_bytes, budget=budget,
-        writeback=memory.to_host(writeback), locking=memory.locking, workspace_bytes=plan.prefill_workspace_bytes,
+        window_tokens=plan.window_tokens, cards=on_host, owners=plan.owners,
         resident_layers=plan.placement.resident_kv_layers, name=name,
     )  # fmt: skip
 
@@ -92,16 +98,14 @@ class OpenCard:
 
 
 @dataclass(frozen=True)
-class LoadedShare:
-    """What one card has of a model: all of it, where there is one card.
+class LoadedCard:
+    """The link of a card that has layers of a model.
 
-    `link_peak_gbps` is the bandwidth of back-to-back copies into its ring; None when nothing is streamed. `engine` is
-    the queue of its copies, which ends with `engine.close`; `staged` says where its layers are, and holds the rings
-    that some of it is staged through.
+    `engine` is the queue of its copies, which ends with `engine.close`; `staged` says where the layers are, and holds
+    the rings that some of them are staged through. `link_peak_gbps` is the bandwidth of back-to-back copies into its
+    ring; None when nothing is streamed.
     """
 
-    streamer: LayerStreamer
-    cache: TargetCache
     engine: CopyEngine
     staged: StagedMemory
     link_peak_gbps: float | None
@@ -117,7 +121,7 @@ class LoadedModel:
     runner: ModelRunner
     weights: HostWeights
     rope: RopeTable
-    shares: tuple[LoadedShare, ...]
+    cards: tuple[LoadedCard, ...]
     plan: ModelPlan  # as it turned out
     shared: SharedVocabulary | None = None  # of a draft, with its target; None where that was not compared
 
@@ -134,32 +138,32 @@ class LoadedModel:
     @property
     def link_peak_gbps(self) -> float | None:
         """Of all links together; None when nothing is streamed."""
-        return sum(share.link_peak_gbps or 0.0 for share in self.shares) or None
+        return sum(card.link_peak_gbps or 0.0 for card in self.cards) or None
 
     def stall_seconds(self) -> float:
         """That computing has waited for copies so far."""
-        return sum(share.engine.stall_seconds() for share in self.shares)
+        return sum(card.engine.stall_seconds() for card in self.cards)
 
     def copy_seconds(self) -> float:
         """That a link has been busy so far, on average over those that carry something."""
-        links = [share for share in self.shares if share.link_peak_gbps is not None] or self.shares
-        return sum(share.engine.copy_seconds() for share in links) / len(links)
+        links = [card for card in self.cards if card.link_peak_gbps is not None] or self.cards
+        return sum(card.engine.copy_seconds() for card in links) / len(links)
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
-        rings = [arena for share in self.shares for arena, _ in share.staged.rings]
+        rings = [arena for card in self.cards for arena, _ in card.staged.rings]
         return sum(arena.pinned_bytes for arena in (*self.weights.layers.values(), *rings))
 
     @property
     def pageable_bytes(self) -> int:
         """Host memory that is staged."""
-        return sum(share.staged.pageable.nbytes for share in self.shares)
+        return sum(card.staged.pageable.nbytes for card in self.cards)
 
     def end_copies(self) -> None:
         """Before anything that is copied is let go of."""
-        for share in self.shares:
-            share.engine.close()
+        for card in self.cards:
+            card.engine.close()
 
 
 def require_kernels(device: torch.device) -> None:
@@ -223,8 +227,7 @@ def load_model(
     held: dict[int | None, torch.Tensor] = {}
     for one in cards[: len(partition.cards)]:
         layers = partition.layers_of(one.card)
-        with on_card(one.card):
-            blocks = device_blocks(plan.on_card(one.card.number), one.budget, name=name)
+        blocks = device_blocks(plan.on_card(one.card.number), one.budget, name=name)
         held |= {None if number is None else layers[number]: block for number, block in blocks.items()}
     weights = load_weights(
         source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
@@ -258,61 +261,46 @@ def connect_model(
     """
     partition = plan.partition([one.card for one in cards])
     cards = cards[: len(partition.cards)]
-    shares, scratches = list[LoadedShare](), list[torch.Tensor | None]()
-    for one, locked_bytes in zip(cards, locked_shares(weights, plan), strict=True):
-        layers, own_plan = partition.layers_of(one.card), plan.on_card(one.card.number)
-        own = weights if len(cards) == 1 else weights.of_layers(layers)
-        on_device = {number: held[layers[number]] for number in own_plan.placement.resident_layers}
-        with on_card(one.card):
-            memory = lock_layers(own, own_plan, registrar, undo, locked_bytes=locked_bytes)
-            share, scratch = _connect_share(
-                own, on_device, own_plan, one, name=name, memory=memory, numbers=layers, undo=undo
-            )
-        shares.append(share)
-        scratches.append(scratch)
-    decoder = Decoder(plan.config, weights.layout.shared.views(held[None], scratches[0]), partition)
-    streamer: LayerStreamer | MultiCardStreamer = shares[0].streamer
-    cache: TargetCache | MultiCardKVCache = shares[0].cache
-    if len(shares) > 1:
-        streamer = MultiCardStreamer(partition, [share.streamer for share in shares])
-        cache = MultiCardKVCache(partition, [share.cache for share in shares])
+    layout, owners = weights.layout, partition.owners
+    memories, scratches, buffers, kv_buffers = [], list[torch.Tensor | None](), [], []
+    for one, own, locked_bytes in zip(cards, plan.cards, locked_shares(weights, plan), strict=True):
+        blocks = weights if len(cards) == 1 else weights.of_layers(partition.layers_of(one.card))
+        with current_device(one.card.device):
+            memories.append(lock_layers(blocks, own, registrar, undo, locked_bytes=locked_bytes))
+        buffers.append(_ring(one.budget, f"{name}: ring", memories[-1].placement.num_buffers, own.layer_bytes))
+        scratch_bytes = own.layout.scratch_bytes(one.budget.device.type)
+        scratches.append(one.budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None)
+        num_kv_buffers = own.kv_ring_buffers if own.kv_layers_on_host else 0
+        kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
+    cache = make_cache(plan, cards, f"{name}: KV cache", memories)
+    undo.callback(cache.close)
+    loaded = list[LoadedCard]()
+    for one, memory, *rings in zip(cards, memories, buffers, kv_buffers, strict=True):
+        layers = partition.layers_of(one.card)
+        with current_device(one.card.device):
+            peak_gbps = _measure_link(weights, layers, [*chain(*rings)], one.queues.h2d, memory)
+        loaded.append(LoadedCard(memory.to_device(one.queues.h2d), memory, peak_gbps))
+        undo.callback(loaded[-1].engine.close)
+    nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
+    streamer = LayerStreamer(
+        [weights.block(index) if index in arenas else nothing for index in range(plan.config.num_layers)],
+        {index: block for index, block in held.items() if index is not None},
+        [CardRing(one.engine, *rings) for one, *rings in zip(loaded, buffers, kv_buffers, strict=True)], owners=owners,
+        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratches[owners[layer]]),
+        kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
+    )  # fmt: skip
+    decoder = Decoder(plan.config, layout.shared.views(held[None], scratches[0]), partition)
+    if plan.shares:
         plan = plan.with_shares(
-            [replace(one, placement=share.staged.placement) for one, share in zip(plan.shares, shares, strict=True)]
+            [replace(share, placement=one.placement) for share, one in zip(plan.shares, memories, strict=True)]
         )
     else:
-        plan = replace(plan, placement=shares[0].staged.placement)
+        plan = replace(plan, placement=memories[0].placement)
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
     runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.chunk_tokens)
-    return LoadedModel(runner, weights, rope, tuple(shares), plan)
-
-
-def _connect_share(
-    weights: HostWeights, held: Mapping[int, torch.Tensor], plan: ModelPlan, one: OpenCard, *, name: str,
-    memory: StagedMemory, numbers: Sequence[int], undo: ExitStack,
-) -> tuple[LoadedShare, torch.Tensor | None]:  # fmt: skip
-    """What a card has of a model, and what its matrices are decoded into. What is streamed must be page-locked, or
-    staged by `memory`."""
-    placement, budget, layout = memory.placement, one.budget, plan.layout
-    nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
-    layers_host = [weights.block(index) if index in arenas else nothing for index in range(len(layout.layers))]
-    buffers = _ring(budget, f"{name}: ring", placement.num_buffers, max(layout.layer_bytes))
-    scratch_bytes = layout.scratch_bytes(budget.device.type)
-    scratch = budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None
-    num_kv_buffers = plan.kv_ring_buffers if plan.kv_layers_on_host else 0
-    kv_buffers = _ring(budget, f"{name}: KV ring", num_kv_buffers, plan.kv_piece_bytes)
-    cache = make_cache(plan, budget, f"{name}: KV cache", one.queues.d2h, memory)
-    undo.callback(cache.close)
-    link_peak_gbps = _measure_link(layers_host, buffers + kv_buffers, one.queues.h2d, memory)
-    engine = memory.to_device(one.queues.h2d)
-    undo.callback(engine.close)
-    streamer = LayerStreamer(
-        layers_host, dict(held), buffers, make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
-        engine=engine, kv=cache if isinstance(cache, HostKVCache) and kv_buffers else None, kv_buffers=kv_buffers,
-        numbers=numbers,
-    )  # fmt: skip
-    return LoadedShare(streamer, cache, engine, memory, link_peak_gbps), scratch
+    return LoadedModel(runner, weights, rope, tuple(loaded), plan)
 
 
 def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:
@@ -321,13 +309,15 @@ def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> lis
 
 
 def _measure_link(
-    layers_host: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory
-) -> float | None:
-    """Peak of the link into a slot, from page-locked memory; None when nothing is streamed."""
+    weights: HostWeights, layers: Sequence[int], buffers: Sequence[torch.Tensor], engine: CopyEngine,
+    memory: StagedMemory,
+) -> float | None:  # fmt: skip
+    """Peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is streamed."""
     if not buffers:
         return None
     buffer, placement = buffers[0], memory.placement
-    pinned = [layers_host[index] for index in placement.streamed_layers if index not in placement.staged_layers]
+    locked = [index for index in placement.streamed_layers if index not in placement.staged_layers]
+    pinned = [weights.block(layers[index]) for index in locked]
     if not pinned and memory.h2d is not None:
         pinned = [memory.h2d.buffer[: min(buffer.nbytes, placement.h2d_ring.piece_bytes)]]
     if pinned:

@@ -4,4 +4,11 @@ from offload_runtime.kv.block_files import BlockFiles, BlockLayout, block_names
 from offload_runtime.kv.block_store import BlockStore
 from offload_runtime.kv.device import DeviceKVCache, KVCache, block_bytes, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
-from offload_runtime.kv.host_io import KV_RING_BUFFERS, BlockLocking, HostBlocks, kv_piece_bytes, ring_blocks
+from offload_runtime.kv.host_io import (
+    KV_RING_BUFFERS,
+    BlockLocking,
+    HostBlocks,
+    HostKVCard,
+    kv_piece_bytes,
+    ring_blocks,
+)

@@ -6,7 +6,7 @@ That one is reserved in full up front; `kv.host` has the one whose blocks live i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,20 +18,9 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.memory import DeviceBudget, upload
-from offload_runtime.models import ModelConfig
+from offload_runtime.memory import DeviceBudget, current_device, upload
+from offload_runtime.models import LayerCache, ModelConfig
 from offload_runtime.sizes import format_bytes
-
-
-class LayerCache(Protocol):
-    """What a decoder layer needs: a place for new keys and values, and attention over all that its queries see, within
-    the layer's sliding window."""
-
-    def store(self, layer: int) -> KVBlocks:
-        """Where the rows of the running pass write their keys and values."""
-
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-        """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
 
 class BlockObserver(Protocol):
@@ -116,13 +105,18 @@ class BlockCache:
         config: The model's shape.
         capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         batch: Sequences.
-        device: Where passes run.
+        budgets: Ledgers of the cards.
+        owners: The card of each layer by its number; empty: all are on the first.
     """
 
     prefills_by_layer = False
 
-    def __init__(self, config: ModelConfig, *, capacity_tokens: int, batch: int, device: torch.device) -> None:
-        self._config, self._device = config, device
+    def __init__(
+        self, config: ModelConfig, *, capacity_tokens: int, batch: int, budgets: Sequence[DeviceBudget],
+        owners: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._config, self._devices = config, [budget.device for budget in budgets]
+        self._owners = owners or (0,) * config.num_layers
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self.observers: list[BlockObserver] = []
@@ -155,9 +149,10 @@ class BlockCache:
         self.commit(slot, count)
 
     def _wait(self) -> None:
-        """Until the copies are done that the current stream has been given."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        """Until the copies are done that the current stream of each card has been given."""
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention to all that queries see, which lies in one place."""
@@ -174,11 +169,12 @@ class BlockCache:
     def _notify(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Tell the observers about blocks that have become full."""
         for observer in self.observers if blocks else ():
-            observer.on_blocks(layer, slot, kv, row, blocks)
+            with current_device(kv.data.device):
+                observer.on_blocks(layer, slot, kv, row, blocks)
 
 
 class DeviceKVCache(BlockCache):
-    """A cache that lives on the compute device.
+    """A cache that lives on the compute device, or where layers are on several cards each one's on its card.
 
     Rolling back is only a length: what lies behind it is overwritten later.
 
@@ -187,7 +183,8 @@ class DeviceKVCache(BlockCache):
         dtype: Of keys and values.
         capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         batch: Sequences.
-        budget: Ledger to reserve from.
+        budgets: Ledgers of the cards to reserve from.
+        owners: The card of each layer by its number; empty: all are on the first.
         name: What to call it in the ledger.
         spare_positions: Places behind all tokens of each sequence, for keys and values of what may become part of it.
     """
@@ -195,17 +192,19 @@ class DeviceKVCache(BlockCache):
     pinned_bytes, mixes = 0, True
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, budget: DeviceBudget,
-        name: str = "KV cache", spare_positions: int = 0,
+        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
+        budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners)
         self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
-        shape = (config.num_layers, batch, blocks, *block_shape(config))
-        self._data = allocate_zeros(budget, name, dtype, shape)
+        # Of each card [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
+        self._of_cards, self._of_layers = allocate_layers(
+            budgets, self._owners, name, dtype, (batch, blocks, *block_shape(config))
+        )
 
     def store(self, layer: int) -> KVBlocks:
-        return KVBlocks(self._data[layer, self._rows])
+        return KVBlocks(self._of_layers[layer][self._rows])
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         return self._attend_to(self.store(layer), layer, q, rows)
@@ -222,24 +221,23 @@ class DeviceKVCache(BlockCache):
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[slot] += count
         full = filled_blocks(before, self._lengths[slot])
-        for layer in range(self._data.shape[0]) if full else ():
-            self._notify(layer, slot, KVBlocks(self._data[layer]), slot, full)
+        for layer, data in self._of_layers.items() if full else ():
+            self._notify(layer, slot, KVBlocks(data), slot, full)
 
     def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         if len(rows) > 1:  # else the root, which is where it belongs
-            compact_path((self._data[:, slot],), self._lengths[slot], rows)
+            compact_path([data[:, slot] for data in self._of_cards], self._lengths[slot], rows)
         self.commit(slot, len(rows))
 
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:
         """Copy the keys and values in some spare slots, in this order, to the places of the positions from `first` on:
-        one launch on the current stream, however many. Commits nothing."""
+        one launch a card on its current stream, however many. Commits nothing."""
         assert (
             all(cache_position in self.spare_positions for cache_position in cache_positions)
             and first + len(cache_positions) <= self.capacity_tokens
         )
         if cache_positions:
-            sources = upload(torch.tensor(list(cache_positions), dtype=torch.int32), self._data.device)
-            compact_rows(KVBlocks(self._data[:, slot]), sources, first)
+            move_rows([data[:, slot] for data in self._of_cards], cache_positions, first)
 
     def recent_blocks(self, slot: int) -> range:
         """The open block, a full one before it, and what the announced window reaches."""
@@ -248,9 +246,10 @@ class DeviceKVCache(BlockCache):
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie."""
         if layer not in self._tables:
-            table = BlockTable.empty(self._data.shape[1], self._data.shape[2], self._data.device)
-            for slot in range(self._data.shape[1]):
-                table.put(slot, 0, self._data[layer, slot])
+            data = self._of_layers[layer]
+            table = BlockTable.empty(data.shape[0], data.shape[1], data.device)
+            for slot, blocks in enumerate(data):
+                table.put(slot, 0, blocks)
             self._tables[layer] = table
         return self._tables[layer]
 
@@ -262,7 +261,7 @@ class DeviceKVCache(BlockCache):
         check_capacity(length, self.capacity_tokens)
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
-        return self._data[layer, slot, block]
+        return self._of_layers[layer][slot, block]
 
     def close(self) -> None:
         pass
@@ -278,6 +277,32 @@ def allocate_zeros(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: S
         return budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
     except (RuntimeError, MemoryError) as error:
         raise BudgetError(f"{name} of {format_bytes(nbytes)} was refused ({error}): lower --context") from error
+
+
+def allocate_layers(
+    budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, dtype: torch.dtype, shape: Sequence[int],
+    layers: Iterable[int] | None = None,
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:  # fmt: skip
+    """The same for layers, each in the memory of its card.
+
+    Args:
+        budgets: Ledgers of the cards.
+        owners: The card of each layer by its number.
+        name: What to call it in the ledgers.
+        dtype: Of the numbers.
+        shape: For each layer.
+        layers: Those that there is to be room for; None: all.
+
+    Returns:
+        Of each card what it has, [L, *shape], and of each layer its part of that, [*shape].
+    """
+    wanted = sorted(range(len(owners)) if layers is None else layers)
+    of_cards, of_layers = list[torch.Tensor](), dict[int, torch.Tensor]()
+    for card, budget in enumerate(budgets):
+        own = [layer for layer in wanted if owners[layer] == card]
+        of_cards.append(allocate_zeros(budget, name, dtype, (len(own), *shape)))
+        of_layers.update(zip(own, of_cards[-1], strict=True))
+    return of_cards, dict(sorted(of_layers.items()))
 
 
 def filled_blocks(before: int, after: int) -> range:
@@ -335,10 +360,19 @@ def compact_path(caches: Sequence[torch.Tensor], committed: int, rows: Sequence[
     if not rows or rows[-1] == len(rows) - 1:
         return
     kept = next(index for index, row in enumerate(rows) if row != index)
-    sources = upload(torch.tensor([committed + row for row in rows[kept:]], dtype=torch.int32), caches[0].device)
+    move_rows(caches, [committed + row for row in rows[kept:]], committed + kept)
+
+
+def move_rows(caches: Sequence[torch.Tensor], cache_positions: Sequence[int], first: int) -> None:
+    """Copy the keys and values at some positions to those from `first` on, on the current stream of each device.
+    `caches` as of `compact_path`."""
+    host, sources = torch.tensor(list(cache_positions), dtype=torch.int32), dict[torch.device, torch.Tensor]()
     for data in caches:
         if data.numel():
-            compact_rows(KVBlocks(data), sources, committed + kept)
+            with current_device(data.device):
+                if data.device not in sources:
+                    sources[data.device] = upload(host, data.device)
+                compact_rows(KVBlocks(data), sources[data.device], first)
 
 
 class StreamingDraftCache(DeviceKVCache):
@@ -361,7 +395,7 @@ class StreamingDraftCache(DeviceKVCache):
         recent_tokens: Least number of recent tokens, at least 2.
         window_tokens: Most tokens proposed at a time.
         batch: Sequences.
-        budget: Ledger to reserve from.
+        budgets: Ledgers of the cards to reserve from.
         name: What to call it in the ledger.
         spare_positions: As of a `DeviceKVCache`. They stay where they are when `start` moves, rotated as they were.
 
@@ -372,19 +406,14 @@ class StreamingDraftCache(DeviceKVCache):
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, sink_tokens: int, recent_tokens: int, window_tokens: int,
-        batch: int, budget: DeviceBudget, name: str = "draft: KV cache", spare_positions: int = 0,
+        batch: int, budgets: Sequence[DeviceBudget], name: str = "draft: KV cache", spare_positions: int = 0,
     ) -> None:  # fmt: skip
         assert 1 <= sink_tokens <= BLOCK_TOKENS and recent_tokens >= 2
         capacity = streaming_capacity_tokens(sink_tokens, recent_tokens, window_tokens)
         super().__init__(
-            config,
-            dtype,
-            capacity_tokens=capacity,
-            batch=batch,
-            budget=budget,
-            name=name,
+            config, dtype, capacity_tokens=capacity, batch=batch, budgets=budgets, name=name,
             spare_positions=spare_positions,
-        )
+        )  # fmt: skip
         self.sink_tokens = sink_tokens
         self._recent_tokens = recent_tokens
         self.starts = [0] * batch
@@ -409,8 +438,8 @@ class StreamingDraftCache(DeviceKVCache):
         kept = self.length(slot) - dropped
         assert dropped > 0 and dropped % BLOCK_TOKENS == 0 and kept >= self.sink_tokens
         first, count = dropped // BLOCK_TOKENS, num_blocks(kept)
-        for data in self._data[:, slot]:  # [N, 2, H_kv, 256, D] of a layer
-            data[:count] = data[first : first + count].clone()  # source and target overlap
+        for data in self._of_layers.values():
+            data[slot, :count] = data[slot, first : first + count].clone()  # source and target overlap
         self.truncate(slot, kept)
         self.starts[slot] = start
         self.rope_shifts[slot] += dropped

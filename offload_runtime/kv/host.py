@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import torch
 from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.schedule import KV, CopySchedule
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.kv.device import (
     BlockCache,
-    allocate_zeros,
+    allocate_layers,
     block_bytes,
     block_shape,
     check_capacity,
@@ -31,8 +32,7 @@ from offload_runtime.kv.device import (
     kept_from,
     num_blocks,
 )
-from offload_runtime.kv.host_io import BlockLocking, HostBlocks, HostPrefill, HostWrites, Run, ring_blocks
-from offload_runtime.memory import DeviceBudget
+from offload_runtime.kv.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
 from offload_runtime.models import ModelConfig
 
 
@@ -47,6 +47,20 @@ class Snapshot:
     lengths: tuple[int, ...]
 
 
+class _CardPass:
+    """What a card has of the running pass.
+
+    Attributes:
+        snapshot: What is streamed to it, in the lane of `schedule`.
+        prefill: Of its layers, where the pass is a prefill and some of them are streamed.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.schedule: CopySchedule | None = None
+        self.prefill: HostPrefill | None = None
+
+
 class HostKVCache(BlockCache):
     """A cache whose full blocks live in host memory.
 
@@ -57,55 +71,61 @@ class HostKVCache(BlockCache):
             only as they come.
         batch: Sequences.
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
-        piece_bytes: Size of the link ring's buffers.
-        budget: Ledger of the device.
-        workspace_bytes: To allocate there for prefills; 0 when `borrow_workspace` will be set.
-        writeback: Copy queue of its own, for blocks on their way to the host.
+        cards: What each card brings to it.
+        owners: The card of each layer by its number; empty: all are on the first.
         resident_layers: Layers that keep all their blocks on the device.
-        locking: How its host memory is page-locked.
         name: What to call it in the ledger.
+
+    Attributes:
+        borrow_workspace: By card, what lends device memory that nothing else uses during a prefill, uint8 [nbytes]. It
+            is the lender's again when the prefill ends, its contents lost. At first that is a workspace of the cache.
     """
 
     mixes = False
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
-        piece_bytes: int, budget: DeviceBudget, writeback: CopyEngine, workspace_bytes: int,
-        locking: BlockLocking, resident_layers: Sequence[int] = (), name: str = "KV cache",
+        cards: Sequence[HostKVCard], owners: Sequence[int] = (), resident_layers: Sequence[int] = (),
+        name: str = "KV cache",
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, device=budget.device)
+        budgets = [card.budget for card in cards]
+        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners)
         self._dtype = dtype
         self._block_bytes = block_bytes(config, dtype)
-        self._piece_blocks = piece_bytes // self._block_bytes
-        assert self._piece_blocks > 0, "a buffer must hold a block"
+        self._piece_blocks = [card.piece_bytes // self._block_bytes for card in cards]
+        assert all(self._piece_blocks), "a buffer must hold a block"
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
-        self.blocks = HostBlocks(
-            streamed, self._block_bytes, batch=batch, most_blocks=most_blocks, locking=locking, device=budget.device
-        )  # fmt: skip
+        of_layers = {layer: cards[self._owners[layer]] for layer in streamed}
+        self.blocks = HostBlocks(of_layers, self._block_bytes, batch=batch, most_blocks=most_blocks)
         self._entered = [0] * batch  # blocks that the tables know
-        shape = (len(streamed), batch, self._ring_blocks, *block_shape(config))
-        self._rings = allocate_zeros(budget, f"{name}: open blocks", dtype, shape)
-        shape = (len(resident_layers), batch, most_blocks, *block_shape(config))
-        self._stays = allocate_zeros(budget, f"{name}: resident layers", dtype, shape)
         # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
-        self._ring = dict(zip(streamed, self._rings, strict=True))
-        self._resident = dict(zip(resident_layers, self._stays, strict=True))
-        self.prefills_by_layer = bool(streamed)  # one workspace serves all of these
+        rings, self._ring = allocate_layers(
+            budgets, self._owners, f"{name}: open blocks", dtype, (batch, self._ring_blocks, *block_shape(config)),
+            streamed,
+        )  # fmt: skip
+        stays, self._resident = allocate_layers(
+            budgets, self._owners, f"{name}: resident layers", dtype, (batch, most_blocks, *block_shape(config)),
+            resident_layers,
+        )  # fmt: skip
+        self._of_cards = rings + stays
+        self.prefills_by_layer = bool(streamed)  # a workspace serves all streamed layers of a card
         # Once for all: from the second prompt on the allocator would put a larger one where residual streams were.
-        workspace = budget.allocate(f"{name}: prefill workspace", workspace_bytes if streamed else 0)
-        # Lends device memory that nothing else uses during a prefill, uint8 [nbytes]. It is the lender's again when the
-        # prefill ends, its contents lost.
-        self.borrow_workspace: Callable[[int], torch.Tensor] = lambda nbytes: workspace[:nbytes]
-        self._ring_from = [0] * batch  # first block that the ring holds
-        self.writes = HostWrites(writeback, batch)
+        self._streaming_cards = sorted({self._owners[layer] for layer in streamed})
+        self.borrow_workspace: list[Callable[[int], torch.Tensor]] = []
+        for number, card in enumerate(cards):
+            nbytes = card.workspace_bytes if number in self._streaming_cards else 0
+            workspace = card.budget.allocate(f"{name}: prefill workspace", nbytes)
+            self.borrow_workspace.append(partial(_first_bytes, workspace))
+        self._ring_from = [0] * batch  # first block that the rings hold
+        self.writes = HostWrites([card.writeback for card in cards], batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
-        # Of the running pass: its window's sequences and their own query rows, what is streamed.
-        self._prefill: HostPrefill | None = None
+        # Of the running pass: its window's sequences and their own query rows, and the sequence of a prefill.
         self._window: Sequence[int] = ()
         self._views: tuple[QueryRows, list[tuple[QueryRows, QueryRows]]] | None = None
-        self._schedule: CopySchedule | None = None
-        self._snapshot = self.snapshot()
+        self._prefilled: int | None = None
+        self._cards = [_CardPass(self.snapshot()) for _ in cards]
+        self._passes = [self._cards[owner] for owner in self._owners]  # by layer
 
     # --- what the streamer asks
 
@@ -125,16 +145,16 @@ class HostKVCache(BlockCache):
     @property
     def _chosen(self) -> tuple[int, ...]:
         """The sequences that the running pass is about, and the next one as far as is known."""
-        return tuple(sorted(self._window)) if self._prefill is None else (self._prefill.slot,)
+        return tuple(sorted(self._window)) if self._prefilled is None else (self._prefilled,)
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
         runs = self._runs(layer, snapshot) if layer in self._ring else ()
         return [((layer, run.slot, run.blocks.start), self.blocks.memory(layer, *run)) for run in runs]
 
-    def begin_pass(self, snapshot: Snapshot, schedule: CopySchedule) -> None:
-        """A pass begins; its pieces come out of the schedule."""
-        self._snapshot, self._schedule = snapshot, schedule
+    def begin_pass(self, card: int, snapshot: Snapshot, schedule: CopySchedule) -> None:
+        """A pass begins; the pieces of a card's layers come out of its schedule."""
+        self._cards[card].snapshot, self._cards[card].schedule = snapshot, schedule
 
     def _runs(self, layer: int, snapshot: Snapshot) -> list[Run]:
         """The layer's pieces; blocks that no sliding window reaches any more stay where they are."""
@@ -142,15 +162,15 @@ class HostKVCache(BlockCache):
         runs: list[Run] = []
         for slot, blocks in enumerate(snapshot.blocks):
             first = 0 if reach is None else max(0, snapshot.lengths[slot] - reach) // BLOCK_TOKENS
-            runs += self.blocks.runs(slot, first, blocks, self._piece_blocks)
+            runs += self.blocks.runs(slot, first, blocks, self._piece_blocks[self._owners[layer]])
         return runs
 
     def _passing(self, layer: int) -> Iterator[tuple[Run, KVBlocks]]:
         """The layer's pieces as they come over the link, [1, n, 2, H_kv, 256, D]; each may be read until the next one
         is asked for."""
-        schedule = self._schedule
+        schedule = self._passes[layer].schedule
         assert schedule is not None, "a pass begins before it reads"
-        for run in self._runs(layer, self._snapshot):
+        for run in self._runs(layer, self._passes[layer].snapshot):
             buffer = schedule.take(KV, (layer, run.slot, run.blocks.start))
             data = buffer[: len(run.blocks) * self._block_bytes].view(self._dtype)
             yield run, KVBlocks(data.view(1, len(run.blocks), *block_shape(self._config)), run.blocks.start)
@@ -162,16 +182,16 @@ class HostKVCache(BlockCache):
     def store(self, layer: int) -> KVBlocks:
         if layer in self._resident:
             return KVBlocks(self._resident[layer][self._rows])
-        ring, running = self._ring[layer], self._prefill
+        ring, running = self._ring[layer], self._passes[layer].prefill
         if running is None:
             return KVBlocks(ring)
         if running.layer != layer:
-            first = self._snapshot.blocks[running.slot]
+            first = self._passes[layer].snapshot.blocks[running.slot]
             running.begin_layer(layer, self._passing(layer), ring[running.slot], first)
         return KVBlocks(running.workspace)
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-        running = None if layer in self._resident else self._prefill
+        running = None if layer in self._resident else self._passes[layer].prefill
         if layer in self._ring and running is None:
             return self._attend_window(layer, q, rows)
         kv = self.store(layer)
@@ -201,7 +221,7 @@ class HostKVCache(BlockCache):
             attend(run.slot, kv, run.blocks, committed=True)
         ring = KVBlocks(self._ring[layer])
         for slot in self._window:
-            recent = range(self._snapshot.blocks[slot], num_blocks(self._ends[slot]))
+            recent = range(self._passes[layer].snapshot.blocks[slot], num_blocks(self._ends[slot]))
             attend(slot, ring, recent, committed=False)
         return finish_attention(q, rows, state)
 
@@ -214,10 +234,6 @@ class HostKVCache(BlockCache):
 
     # --- prefill
 
-    def growth_bytes(self, slot: int, count: int) -> int:
-        """Host memory that a prefill of `count` tokens would make."""
-        return self.blocks.missing_bytes(slot, (self._lengths[slot] + count) // BLOCK_TOKENS)
-
     def begin_prefill(self, slot: int, count: int) -> None:
         self._abandon_prefill()
         start, total = self._lengths[slot], self._lengths[slot] + count
@@ -228,48 +244,54 @@ class HostKVCache(BlockCache):
             return
         self.writes.drain()  # the blocks behind `start` are read back
         shape = (1, num_blocks(total), *block_shape(self._config))
-        # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
-        memory = self.borrow_workspace(shape[1] * self._block_bytes)
-        self._prefill = HostPrefill(
-            slot, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
-            piece_blocks=self._piece_blocks, writeback=self.writes.engine,
-        )  # fmt: skip
+        for number in self._streaming_cards:
+            # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
+            memory = self.borrow_workspace[number](shape[1] * self._block_bytes)
+            self._cards[number].prefill = HostPrefill(
+                slot, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
+                piece_blocks=self._piece_blocks[number], writeback=self.writes.engines[number],
+            )  # fmt: skip
+        self._prefilled = slot
         self._epoch += 1  # only this sequence's blocks are streamed
 
     def end_prefill(self, slot: int, count: int) -> None:
         before = self._lengths[slot]
         self._lengths[slot] += count
-        prefill = self._leave_prefill()
-        if prefill is not None:
-            full = prefill.total // BLOCK_TOKENS
-            self._ring_from[slot] = kept_from(prefill.total)
-            self.writes.expect(slot, full, prefill.written)
+        prefills = self._leave_prefill()
+        if prefills:
+            self._ring_from[slot] = kept_from(self._lengths[slot])
+            written = [(prefill.writeback, prefill.written) for prefill in prefills]
+            self.writes.expect(slot, self._lengths[slot] // BLOCK_TOKENS, written)
         self._enter_blocks(slot, self._lengths[slot] // BLOCK_TOKENS)
         for layer, data in self._resident.items():
             self._notify(layer, slot, KVBlocks(data), slot, filled_blocks(before, before + count))
 
-    def _leave_prefill(self) -> HostPrefill | None:
-        prefill = self._prefill
-        if prefill is not None:
+    def _leave_prefill(self) -> list[HostPrefill]:
+        """End a prefill, if there is one, on all cards: what each had of it."""
+        prefills = [card.prefill for card in self._cards if card.prefill is not None]
+        for card in self._cards:
+            card.prefill = None
+        for prefill in prefills:
             if prefill.layer >= 0:  # whoever gets the workspace next must not overwrite what is still copied
-                self.writes.engine.compute_wait(prefill.written)
-            self._prefill = None
+                prefill.writeback.compute_wait(prefill.written)
+        if prefills:
+            self._prefilled = None
             self._epoch += 1
-        return prefill
+        return prefills
 
     def _abandon_prefill(self) -> None:
         """Undo a prefill that was left in the middle: layers that were done have put its blocks into the ring."""
-        prefill = self._leave_prefill()
-        if prefill is None:
+        prefills = self._leave_prefill()
+        if not prefills:
             return
         self.writes.drain()  # what comes to lie there next must not be overtaken
-        if not prefill.start:
+        slot, start, total = prefills[0].slot, prefills[0].start, prefills[0].total
+        if not start:
             return
-        first, full = kept_from(prefill.start), prefill.total // BLOCK_TOKENS
         # A block that the prefill filled is on the host, what was there before included; its open block is here.
-        blocks = range(first, min(num_blocks(prefill.start), full))
-        self._bring_back(prefill.slot, blocks, prefill.finished_layers)
-        self._ring_from[prefill.slot] = first
+        blocks = range(kept_from(start), min(num_blocks(start), total // BLOCK_TOKENS))
+        self._bring_back(slot, blocks, chain.from_iterable(prefill.finished_layers for prefill in prefills))
+        self._ring_from[slot] = kept_from(start)
 
     # --- lengths
 
@@ -301,11 +323,11 @@ class HostKVCache(BlockCache):
 
     def block_table(self, layer: int) -> BlockTable:
         """Where the layer's blocks lie, for kernels that read them from there."""
-        assert self.blocks.locking.pageable is None, "kernels reach page-locked memory only"
+        assert not self.blocks.is_staged, "kernels reach page-locked memory only"
         batch = len(self._lengths)
         if not self._tables:
-            for number in range(self._config.num_layers):
-                self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, self._device)
+            for number, owner in enumerate(self._owners):
+                self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, self._devices[owner])
             for slot in range(batch):
                 for number, data in self._resident.items():
                     self._tables[number].put(slot, 0, data[slot])
@@ -330,7 +352,9 @@ class HostKVCache(BlockCache):
         if not full:
             return
         for block in full:
-            copies = ((layer, *self._places(layer, slot, block)) for layer in self._ring)
+            copies = [list[tuple[int, torch.Tensor, torch.Tensor]]() for _ in self._cards]
+            for layer in self._ring:
+                copies[self._owners[layer]].append((layer, *self._places(layer, slot, block)))
             self.writes.send(slot, block, copies)
         for layer, data in (self._ring | self._resident).items():
             self._notify(layer, slot, KVBlocks(data), slot, full)
@@ -338,7 +362,7 @@ class HostKVCache(BlockCache):
     def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         # Blocks on their way out lie before the window, so nothing that moves is being copied.
         if len(rows) > 1:
-            compact_path((self._rings[:, slot], self._stays[:, slot]), self._lengths[slot], rows)
+            compact_path([data[:, slot] for data in self._of_cards], self._lengths[slot], rows)
         self.commit(slot, len(rows))
 
     def _places(self, layer: int, slot: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,9 +383,8 @@ class HostKVCache(BlockCache):
         self._abandon_prefill()
         block = length // BLOCK_TOKENS
         self.writes.settle(slot, block)
-        pageable = self.blocks.locking.pageable
-        if self.writes.arrived[slot] > block and pageable is not None:
-            pageable.settle()  # what is written anew may still be read, by a copy that nobody needs any more
+        if self.writes.arrived[slot] > block:
+            self.blocks.settle()  # what is written anew may still be read, by a copy that nobody needs any more
         lowest = kept_from(length)
         missing = range(lowest, min(self._ring_from[slot], num_blocks(length)))
         self._bring_back(slot, missing, self._ring)
@@ -388,5 +411,9 @@ class HostKVCache(BlockCache):
         return self._ring[layer][slot, block % self._ring_blocks]
 
     def close(self) -> None:
-        self.writes.engine.close()
+        self.writes.close()
         self.blocks.close()
+
+
+def _first_bytes(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return memory[:nbytes]

@@ -10,7 +10,7 @@ prompt go through it, and its full blocks are written to the host on the way.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +22,15 @@ from offload_runtime.config import MOST_GAMMA_DRAFT
 from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
-from offload_runtime.memory import HostArena, PageableMemory, Registrar, check_host_memory, current_device, touch
+from offload_runtime.memory import (
+    DeviceBudget,
+    HostArena,
+    PageableMemory,
+    Registrar,
+    check_host_memory,
+    current_device,
+    touch,
+)
 from offload_runtime.models import ModelConfig
 from offload_runtime.sizes import format_bytes, size_option_down
 
@@ -51,6 +59,22 @@ class BlockLocking:
         assert self.pageable is not None or not self.staged_layers
 
 
+@dataclass(frozen=True)
+class HostKVCard:
+    """What a card brings to a cache in host memory.
+
+    `budget` is the ledger of its memory, `writeback` a copy queue of its own for blocks on their way to the host, and
+    `locking` says how the host memory of its layers is page-locked. A buffer of its ring on the link has `piece_bytes`.
+    `workspace_bytes` are allocated for prefills; 0 where they will borrow.
+    """
+
+    budget: DeviceBudget
+    writeback: CopyEngine
+    locking: BlockLocking
+    piece_bytes: int
+    workspace_bytes: int
+
+
 class Run(NamedTuple):
     """Consecutive blocks of a sequence, contiguous in host memory in every layer."""
 
@@ -66,14 +90,6 @@ class _Extent(NamedTuple):
     locked: dict[int, Future[None]]  # by layer, when it may be used
 
 
-def check_growth(nbytes: int) -> None:
-    """Refuse to make so much host memory for keys and values if less is available. Raises `BudgetError`."""
-    try:
-        check_host_memory(nbytes, what="the KV cache")
-    except BudgetError as error:
-        raise _refusal(nbytes, error) from error
-
-
 def _refusal(nbytes: int, error: BudgetError) -> BudgetError:
     return BudgetError(
         f"the KV cache in host memory could not grow by {format_bytes(nbytes)} ({error}): shorten the prompt or close "
@@ -85,23 +101,25 @@ class HostBlocks:
     """Host memory for blocks of several layers.
 
     Args:
-        layers: Those that keep their blocks here.
+        layers: The card of each layer that keeps its blocks here.
         block_bytes: Of one layer's block.
         batch: Sequences.
         most_blocks: That a sequence will ever have.
-        locking: How it is page-locked.
-        device: That copies from there.
     """
 
     def __init__(
-        self, layers: Sequence[int], block_bytes: int, *, batch: int, most_blocks: int, locking: BlockLocking,
-        device: torch.device,
+        self, layers: Mapping[int, HostKVCard], block_bytes: int, *, batch: int, most_blocks: int
     ) -> None:  # fmt: skip
         self.most_blocks = most_blocks
         self.block_bytes = block_bytes
-        self.locking = locking
-        self._layers, self._device = layers, device
+        self._layers, self._devices = layers, {card.budget.device for card in layers.values()}
+        self._pageable = {id(found): found for card in layers.values() if (found := card.locking.pageable) is not None}
         self._extents: list[list[_Extent]] = [[] for _ in range(batch)]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether some of it may not be page-locked."""
+        return bool(self._pageable)
 
     @property
     def nbytes(self) -> int:
@@ -138,13 +156,13 @@ class HostBlocks:
         if not blocks:
             return
         nbytes = len(blocks) * self.block_bytes
-        check_growth(nbytes * len(self._layers))
         extent = _Extent(blocks, {}, {})
         extents.append(extent)
         try:
+            check_host_memory(nbytes * len(self._layers), what="the KV cache")
             for layer in self._layers:
                 extent.arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
-            worker = ThreadPoolExecutor(1, thread_name_prefix="kv-growth")
+            worker = ThreadPoolExecutor(len(self._devices), thread_name_prefix="kv-growth")
             for layer, arena in extent.arenas.items():
                 extent.locked[layer] = worker.submit(self._lock_or_enter, layer, arena)
             worker.shutdown(wait=False)  # it goes on until all is done
@@ -153,10 +171,6 @@ class HostBlocks:
         except BudgetError as error:
             self._drop_newest(slot)
             raise _refusal(nbytes * len(self._layers), error) from error
-
-    def missing_bytes(self, slot: int, num_blocks: int) -> int:
-        """Host memory that `grow` would make now."""
-        return len(self._missing(slot, num_blocks)) * self.block_bytes * len(self._layers)
 
     def _missing(self, slot: int, num_blocks: int) -> range:
         """The blocks that `grow` makes: if any, several at once."""
@@ -177,12 +191,13 @@ class HostBlocks:
 
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
-        registrar, pageable = self.locking.registrar, self.locking.pageable
-        if layer not in self.locking.staged_layers:
+        card = self._layers[layer]
+        registrar, pageable = card.locking.registrar, card.locking.pageable
+        if layer not in card.locking.staged_layers:
             if registrar is None:
                 return
             touch([arena])
-            with current_device(self._device):
+            with current_device(card.budget.device):
                 if not arena.lock(registrar, arena.nbytes):
                     return
         if pageable is None:
@@ -197,12 +212,18 @@ class HostBlocks:
     def _give_back(self, extents: Sequence[_Extent]) -> None:
         locked = [one for extent in extents for one in extent.locked.values()]
         wait([one for one in locked if not one.cancel()])
-        if self._device.type == "cuda":  # kernels may be reading from there, and copies of what a prompt has left
-            torch.cuda.synchronize(self._device)
-        for arena in (arena for extent in extents for arena in extent.arenas.values()):
-            if self.locking.pageable is not None:
-                self.locking.pageable.forget(arena.buffer)
+        for device in self._devices:
+            if device.type == "cuda":  # kernels may be reading from there, and copies of what a prompt has left
+                torch.cuda.synchronize(device)
+        for layer, arena in (pair for extent in extents for pair in extent.arenas.items()):
+            if (pageable := self._layers[layer].locking.pageable) is not None:
+                pageable.forget(arena.buffer)
             arena.close()
+
+    def settle(self) -> None:
+        """Wait until what is staged of it has been read."""
+        for pageable in self._pageable.values():
+            pageable.settle()
 
     def memory(self, layer: int, slot: int, blocks: range) -> torch.Tensor:
         """Where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host. Waits
@@ -234,54 +255,62 @@ class HostBlocks:
             extents.clear()
 
 
+Written = Sequence[tuple[CopyEngine, Any]]  # events that say together that something is on the host, with their queues
+
+
 class HostWrites:
     """Keeps account of the writes of blocks that have become full.
 
     Args:
-        engine: Copy queue of its own; it copies in order.
+        engines: Copy queues of the cards, which do nothing else; each copies in order.
         batch: Sequences.
     """
 
-    def __init__(self, engine: CopyEngine, batch: int) -> None:
-        self.engine = engine
+    def __init__(self, engines: Sequence[CopyEngine], batch: int) -> None:
+        self.engines = engines
         self.arrived = [0] * batch  # leading blocks of a sequence that are on the host, their writes finished
-        # Sequence, end of its blocks, event that says they are there.
-        self._writes: deque[tuple[int, int, Any]] = deque()
+        self._writes: deque[tuple[int, int, Written]] = deque()  # sequence, end of its blocks
         self._failure: CopyError | None = None
 
-    def send(self, slot: int, block: int, copies: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+    def send(
+        self, slot: int, block: int, copies: Sequence[Iterable[tuple[int, torch.Tensor, torch.Tensor]]]
+    ) -> None:  # fmt: skip
         """Queue the writes of a block, behind what computes it.
 
         Args:
-            sequence: Whose block it is.
+            slot: Whose block it is.
             block: Its index.
-            copies: Every layer, its target (host) and source (device): uint8 [block_bytes] each.
+            copies: Of each card, for each of its layers the target (host) and source (device): uint8 [block_bytes].
         """
-        read, written = self.engine.new_event(), self.engine.new_event()
-        self.engine.compute_record(read)
-        try:
-            for layer, target, source in copies:
-                self.engine.enqueue(target, source, free=read, ready=written, label=("kv", (layer, slot, block)))
-        except CopyError as error:
-            self._failure = error  # nobody waits for this block, so nobody else would be told
-            raise
-        self.expect(slot, block + 1, written)
+        sent = list[tuple[CopyEngine, Any]]()
+        for engine, own in zip(self.engines, copies, strict=True):
+            read, written = engine.new_event(), engine.new_event()
+            engine.compute_record(read)
+            try:
+                for layer, target, source in own:
+                    engine.enqueue(target, source, free=read, ready=written, label=("kv", (layer, slot, block)))
+            except CopyError as error:
+                self._failure = error  # nobody waits for this block, so nobody else would be told
+                raise
+            sent.append((engine, written))
+        self.expect(slot, block + 1, sent)
 
-    def expect(self, slot: int, end: int, ready: Any) -> None:
-        """Blocks before `end` of a sequence are on their way; they are there when `ready` fires."""
-        self._writes.append((slot, end, ready))
+    def expect(self, slot: int, end: int, written: Written) -> None:
+        """Blocks before `end` of a sequence are on their way; they are there when all of these have fired."""
+        self._writes.append((slot, end, written))
 
     def collect(self) -> None:
         """Count what has arrived on the host; never waits. Raises `CopyError` when a write has failed."""
         if self._failure is not None:
             raise CopyError(str(self._failure)) from self._failure
-        while self._writes and self.engine.is_done(self._writes[0][2]):
+        while self._writes and all(engine.is_done(event) for engine, event in self._writes[0][2]):
             slot, end, _ = self._writes.popleft()
             self.arrived[slot] = max(self.arrived[slot], end)
 
     def drain(self) -> None:
         """Wait for all of them."""
-        self.engine.drain()
+        for engine in self.engines:
+            engine.drain()
         self.collect()
 
     def settle(self, slot: int, block: int) -> None:
@@ -293,13 +322,18 @@ class HostWrites:
         """Blocks of a sequence from `block` on will be written anew."""
         self.arrived[slot] = min(self.arrived[slot], block)
 
+    def close(self) -> None:
+        """End the queues."""
+        for engine in self.engines:
+            engine.close()
+
 
 @dataclass(eq=False)
 class HostPrefill:
-    """A prefill on its way.
+    """What a prefill in progress has on one card, whose layers it takes one by one.
 
     Attributes:
-        sequence: Which one is prefilled.
+        slot: Of the sequence that is prefilled.
         start: Tokens committed before.
         total: Tokens there will be.
         workspace: The running layer's keys and values: [1, N, 2, H_kv, 256, D], device.

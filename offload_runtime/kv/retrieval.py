@@ -9,6 +9,7 @@ is a `RetrievedDraftCache`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
@@ -19,9 +20,9 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import chunks_of_budget
-from offload_runtime.kv.device import DeviceKVCache, allocate_zeros, block_shape, kv_cache_bytes, num_blocks
+from offload_runtime.kv.device import DeviceKVCache, allocate_layers, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
-from offload_runtime.memory import DeviceBudget, overwrite
+from offload_runtime.memory import DeviceBudget, current_device, overwrite
 from offload_runtime.models import ModelConfig
 
 _NO_LIMIT = (1 << 31) - 1
@@ -43,12 +44,13 @@ class RetrievedChunks:
         budget_tokens: Tokens per layer and head, a multiple of `chunk_size`.
         chunk_size: Tokens of a chunk, a power of two from 2 to 64.
         batch: Sequences.
-        budget: Ledger to reserve from.
+        budgets: Ledgers of the cards to reserve from.
+        owners: The card of each layer by its number; empty: all are on the first.
         name: What to call it in the ledger.
 
     Attributes:
-        resident: [L, B, H_kv, K] int32 on the device: which chunk lies in each place, -1 for none. After an update the
-            places in use are the first.
+        resident: Of each layer [B, H_kv, K] int32 on its device: which chunk lies in each place, -1 for none. After an
+            update the places in use are the first.
 
     Raises:
         OptionError: The budget or the chunk size makes no sense.
@@ -57,19 +59,22 @@ class RetrievedChunks:
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int,
-        budget: DeviceBudget, name: str = "retrieved KV",
+        budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "retrieved KV",
     ) -> None:  # fmt: skip
         self.chunk_size = chunk_size
         self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
-        shape = (config.num_layers, batch, num_blocks(budget_tokens), *block_shape(config))
-        self._data = allocate_zeros(budget, name, dtype, shape)
-        places = (config.num_layers, batch, config.num_kv_heads, self.budget_chunks)
-        self.resident = allocate_zeros(budget, f"{name}: places", torch.int32, places).fill_(-1)
+        owners = owners or (0,) * config.num_layers
+        shape = (batch, num_blocks(budget_tokens), *block_shape(config))
+        self._of_cards, self._data = allocate_layers(budgets, owners, name, dtype, shape)
+        places = (batch, config.num_kv_heads, self.budget_chunks)
+        self._places, self.resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, places)
+        for of_card in self._places:
+            of_card.fill_(-1)
 
-    def borrow_workspace(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of the memory of the chunks, at most all of it; they are forgotten."""
-        self.forget(slice(None))
-        return self._data.view(-1).view(torch.uint8)[:nbytes]
+    def borrow_workspace(self, card: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] of the memory of a card's chunks, at most all of it; the chunks are forgotten."""
+        self._places[card].fill_(-1)
+        return self._of_cards[card].view(-1).view(torch.uint8)[:nbytes]
 
     def blocks(self, layer: int) -> KVBlocks:
         """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in the order of their places; see `resident`."""
@@ -95,18 +100,18 @@ class RetrievedChunks:
         the blocks must be complete and stay as they are until it is done.
         """
         rows = slice(slot, slot + selected.shape[0])
-        assert rows.stop <= self.resident.shape[1]
-        data, table = KVBlocks(self._data[layer, rows]), source.rows(rows.start, rows.stop)
-        return gather_chunks(selected, self.resident[layer, rows], table, data, chunk_size=self.chunk_size, used=used)
+        assert rows.stop <= self.resident[layer].shape[0]
+        data, table = KVBlocks(self._data[layer][rows]), source.rows(rows.start, rows.stop)
+        return gather_chunks(selected, self.resident[layer][rows], table, data, chunk_size=self.chunk_size, used=used)
 
-    def forget(self, slot: int | slice, length: int = 0) -> None:
+    def forget(self, slot: int, length: int = 0) -> None:
         """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
 
-        Until their next update layers that held such a chunk are of no use. A slice does so to several sequences.
+        Until their next update layers that held such a chunk are of no use.
         """
-        resident = self.resident[:, slot]
-        kept_chunks = length // self.chunk_size
-        resident.masked_fill_(resident >= kept_chunks, -1)
+        for places in self._places:
+            resident = places[:, slot]
+            resident.masked_fill_(resident >= length // self.chunk_size, -1)
 
 
 class RetrievalPolicy:
@@ -122,20 +127,21 @@ class RetrievalPolicy:
         chunk_size: Tokens of a chunk.
         capacity_tokens: Most tokens of a sequence.
         batch: Sequences.
-        budget: Ledger to reserve from.
+        budgets: Ledgers of the cards to reserve from.
+        owners: The card of each layer by its number; empty: all are on the first.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, capacity_tokens: int,
-        batch: int, budget: DeviceBudget,
+        batch: int, budgets: Sequence[DeviceBudget], owners: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         self._chunk_size = chunk_size
         chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
-        shape = (config.num_layers, batch, config.num_kv_heads, chunks)
-        codes = allocate_zeros(budget, "codes of chunks", torch.int8, (*shape, config.head_dim))
-        factors = allocate_zeros(budget, "factors of chunks", torch.float16, (*shape, 2))
-        self._summaries = list(map(ChunkSummaries, codes, factors))
+        shape, owners = (batch, config.num_kv_heads, chunks), owners or (0,) * config.num_layers
+        _, codes = allocate_layers(budgets, owners, "codes of chunks", torch.int8, (*shape, config.head_dim))
+        _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, (*shape, 2))
+        self._summaries = list(map(ChunkSummaries, codes.values(), factors.values()))
 
     def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """As of a `BlockObserver`: of every block of a sequence's far context."""
@@ -174,10 +180,12 @@ class RetrievalPolicy:
 
     def warm_up(self) -> None:
         """Compile what chooses, however many chunks there are to choose from."""
-        codes = self._summaries[0].codes
-        for count in different_counts(codes.shape[2]):
-            scores = torch.zeros(1, codes.shape[1], count, device=codes.device)
-            select_chunks(scores, count, budget_chunks=self._budget_chunks)
+        _, num_heads, num_chunks, _ = self._summaries[0].codes.shape
+        for device in {one.codes.device for one in self._summaries}:
+            for count in different_counts(num_chunks):
+                scores = torch.zeros(1, num_heads, count, device=device)
+                with current_device(device):
+                    select_chunks(scores, count, budget_chunks=self._budget_chunks)
 
 
 class RetrievalCache:
@@ -191,7 +199,8 @@ class RetrievalCache:
         budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
         chunk_size: Tokens of a chunk, a power of two from 2 to 64.
         batch: Sequences of all of them.
-        budget: Ledger to reserve from; see `retrieved_bytes` and `summaries_bytes`.
+        budgets: Ledgers of the cards to reserve from; see `retrieved_bytes` and `summaries_bytes`.
+        owners: The card of each layer by its number; empty: all are on the first.
         name: What to call the chunks in the ledger.
 
     Raises:
@@ -201,11 +210,13 @@ class RetrievalCache:
 
     def __init__(
         self, source: DeviceKVCache | HostKVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
-        chunk_size: int, batch: int, budget: DeviceBudget, name: str = "retrieved KV",
+        chunk_size: int, batch: int, budgets: Sequence[DeviceBudget], owners: Sequence[int] = (),
+        name: str = "retrieved KV",
     ) -> None:  # fmt: skip
-        sizes = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
-        self.chunks = RetrievedChunks(config, dtype, **sizes, budget=budget, name=name)
-        self._policy = RetrievalPolicy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens, budget=budget)
+        sizes: dict[str, Any] = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
+        sizes |= {"budgets": budgets, "owners": owners}
+        self.chunks = RetrievedChunks(config, dtype, **sizes, name=name)
+        self._policy = RetrievalPolicy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens)
         self.warm_up = self._policy.warm_up
         source.observers.append(self._policy)
         self._source, self._config = source, config
@@ -213,8 +224,10 @@ class RetrievalCache:
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
         self._refresh = True  # whether the next pass chooses chunks anew
         # Of every row of a pass the chunks to choose from, and the bounds of its far and its recent keys: int32 [3, W],
-        # in one tensor that never moves. Each part begins at a multiple of 16 bytes.
-        self._numbers = torch.zeros(3, -(-2 * batch // 4) * 4, dtype=torch.int32, device=budget.device)
+        # in one tensor of each card that never moves. Each part begins at a multiple of 16 bytes.
+        width = -(-2 * batch // 4) * 4
+        self._numbers = [torch.zeros(3, width, dtype=torch.int32, device=budget.device) for budget in budgets]
+        self._owners = owners or (0,) * config.num_layers
         self._numbers_host: list[list[int]] = []
         self._most_available = 0  # chunks that no sequence has more of to choose from
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
@@ -247,9 +260,11 @@ class RetrievalCache:
         near = [number for blocks in recent for number in (blocks.start, _NO_LIMIT)]
         numbers = [available, far, near]
         if numbers != self._numbers_host:
-            width = self._numbers.shape[1]
+            width = self._numbers[0].shape[1]
             host = torch.tensor([part + [0] * (width - len(part)) for part in numbers], dtype=torch.int32)
-            overwrite(self._numbers, host)
+            for target in self._numbers:
+                with current_device(target.device):
+                    overwrite(target, host)
             self._numbers_host = numbers
         return grown
 
@@ -276,11 +291,12 @@ class RetrievalCache:
         attention = self._config.layers[layer].attention
         assert attention.window is None and q.shape[0] == len(self._rows)
         scale, first, count = attention.scale, self._rows.start, len(self._rows)
-        available, bounds = self._numbers[0, :count], self._numbers[1:, : 2 * count].view(2, count, 2)
+        numbers = self._numbers[self._owners[layer]]
+        available, bounds = numbers[0, :count], numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
                 layer, q[:, : rows.most_used], available, scale=scale, rows_used=rows.used, slot=first,
-                held=self.chunks.resident[layer, first : first + count], most=self._most_available,
+                held=self.chunks.resident[layer][first : first + count], most=self._most_available,
             )  # fmt: skip
             self.chunks.update(layer, selected, self._source.block_table(layer), slot=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
@@ -303,7 +319,7 @@ class RetrievedDraftCache(RetrievalCache):
         budget_tokens: Retrieved tokens per layer and KV head, a multiple of `chunk_size`.
         chunk_size: Tokens of a chunk, a power of two from 2 to 64.
         batch: Sequences.
-        budget: Ledger to reserve from.
+        budgets: Ledgers of the cards to reserve from.
         name: What to call it in the ledger.
 
     Raises:
@@ -317,11 +333,11 @@ class RetrievedDraftCache(RetrievalCache):
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,
-        batch: int, budget: DeviceBudget, name: str = "draft: KV cache",
+        batch: int, budgets: Sequence[DeviceBudget], name: str = "draft: KV cache",
     ) -> None:  # fmt: skip
-        full = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget, name=name)
+        full = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, name=name)
         super().__init__(
-            full, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budget=budget,
+            full, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
             name=f"{name}: retrieved",
         )  # fmt: skip
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk

@@ -15,7 +15,6 @@ from offload_runtime_kernels.attention_sources import sources_workspace_bytes
 from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
 from offload_runtime_kernels.window_steps import StepRotation
 
-from offload_runtime.kv.multi_card import MultiCardRetrievalCache
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.models import ModelConfig, RopeTable, RowFrequencies, Weights
 from offload_runtime.params import SamplingParams
@@ -43,7 +42,7 @@ class RetrievalVerifier:
     """
 
     def __init__(
-        self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache | MultiCardRetrievalCache,
+        self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache,
         rope: RopeTable, window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.device

@@ -17,7 +17,7 @@ import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.copy.schedule import LayerStreamer, MultiCardStreamer
+from offload_runtime.copy.schedule import LayerStreamer
 from offload_runtime.grammar import token_masks
 from offload_runtime.kv import KVCache
 from offload_runtime.memory import (
@@ -120,7 +120,7 @@ class ModelRunner:
     """
 
     decoder: Decoder
-    streamer: LayerStreamer | MultiCardStreamer
+    streamer: LayerStreamer
     cache: KVCache
     rows: RowBuilder
     chunk_tokens: int
@@ -503,7 +503,7 @@ def _run_layers_on_cards(
 
 
 def _run_blocks(
-    decoder: Decoder, streamer: LayerStreamer | MultiCardStreamer, cache: LayerCache, pieces: list[PassRows],
+    decoder: Decoder, streamer: LayerStreamer, cache: LayerCache, pieces: list[PassRows],
     kept: Sequence[int], on_layer: OnLayer | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a

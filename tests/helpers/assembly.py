@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
-from offload_runtime.copy.schedule import LayerStreamer
-from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, block_bytes
+from offload_runtime.copy.schedule import CardRing, LayerStreamer
+from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import num_blocks
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.models import RopeTable
@@ -131,7 +131,7 @@ def make_runner(
     writeback: CopyEngine | None = None
     cache: DeviceKVCache | HostKVCache
     if host_kv is None:
-        cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budget=budget)
+        cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget])
     else:
         piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
         workspace_bytes = num_blocks(capacity_tokens) * block_bytes(config, dtype)
@@ -142,22 +142,20 @@ def make_runner(
             engine, writeback = _staged_queues(host_kv.staged, locking, rings, engine, writeback)
         cache = HostKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
-            piece_bytes=piece_bytes, budget=budget, writeback=writeback, workspace_bytes=workspace_bytes,
-            locking=locking, resident_layers=host_kv.resident_layers,
+            cards=[HostKVCard(budget, writeback, locking, piece_bytes, workspace_bytes)],
+            resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_buffers = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.buffers)]
     scratch_bytes = layout.scratch_bytes(device.type)
     scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
+    # NaN in any dtype
+    ring = [torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)]
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
-        [
-            torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)
-        ],  # NaN in any dtype
+        [CardRing(engine, ring, kv_buffers)],
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
-        engine=engine,
         kv=cache if isinstance(cache, HostKVCache) else None,
-        kv_buffers=kv_buffers,
     )
     shared = layout.shared.views(weights.block(None).to(device), scratch)
     rows = RowBuilder(RopeTable(config, device))
