@@ -85,7 +85,7 @@ def test_as_many_sequences_as_stream_no_more_are_chosen(short_target: Path) -> N
 
     assert plan_of("auto", None).target.batch == 16
     whole = plan_of(4, None)
-    vram = whole.on_card(0).device_bytes
+    vram = whole.cards[0].device_bytes
     chosen = plan_of("auto", vram)
     assert not chosen.streamed_bytes and 4 <= chosen.target.batch < 16
     assert chosen.target.context_tokens == 512

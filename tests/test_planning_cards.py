@@ -44,7 +44,7 @@ def naming_all(request: RuntimeConfig, machine: MachineFigures) -> RuntimeConfig
 
 
 def counts(plan: RunPlan) -> list[int]:
-    return [len(share.layers) for share in plan.target.shares]
+    return [len(one.layers) for one in plan.target.placements]
 
 
 def streamed(plan: RunPlan) -> list[int]:
@@ -56,8 +56,8 @@ def test_equal_cards_share_layers_and_bytes_alike(kv: str) -> None:
     request = RuntimeConfig(model("llama-2-7b"), "none", context=4096, kv=kv, resident_layers=0)
     plan = plan_on_all(request, TWO)
     assert counts(plan) == [16, 16]
-    assert plan.target.shares[0].layers == tuple(range(0, 32, 2))  # in turn
-    assert plan.target.shares[1].layers == tuple(range(1, 32, 2))
+    assert plan.target.placements[0].layers == tuple(range(0, 32, 2))  # in turn
+    assert plan.target.placements[1].layers == tuple(range(1, 32, 2))
     first, second = streamed(plan)
     assert first == second == plan_on_all(request, ONE).streamed_bytes / 2
     assert plan.placement.resident_layers == () and plan.placement.num_buffers == 6
@@ -86,7 +86,7 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
     if plan is None:
         return
     assert plan.num_cards == cards
-    dealt = sorted(layer for share in plan.target.shares for layer in share.layers)
+    dealt = sorted(layer for one in plan.target.placements for layer in one.layers)
     assert dealt == list(range(plan.placement.num_layers))
     for card in plan.cards:
         assert card.limits.device_bytes is not None

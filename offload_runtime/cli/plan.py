@@ -219,7 +219,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "kv_staged": placement.staged_kv_layers,
         "kv_streamed": [layer for layer in range(placement.num_layers) if layer not in resident_kv],
     }  # fmt: skip
-    cards = [] if plan.num_cards == 1 else [_card_record(plan, card) for card in range(plan.num_cards)]
+    cards = [] if plan.num_cards == 1 else [_card_record(card) for card in plan.cards]
     return {
         "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
         **({"cards": cards} if cards else {}),
@@ -232,12 +232,11 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _card_record(plan: RunPlan, number: int) -> dict[str, Any]:
+def _card_record(card: RunPlan) -> dict[str, Any]:
     """What one of several cards holds, of which layers, and what a pass streams to it."""
-    card, share = plan.cards[number], plan.target.shares[number]
     return {
-        "layers": list(share.layers), "weights_resident": list(share.of_model(card.placement.resident_layers)),
-        "kv_resident": list(share.of_model(card.resident_kv_layers)), "ring_buffers": card.placement.num_buffers,
+        "layers": list(card.target.layers), "weights_resident": list(card.placement.resident_layers),
+        "kv_resident": list(card.resident_kv_layers), "ring_buffers": card.placement.num_buffers,
         "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
         "peak_bytes": card.device_bytes, "parts": [asdict(part) for part in card.device],
     }  # fmt: skip

@@ -22,7 +22,7 @@ from offload_runtime.hardware import MachineProfile
 from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import LayerShare, RunForecast, RunPlan
+    from offload_runtime.plan import RunForecast, RunPlan
 
 
 def plan_tables(plan: RunPlan, predicted: RunForecast, *, machine: MachineProfile) -> list[Table | str]:
@@ -60,18 +60,17 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
     ]
     if plan.num_cards > 1:
-        shares = zip(plan.cards, target.shares, strict=True)
-        words += [f"card {card.card}: {_share(card, share)}" for card, share in shares]
+        words += [f"card {card.target.card}: {_describe_card(card)}" for card in plan.cards]
     tables = [_device_table(memory, plan), _host_table(plan)]
     return [*filter(None, words), *tables]
 
 
-def _share(card: RunPlan, share: LayerShare) -> str:
+def _describe_card(card: RunPlan) -> str:
     """One phrase: what a card has, and what it streams."""
-    where = f"{len(share.layers)} layers, {len(card.placement.resident_layers)} of them on the device"
+    where = f"{len(card.target.layers)} layers, {len(card.placement.resident_layers)} of them on the device"
     if card.target.on_host:
         where += f" and the KV cache of {len(card.resident_kv_layers)}"
-    return f"{where}; a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(share.layers)})"
+    return f"{where}; a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(card.target.layers)})"
 
 
 def _device_table(memory: str, plan: RunPlan) -> Table:

@@ -112,7 +112,7 @@ def describe_placement(
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_buffers} buffers"
     if len(budgets) > 1:
-        dealt = " and ".join(str(len(share.layers)) for share in model.plan.shares)
+        dealt = " and ".join(str(len(one.layers)) for one in model.plan.placements)
         where += f", dealt out to {len(budgets)} cards ({dealt})"
     sizes = []
     for budget in budgets:
@@ -222,7 +222,7 @@ def _load(
         with planning.remedies(plan.request, figures_here, lambda: _what_to_close(budgets)):
             planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
-            own = plan.on_card(number)
+            own = plan.cards[number]
             one_budget.reserve("workspace", own.workspace_bytes)
             if graph_bytes := own.graph_bytes + own.captured_bytes:
                 one_budget.reserve("CUDA graphs", graph_bytes)
@@ -334,7 +334,7 @@ def _plan_cards(
     plan = planning.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))
     for number, budget in enumerate(budgets):
         if number < plan.num_cards:
-            budget.planned_bytes = plan.on_card(number).device_bytes
+            budget.planned_bytes = plan.cards[number].device_bytes
         else:
             budget.release()
     return plan, budgets[: plan.num_cards]

@@ -70,17 +70,11 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
             owners=plan.owners, name=name, spare_positions=plan.tree_positions,
         )  # fmt: skip
     on_host = list[HostKVCard]()
-    for number, (one, own, memory) in enumerate(zip(cards, plan.cards, memories, strict=True)):
+    for one, own, memory in zip(cards, plan.cards, memories, strict=True):
         assert memory.registrar is not None or one.budget.device.type == "cpu", "a GPU copies from what is locked"
         assert one.queues.d2h is not None, "what is kept on the host has to get there"
-        staged = memory.placement.staged_kv_layers
-        staged = plan.shares[number].of_model(staged) if plan.shares else staged
-        on_host.append(
-            HostKVCard(
-                one.budget, memory.to_host(one.queues.d2h), replace(memory.locking, staged_layers=staged),
-                own.kv_piece_bytes, own.prefill_workspace_bytes,
-            )
-        )  # fmt: skip
+        writeback, sizes = memory.to_host(one.queues.d2h), (own.kv_piece_bytes, own.prefill_workspace_bytes)
+        on_host.append(HostKVCard(one.budget, writeback, memory.locking, *sizes))
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, cards=on_host, owners=plan.owners,
@@ -223,12 +217,10 @@ def load_model(
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
-    device, partition = cards[0].budget.device, plan.partition([one.card for one in cards])
+    device = cards[0].budget.device
     held: dict[int | None, torch.Tensor] = {}
-    for one in cards[: len(partition.cards)]:
-        layers = partition.layers_of(one.card)
-        blocks = device_blocks(plan.on_card(one.card.number), one.budget, name=name)
-        held |= {None if number is None else layers[number]: block for number, block in blocks.items()}
+    for one, own in zip(cards, plan.cards, strict=False):  # a draft is on the first
+        held |= device_blocks(own, one.budget, name=name)
     weights = load_weights(
         source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
         coding_device=device,
@@ -246,7 +238,7 @@ def device_blocks(plan: ModelPlan, budget: DeviceBudget, *, name: str) -> dict[i
     sizes = [layout.layer_bytes[index] for index in kept]
     layers = budget.allocate(f"{name}: resident layers", sum(sizes)).split(sizes) if kept else ()
     found: dict[int | None, torch.Tensor] = dict(zip(kept, layers, strict=True))
-    if layout.shared.tensors:
+    if plan.has_head:
         found[None] = budget.allocate(f"{name}: embedding and head", layout.shared.total_bytes)
     return found
 
@@ -264,21 +256,19 @@ def connect_model(
     layout, owners = weights.layout, partition.owners
     memories, scratches, buffers, kv_buffers = [], list[torch.Tensor | None](), [], []
     for one, own, locked_bytes in zip(cards, plan.cards, locked_shares(weights, plan), strict=True):
-        blocks = weights if len(cards) == 1 else weights.of_layers(partition.layers_of(one.card))
         with current_device(one.card.device):
-            memories.append(lock_layers(blocks, own, registrar, undo, locked_bytes=locked_bytes))
+            memories.append(lock_layers(weights, own, registrar, undo, locked_bytes=locked_bytes))
         buffers.append(_ring(one.budget, f"{name}: ring", memories[-1].placement.num_buffers, own.layer_bytes))
-        scratch_bytes = own.layout.scratch_bytes(one.budget.device.type)
+        scratch_bytes = own.scratch_bytes(one.budget.device.type)
         scratches.append(one.budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None)
-        num_kv_buffers = own.kv_ring_buffers if own.kv_layers_on_host else 0
+        num_kv_buffers = own.placement.kv_ring_buffers if own.kv_layers_on_host else 0
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories)
     undo.callback(cache.close)
     loaded = list[LoadedCard]()
     for one, memory, *rings in zip(cards, memories, buffers, kv_buffers, strict=True):
-        layers = partition.layers_of(one.card)
         with current_device(one.card.device):
-            peak_gbps = _measure_link(weights, layers, [*chain(*rings)], one.queues.h2d, memory)
+            peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory)
         loaded.append(LoadedCard(memory.to_device(one.queues.h2d), memory, peak_gbps))
         undo.callback(loaded[-1].engine.close)
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
@@ -290,12 +280,7 @@ def connect_model(
         kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
     )  # fmt: skip
     decoder = Decoder(plan.config, layout.shared.views(held[None], scratches[0]), partition)
-    if plan.shares:
-        plan = plan.with_shares(
-            [replace(share, placement=one.placement) for share, one in zip(plan.shares, memories, strict=True)]
-        )
-    else:
-        plan = replace(plan, placement=memories[0].placement)
+    plan = replace(plan, placements=tuple(memory.placement for memory in memories))
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
@@ -309,15 +294,13 @@ def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> lis
 
 
 def _measure_link(
-    weights: HostWeights, layers: Sequence[int], buffers: Sequence[torch.Tensor], engine: CopyEngine,
-    memory: StagedMemory,
-) -> float | None:  # fmt: skip
+    weights: HostWeights, buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory
+) -> float | None:
     """Peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is streamed."""
     if not buffers:
         return None
     buffer, placement = buffers[0], memory.placement
-    locked = [index for index in placement.streamed_layers if index not in placement.staged_layers]
-    pinned = [weights.block(layers[index]) for index in locked]
+    pinned = [weights.block(index) for index in placement.streamed_layers if index not in placement.staged_layers]
     if not pinned and memory.h2d is not None:
         pinned = [memory.h2d.buffer[: min(buffer.nbytes, placement.h2d_ring.piece_bytes)]]
     if pinned:

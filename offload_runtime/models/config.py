@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -86,7 +86,3 @@ class ModelConfig:
         yield Tensor("final_norm", "model.norm.weight", vocabulary[1:])
         if not self.tie_word_embeddings:
             yield Tensor("lm_head", "lm_head.weight", vocabulary)
-
-    def of_layers(self, layers: Sequence[int]) -> ModelConfig:
-        """The same of some of the layers, which are numbered anew."""
-        return replace(self, layers=tuple(self.layers[layer] for layer in layers))

@@ -16,7 +16,7 @@ from offload_runtime.plan.forecast import (
     describe_staging,
     forecast,
 )
-from offload_runtime.plan.memory import LayerShare, MemoryPart, ModelPlan, Placement, RunPlan, merged
+from offload_runtime.plan.memory import MemoryPart, ModelPlan, Placement, RunPlan
 from offload_runtime.plan.offers import Upgrade, rounded, undrafted_tok_per_s, upgrades
 from offload_runtime.plan.request import (
     COMMON_PROFILE,

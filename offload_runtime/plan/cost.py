@@ -166,12 +166,13 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
     stages, decodings = _matrix_stages(plan, target, machine, height)
-    for reach, count in Counter(target.config.layer_windows).items():  # layers are of a few kinds
+    windows = Counter(map(target.config.layer_windows.__getitem__, target.layers))  # layers are of a few kinds
+    for reach, count in windows.items():
         keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
         attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
         key_bytes = 2 * target.config.attention.kv_size * target.dtype.itemsize  # with its value, in one layer
         stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
-    layers = target.config.num_layers
+    layers = len(target.layers)
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
     stages.append((launches, machine.launch_us * 1e-6, 0.0))  # of the device, from kernel to kernel
@@ -192,7 +193,7 @@ def _link_bytes_per_s(plan: RunPlan, machine: MachineFigures) -> float:
 
 
 def transfers_s(plan: RunPlan, machine: MachineFigures, *, rows: int) -> float:
-    """Seconds in which `rows` hop from card to card on their way through the layers; 0 on one card."""
+    """Seconds in which `rows` go from card to card on their way through the layers; 0 on one card."""
     target = plan.target
     return target.num_transfers * machine.transfer_s(rows * target.config.hidden_size * target.dtype.itemsize)
 
@@ -237,7 +238,7 @@ def _matrix_stages(
     slices, element_s = -(-height // _SLICE_ROWS), 2 * height / machine.flops(model.dtype)
     in_registers = height <= MOST_ROWS and device_type_of(plan.request) == "cuda"
     stages, decodings = list[tuple[int, float, float]](), 0
-    for block, count in model.layout.multiplied:
+    for block, count in model.layout.multiplied(model.layers, head=model.has_head):
         for read in block.register_reads if in_registers else ():
             decoding_s = read.weights / machine.decode_rate(read.kind)
             stages.append((count, read.nbytes / machine.attained_hbm, max(decoding_s, read.weights * element_s)))
@@ -267,7 +268,7 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures, *, rows: int = 1) -> fl
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    kv_bytes = draft.batch * kept * draft.config.kv_bytes_per_token(draft.dtype.itemsize)
+    kv_bytes = draft.batch * kept * draft.kv_token_bytes
     return _step_s(plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=kv_bytes, choice_launches=0)
 
 
@@ -281,7 +282,7 @@ def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
         rows = target.batch * (1 + len(guess_parents(plan, target.batch)))
         return sum(verifier_step_s(card, machine) for card in plan.cards) + transfers_s(plan, machine, rows=rows)
     options, batch = target.options, target.batch
-    token_bytes = batch * target.config.kv_bytes_per_token(target.dtype.itemsize)
+    token_bytes = batch * target.kv_token_bytes
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
     return _step_s(
         plan, target, machine, rows=batch * (1 + len(guess_parents(plan, batch))),
@@ -296,7 +297,7 @@ def _step_s(
     fetched_bytes: int = 0,
 ) -> float:  # fmt: skip
     """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
-    layers = model.config.num_layers
+    layers = len(model.layers)
     stages, decodings = _matrix_stages(plan, model, machine, rows)
     compute_s = sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages)
     compute_s += kv_bytes / machine.attained_hbm
@@ -570,17 +571,17 @@ class _PrefillWork:
 
 def _prefill_work(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> _PrefillWork:
     target, placement = plan.target, plan.placement
-    config, batch, layers = target.config, target.batch, target.config.num_layers
+    config, batch = target.config, target.batch
     flops = machine.flops(target.dtype)
     attention_operations = 0
-    for reach in config.layer_windows:
+    for reach in map(config.layer_windows.__getitem__, target.layers):
         seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
         attention_operations += 4 * config.attention.q_size * (prompt_tokens * seen - seen * seen // 2)
     slices = -(-prompt_tokens // _SLICE_ROWS)
     pieces = -(-prompt_tokens // target.chunk_tokens)
-    moved_bytes = sum(layer.moved_bytes(slices, passes=pieces) for layer in target.layout.layers)
+    moved_bytes = sum(target.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in target.layers)
     hbm_s = batch * moved_bytes / machine.attained_hbm
-    arithmetic_s = 2 * batch * layers * target.layer_elements * prompt_tokens / flops
+    arithmetic_s = 2 * batch * len(target.layers) * target.layer_elements * prompt_tokens / flops
     arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
     layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * target.kv_block_bytes
     written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes

@@ -79,21 +79,28 @@ def added(lists: Iterable[Iterable[MemoryPart]]) -> tuple[MemoryPart, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the layers of a model are: which stay on the device, and how many buffers the others pass through.
+    """Where the layers of a model are that one card has, or all of them: which stay on the device, and how many buffers
+    the others pass through.
 
     `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
-    on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which crosses the
-    `d2h_ring` on its way there (of no pieces where nothing goes there).
+    on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which passes
+    through `kv_ring_buffers`, and crosses the `d2h_ring` on its way there (of no pieces where nothing goes there).
     """
 
+    layers: tuple[int, ...]
     resident_layers: tuple[int, ...]
-    num_buffers: int
-    num_layers: int
+    num_buffers: int = 0
     staged_layers: tuple[int, ...] = ()
     resident_kv_layers: tuple[int, ...] = ()
     staged_kv_layers: tuple[int, ...] = ()
+    kv_ring_buffers: int = kv.KV_RING_BUFFERS
     h2d_ring: RingShape = NO_RING
     d2h_ring: RingShape = NO_RING
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are placed."""
+        return len(self.layers)
 
     @property
     def ring_bytes(self) -> int:
@@ -103,48 +110,36 @@ class Placement:
     @cached_property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers whose weights cross the link in every pass."""
-        return tuple(sorted({*range(self.num_layers)} - {*self.resident_layers}))
+        return tuple(sorted({*self.layers} - {*self.resident_layers}))
 
 
-@dataclass(frozen=True)
-class LayerShare:
-    """What one of several cards has of a model: layers, by their numbers in the model, where these are, numbered anew,
-    and the buffers of the ring that a cache on the host is streamed through."""
-
-    layers: tuple[int, ...]
-    placement: Placement
-    kv_ring_buffers: int = kv.KV_RING_BUFFERS
-
-    def of_model(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """The numbers in the model of some layers of the share."""
-        return tuple(self.layers[layer] for layer in layers)
-
-
-def merged(shares: Sequence[LayerShare]) -> Placement:
-    """Where the layers of a model are that are dealt out to several cards. `num_buffers` are those of all of them;
-    rings that staging takes are as large as the largest."""
+def merged(placements: Sequence[Placement]) -> Placement:
+    """Where the layers of several cards are. Buffers of layers are those of all cards; other rings are as large as the
+    largest."""
 
     def layers_of(name: str) -> tuple[int, ...]:
-        return tuple(sorted(layer for share in shares for layer in share.of_model(getattr(share.placement, name))))
+        return tuple(sorted(layer for one in placements for layer in getattr(one, name)))
 
-    placements = [share.placement for share in shares]
     return Placement(
-        layers_of("resident_layers"), sum(one.num_buffers for one in placements),
-        sum(one.num_layers for one in placements), staged_layers=layers_of("staged_layers"),
-        resident_kv_layers=layers_of("resident_kv_layers"), staged_kv_layers=layers_of("staged_kv_layers"),
+        layers_of("layers"), layers_of("resident_layers"), sum(one.num_buffers for one in placements),
+        staged_layers=layers_of("staged_layers"), resident_kv_layers=layers_of("resident_kv_layers"),
+        staged_kv_layers=layers_of("staged_kv_layers"),
+        kv_ring_buffers=max(one.kv_ring_buffers for one in placements),
         h2d_ring=max((one.h2d_ring for one in placements), key=lambda ring: ring.nbytes),
         d2h_ring=max((one.d2h_ring for one in placements), key=lambda ring: ring.nbytes),
     )  # fmt: skip
 
 
-def all_resident(num_layers: int) -> Placement:
-    """Every layer on the device, nothing streamed."""
-    return Placement(tuple(range(num_layers)), 0, num_layers)
+def all_resident(layers: Iterable[int]) -> Placement:
+    """Every one of some layers on the device, nothing streamed."""
+    return Placement(tuple(layers), tuple(layers))
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model of a run, before it is loaded. `layout` is how its weights lie in memory.
+    """One model of a run, before it is loaded. `layout` is how its weights lie in memory, and its layers are dealt out
+    to as many cards as there are `placements`. What one of several cards has of it is such a plan, too, of fewer
+    layers: `card` is its number, and the first one has what is not of any layer.
 
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
@@ -157,55 +152,54 @@ class ModelPlan:
     context_tokens: int
     window_tokens: int
     batch: int
-    placement: Placement
+    placements: tuple[Placement, ...]
     options: SpeculationOptions
     cache: str = "full"
     borrowable_bytes: int = 0
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
-    shares: tuple[LayerShare, ...] = ()  # of the cards, where the layers are dealt out to several
-    kv_ring_buffers: int = kv.KV_RING_BUFFERS
+    card: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return self.layout.dtype
 
-    def with_shares(self, shares: Sequence[LayerShare]) -> ModelPlan:
-        """The same with its layers dealt out."""
-        return replace(self, placement=merged(shares), shares=tuple(shares))
+    @cached_property
+    def placement(self) -> Placement:
+        """Where all of its layers are."""
+        return self.placements[0] if len(self.placements) == 1 else merged(self.placements)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that it is about, all or those of a card."""
+        return self.placement.layers
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The card of each layer, by its number."""
-        found = {layer: card for card, share in enumerate(self.shares) for layer in share.layers}
+        """The card of each layer of the model, by its number."""
+        found = {layer: card for card, placement in enumerate(self.placements) for layer in placement.layers}
         return tuple(found.get(layer, 0) for layer in range(self.config.num_layers))
 
     def partition(self, cards: Sequence[Card]) -> LayerPartition:
         """Which of the cards each layer is on."""
-        return LayerPartition(tuple(cards[: max(1, len(self.shares))]), self.owners)
-
-    def on_card(self, card: int) -> ModelPlan:
-        """A card's share as a model of its own, of fewer layers; the first card has what all layers share."""
-        if not self.shares:
-            return self
-        share = self.shares[card]
-        config, layout = self.config.of_layers(share.layers), self.layout.of_layers(share.layers, shared=card == 0)
-        return replace(
-            self, config=config, layout=layout, placement=share.placement, shares=(),
-            kv_ring_buffers=share.kv_ring_buffers,
-            borrowable_bytes=self.borrowable_bytes * len(share.layers) // self.config.num_layers,
-        )  # fmt: skip
+        return LayerPartition(tuple(cards[: len(self.placements)]), self.owners)
 
     @cached_property
     def cards(self) -> tuple[ModelPlan, ...]:
         """What each card has of it."""
-        return tuple(map(self.on_card, range(max(1, len(self.shares)))))
+        if len(self.placements) == 1:
+            return (self,)
+        return tuple(replace(self, placements=(one,), card=card) for card, one in enumerate(self.placements))
+
+    def _of_own(self, nbytes: int) -> int:
+        """What its layers have of something that all layers of the model have alike."""
+        return nbytes * len(self.layers) // self.config.num_layers
 
     @cached_property
     def num_transfers(self) -> int:
-        """Hops of a pass from card to card, from the embedding on the first through the layers to the head there."""
-        owners = [0, *(self.owners if self.shares else ()), 0]  # of one card, which is asked for every pass, none
+        """Transfers of a pass from card to card, from the embedding on the first through the layers to the head."""
+        owners = [0, *(self.owners if len(self.placements) > 1 else ()), 0]  # of one card, often asked for, none
         return sum(one != other for one, other in pairwise(owners))
 
     @property
@@ -216,7 +210,7 @@ class ModelPlan:
     @property
     def has_head(self) -> bool:
         """Whether logits are made here, as on the first of several cards."""
-        return bool(self.layout.shared.tensors)
+        return self.card == 0
 
     @property
     def on_host(self) -> bool:
@@ -238,7 +232,21 @@ class ModelPlan:
     @property
     def layer_bytes(self) -> int:
         """The largest packed layer, which a buffer of the ring holds."""
-        return max(self.layout.layer_bytes)
+        return max(map(self.layout.layer_bytes.__getitem__, self.layers))
+
+    @property
+    def least_layer_bytes(self) -> int:
+        """The smallest packed layer."""
+        return min(map(self.layout.layer_bytes.__getitem__, self.layers))
+
+    @property
+    def shared_bytes(self) -> int:
+        """What is not of any layer, where it is."""
+        return self.layout.shared.total_bytes if self.has_head else 0
+
+    def scratch_bytes(self, device_type: str) -> int:
+        """The largest matrix that is decoded before a product."""
+        return self.layout.scratch_bytes(device_type, self.layers, head=self.has_head)
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers."""
@@ -264,7 +272,7 @@ class ModelPlan:
         """Layers whose keys and values are in host memory."""
         if not self.on_host:
             return ()
-        return tuple(sorted({*range(self.config.num_layers)} - {*self.placement.resident_kv_layers}))
+        return tuple(sorted({*self.layers} - {*self.placement.resident_kv_layers}))
 
     @cached_property
     def kv_block_bytes(self) -> int:
@@ -289,41 +297,52 @@ class ModelPlan:
     @cached_property
     def kv_piece_bytes(self) -> int:
         """A buffer of the ring that a cache on the host is streamed through."""
-        overlapped = self.kv_ring_buffers > kv.KV_RING_BUFFERS
+        overlapped = self.placement.kv_ring_buffers > kv.KV_RING_BUFFERS
         return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
 
     def kv_pieces(self, streamed_bytes: int) -> int:
         """Copies that bring so many bytes of a layer, of all sequences alike."""
         return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
 
+    def with_kv_ring(self, buffers: int) -> ModelPlan:
+        """The same, of one card, with another number of buffers of the ring that a cache on the host passes through."""
+        return replace(self, placements=(replace(self.placement, kv_ring_buffers=buffers),))
+
     def overlapped_kv_buffers(self, num_cards: int) -> int:
-        """Slots of that ring with which the links of all cards are busy at once. A card brings the keys and values of
+        """Buffers of that ring with which the links of all cards are busy at once. A card brings the keys and values of
         its next layer while the others attend, one after the other, to what their links bring; of n cards each needs
         room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
-        layers, last = range(self.config.num_layers), self.context_tokens - 1
-        largest = max(self.streamed_kv_bytes(layer, last) for layer in layers)
-        pieces = replace(self, kv_ring_buffers=kv.KV_RING_BUFFERS + 1).kv_pieces(largest)  # of that ring's size
+        largest = max(self.streamed_kv_bytes(layer, self.context_tokens - 1) for layer in self.layers)
+        pieces = self.with_kv_ring(kv.KV_RING_BUFFERS + 1).kv_pieces(largest)  # of that ring's size
         # Beside that the piece that is attended to, and one that arrives.
         return max(kv.KV_RING_BUFFERS + 1, 2 + -(-pieces * (num_cards - 1) // num_cards))
 
     @property
     def kv_ring_bytes(self) -> int:
         """All buffers of that ring."""
-        return self.kv_ring_buffers * self.kv_piece_bytes
+        return self.placement.kv_ring_buffers * self.kv_piece_bytes
 
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
         needed_bytes = kv.num_blocks(self.context_tokens) * self.kv_block_bytes
-        return 0 if self.borrowable_bytes >= needed_bytes else needed_bytes
+        return 0 if self._of_own(self.borrowable_bytes) >= needed_bytes else needed_bytes
 
     @property
     def whole_kv_bytes(self) -> int:
         """The KV cache of all that is kept of the context, wherever it is."""
         kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
-        return kv.kv_cache_bytes(
-            self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch, spare_positions=self.tree_positions
-        )
+        return self._of_own(
+            kv.kv_cache_bytes(
+                self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch,
+                spare_positions=self.tree_positions,
+            )
+        )  # fmt: skip
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token of one sequence."""
+        return self._of_own(self.config.kv_bytes_per_token(self.dtype.itemsize))
 
     @property
     def kv_bytes(self) -> int:
@@ -333,7 +352,7 @@ class ModelPlan:
     @property
     def kv_parts(self) -> tuple[MemoryPart, ...]:
         """The same part by part."""
-        if self.shares:
+        if len(self.placements) > 1:
             return added(card.kv_parts for card in self.cards)
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
@@ -349,16 +368,20 @@ class ModelPlan:
     @property
     def summaries_bytes(self) -> int:
         """What chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
-        return summaries_bytes(
-            self.config, chunk_size=self.options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
+        return self._of_own(
+            summaries_bytes(
+                self.config, chunk_size=self.options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
+            )
         )
 
     @property
     def retrieved_bytes(self) -> int:
         """The chunks that are read, which lie on the device once more, and what they are chosen by."""
         budget_tokens, chunk_size = self.options.budget_tokens, self.options.chunk_size
-        return self.summaries_bytes + retrieved_bytes(
-            self.config, self.dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=self.batch
+        return self.summaries_bytes + self._of_own(
+            retrieved_bytes(
+                self.config, self.dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=self.batch
+            )
         )
 
     @property
@@ -440,8 +463,8 @@ class RunPlan:
     `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
     why there is none where there could be, and `draft_note` who drafts where that was left open.
 
-    Layers may be dealt out to several cards: then device memory is that of all of them together, and `on_card` is what
-    one has, a plan with `is_share` whose `card` is its number. The draft, embedding and head are on the first.
+    Layers may be dealt out to several cards: then device memory is that of all of them together, and `cards` are plans
+    of what each has. The draft, embedding and head are on the first.
     """
 
     request: RuntimeConfig
@@ -453,29 +476,24 @@ class RunPlan:
     tree_note: str = ""
     draft_note: str = ""
     reason: str = ""
-    card: int = 0
-    is_share: bool = False
 
     @property
     def num_cards(self) -> int:
         """That the target's layers are dealt out to."""
-        return max(1, len(self.target.shares))
-
-    def on_card(self, card: int) -> RunPlan:
-        """What one of the cards has of it."""
-        if not self.target.shares:
-            return self
-        target, limits = self.target.cards[card], self.limits.on_card(card)
-        return replace(self, target=target, limits=limits, card=card, is_share=True)
+        return len(self.target.placements)
 
     @cached_property
     def cards(self) -> tuple[RunPlan, ...]:
         """What each card has of it."""
-        return tuple(map(self.on_card, range(self.num_cards)))
+        if self.num_cards == 1:
+            return (self,)
+        return tuple(
+            replace(self, target=target, limits=self.limits.of_card(target.card)) for target in self.target.cards
+        )
 
-    def with_shares(self, shares: Sequence[LayerShare]) -> RunPlan:
-        """The same with the target's layers dealt out."""
-        return replace(self, target=self.target.with_shares(shares))
+    def with_placements(self, placements: Iterable[Placement]) -> RunPlan:
+        """The same with the target's layers elsewhere, of each card."""
+        return self.with_target(replace(self.target, placements=tuple(placements)))
 
     @property
     def proposer(self) -> str:
@@ -490,7 +508,7 @@ class RunPlan:
     @property
     def draft_here(self) -> ModelPlan | None:
         """The draft, where it takes memory of: not of cards behind the first."""
-        return None if self.card else self.draft
+        return None if self.target.card else self.draft
 
     @property
     def placement(self) -> Placement:
@@ -498,9 +516,8 @@ class RunPlan:
         return self.target.placement
 
     def with_placement(self, placement: Placement) -> RunPlan:
-        """The same with the target's layers elsewhere, of one card."""
-        assert not self.target.shares, "the layers of several cards are placed in their shares"
-        return self.with_target(replace(self.target, placement=placement))
+        """The same with the target's layers elsewhere, all on one card."""
+        return self.with_placements((placement,))
 
     def with_target(self, target: ModelPlan) -> RunPlan:
         """The same with the target placed otherwise."""
@@ -524,7 +541,7 @@ class RunPlan:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
         where passes cross from card to card."""
         target, limit_bytes = self.target, self.limits.device_bytes
-        if self.on_cpu or self.is_share or self.num_cards > 1:
+        if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers:
             return 0
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
@@ -540,7 +557,7 @@ class RunPlan:
         target, draft, placement = self.target, self.draft_here, self.placement
         return (
             MemoryPart("CUDA context", self.limits.reserved_bytes),
-            MemoryPart("embedding and head", target.layout.shared.total_bytes),
+            MemoryPart("embedding and head", target.shared_bytes),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_buffers * target.layer_bytes),
             *target.kv_parts,
@@ -568,7 +585,7 @@ class RunPlan:
     def scratch_bytes(self) -> int:
         """What each model decodes its matrices into, one after the other."""
         models = [model for model in (*self.target.cards, self.draft_here) if model is not None]
-        return sum(model.layout.scratch_bytes(device_type_of(self.request)) for model in models)
+        return sum(model.scratch_bytes(device_type_of(self.request)) for model in models)
 
     @property
     def workspace_bytes(self) -> int:
@@ -590,7 +607,7 @@ class RunPlan:
             return 0
         if self.num_cards > 1:
             return sum(card.graph_bytes for card in self.cards)
-        draft, nbytes = self.draft_here, step_graph_bytes(self.target.config) if self.has_verifier else 0
+        draft, nbytes = self.draft_here, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
             rows = draft.batch * REWRITTEN_TOKENS
             if self.has_verifier:
@@ -625,7 +642,7 @@ class RunPlan:
     def host(self) -> tuple[MemoryPart, ...]:
         """Host memory once the models are loaded, at the longest context, part by part."""
         target, placement, pinned = self.target, self.placement, self.limits.page_locks
-        placements = [card.placement for card in self.cards]  # with rings of their own
+        placements = target.placements  # with rings of their own
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
@@ -704,7 +721,7 @@ class RunPlan:
     @property
     def resident_kv_layers(self) -> tuple[int, ...]:
         """Layers whose keys and values stay on the device."""
-        return self.placement.resident_kv_layers if self.target.on_host else tuple(range(self.placement.num_layers))
+        return self.placement.resident_kv_layers if self.target.on_host else self.placement.layers
 
     @property
     def is_staged(self) -> bool:
@@ -723,7 +740,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     dtype = resolve_dtype(request.dtype, request.target, device_type)
     tokens = resolve_context(request.context, config, kv=request.kv)
     check_window(window, config)
-    coded, placement = request.encode == "always", all_resident(config.num_layers)
+    coded, placements = request.encode == "always", (all_resident(range(config.num_layers)),)
     layout = _layout(request, request.target, dtype, coded=coded)
     if coded and not layout.has_coded:
         raise OptionError(
@@ -732,7 +749,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
         )
     chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
     assert request.max_batch is not None, "it is chosen by then"
-    target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placement, request.speculation)
+    target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placements, request.speculation)
     has_draft = request.proposed_by == "the draft"
     draft = _plan_draft(request, target, tree_nodes) if has_draft else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
@@ -764,7 +781,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
         )
     plan = ModelPlan(
         config, _layout(request, request.draft, target.dtype), target.chunk_tokens, context, target.window_tokens,
-        target.batch, all_resident(config.num_layers), options, cache, tree_nodes=tree_nodes,
+        target.batch, (all_resident(range(config.num_layers)),), options, cache, tree_nodes=tree_nodes,
         step_rows=max(STEP_ROWS, target.batch),
     )  # fmt: skip
     if cache == "streaming":

@@ -15,7 +15,6 @@ from itertools import accumulate
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.kv import KV_RING_BUFFERS, kv_cache_bytes
 from offload_runtime.plan.memory import (
-    LayerShare,
     ModelPlan,
     Placement,
     RunPlan,
@@ -46,27 +45,31 @@ def place_layers(plan: RunPlan) -> RunPlan:
         BudgetError: Not even a ring of two buffers fits, or the asked resident layers do not.
         OptionError: More resident layers were asked for than the model has, or there are more cards than layers.
     """
-    layers, asked = plan.placement.num_layers, plan.request.resident_layers
+    placement, layers, asked = plan.placement, plan.placement.num_layers, plan.request.resident_layers
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
     if plan.limits.num_cards > 1:
         return _partitioned(plan, lambda card: [place_layers(card)])
     available_bytes = plan.limits.device_bytes
     if available_bytes is None:
-        return plan.with_placement(_evenly(layers if asked is None else asked, layers, RING_BUFFERS))
+        return plan.with_placement(_evenly(placement, layers if asked is None else asked, RING_BUFFERS))
     left_bytes = available_bytes - plan.fixed_bytes
-    most = min(layers, max(0, left_bytes) // min(plan.target.layout.layer_bytes))
+    most = min(layers, max(0, left_bytes) // plan.target.least_layer_bytes)
     counts = range(most, -1, -1) if asked is None else (asked,)
     for buffers in (RING_BUFFERS, 2):
         for resident in counts:
-            placement = _evenly(resident, layers, buffers)
-            if plan.target.held_bytes(placement) <= left_bytes:
-                return plan.with_placement(placement)
+            found = _evenly(placement, resident, buffers)
+            if plan.target.held_bytes(found) <= left_bytes:
+                return plan.with_placement(found)
     raise _too_small(plan, available_bytes, asked or 0)
 
 
-def _evenly(resident: int, layers: int, buffers: int) -> Placement:
-    return Placement(spread(resident, layers), min(buffers, layers - resident), layers)
+def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
+    """So many of its layers on the device, evenly spread, and the others in buffers."""
+    layers = placement.layers
+    kept = tuple(layers[index] for index in spread(resident, len(layers)))
+    num_buffers = min(buffers, len(layers) - resident)
+    return Placement(layers, kept, num_buffers, kv_ring_buffers=placement.kv_ring_buffers)
 
 
 def place_kv_on_host(plan: RunPlan) -> list[RunPlan]:
@@ -91,7 +94,7 @@ def _kv_options(plan: RunPlan) -> list[RunPlan]:
         # case), so fewer resident layers of weights may be better.
         buffers = placement.num_buffers or min(RING_BUFFERS, placement.num_layers)
         resident = len(placement.resident_layers) - max(0, buffers - placement.num_buffers - 1)
-        placements += [_evenly(count, placement.num_layers, buffers) for count in range(resident - 1, -1, -1)]
+        placements += [_evenly(placement, count, buffers) for count in range(resident - 1, -1, -1)]
     spare_bytes = None if limit_bytes is None else limit_bytes - plan.fixed_bytes
     return [plan.with_placement(_with_kv_layers(target, one, spare_bytes)) for one in placements]
 
@@ -114,8 +117,8 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     # Behind the first ones all cards stream in turn, however many each keeps; where all keep as many, `_partitioned`
     # spreads them. Two streaming layers of one card in a row would leave the link of the other idle: 1.05 in place of
     # 0.92 s a pass of a 7B with 120K tokens.
-    evenly = target.kv_ring_buffers == KV_RING_BUFFERS  # no other cards to wait for
-    return replace(placement, resident_kv_layers=layers_to_keep(target, range(layers), count, evenly=evenly))
+    evenly = placement.kv_ring_buffers == KV_RING_BUFFERS  # no other cards to wait for
+    return replace(placement, resident_kv_layers=layers_to_keep(target, placement.layers, count, evenly=evenly))
 
 
 def layers_to_keep(
@@ -139,7 +142,7 @@ def layers_to_keep(
 
 def _least_placed(plan: RunPlan, resident: int) -> RunPlan:
     """What takes the least of the device that can be."""
-    return plan.with_placement(_evenly(resident, plan.placement.num_layers, 2))
+    return plan.with_placement(_evenly(plan.placement, resident, 2))
 
 
 def _too_small(plan: RunPlan, available_bytes: int, resident: int) -> BudgetError:
@@ -189,30 +192,26 @@ class _Partitioner:
 
     def __init__(self, plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) -> None:
         self._plan, self._placements = plan, placements
-        self._found: dict[object, _CardLoad] = {}  # cards with layers alike are placed alike
+        self._found: dict[object, _CardLoad] = {}
 
     def place(
         self, dealt: tuple[tuple[int, ...], ...], most_kv_layers: Sequence[int] | None = None
     ) -> list[_CardLoad]:  # fmt: skip
         """What each card makes of its layers, where it keeps keys and values of so many at most."""
-        target, asked = self._plan.target, self._plan.request.resident_layers
-        counts = tuple(map(len, dealt))
-        shares = tuple(LayerShare(layers, all_resident(len(layers))) for layers in dealt)
-        plan, found = replace(self._plan, target=replace(target, shares=shares)), list[_CardLoad]()
-        kinds = list(zip(target.layout.layer_kinds, target.config.layer_windows, strict=True))
+        asked, counts = self._plan.request.resident_layers, tuple(map(len, dealt))
+        plan, found = self._plan.with_placements(map(all_resident, dealt)), list[_CardLoad]()
         for card, layers in enumerate(dealt):
             resident = None
             if asked is not None:  # of the whole model, in proportion
                 begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (card, card + 1))
                 resident = end - begin
             most = len(layers) if most_kv_layers is None else most_kv_layers[card]
-            alike = card, resident, most, tuple(kinds[layer] for layer in layers)
-            if alike not in self._found:
-                share = plan.on_card(card)
-                self._found[alike] = self._placed(
-                    replace(share, request=replace(share.request, resident_layers=resident)), most
-                )
-            found.append(self._found[alike])
+            asked_for = card, resident, most, layers
+            if asked_for not in self._found:
+                own = plan.cards[card]
+                own = replace(own, request=replace(own.request, resident_layers=resident))
+                self._found[asked_for] = self._placed(own, most)
+            found.append(self._found[asked_for])
         return found
 
     def _placed(self, card: RunPlan, most_kv_layers: int) -> _CardLoad:
@@ -222,7 +221,7 @@ class _Partitioner:
         buffers = card.target.overlapped_kv_buffers(num_cards) if card.target.on_host else KV_RING_BUFFERS
         for each in dict.fromkeys((KV_RING_BUFFERS, buffers)):
             with suppress(BudgetError):
-                placements = self._placements(card.with_target(replace(card.target, kv_ring_buffers=each)))
+                placements = self._placements(card.with_target(card.target.with_kv_ring(each)))
                 placements = [_with_most_kv_layers(one, most_kv_layers) for one in placements]
                 best = min(placements, key=lambda one: one.streamed_bytes)
                 # What comes one after the other, if the others have as many keys and values, and room for them.
@@ -273,12 +272,12 @@ def _partitioned(plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) 
         most = max(len(card.plan.target.kv_layers_on_host) for card in best)
         even = partitioner.place(dealt, [max(0, len(own) - most) for own in dealt])
         best = min(best, even, key=_longest_bytes)
-    patterns = {(card.plan.placement.num_layers, _kept_evenly(card.plan)) for card in best}
+    kept = [_kept_evenly(card.plan) for card in best]
+    placed = [card.plan.placement for card in best]
+    patterns = {(len(one.layers), *map(one.layers.index, own)) for one, own in zip(placed, kept, strict=True)}
     if len(patterns) == 1:  # if all cards keep the same layers of theirs, those that stream still alternate
-        ((_, kept),) = patterns
-        best = [replace(card, plan=_keeping(card.plan, kept)) for card in best]
-    placed = ((layers, card.plan.target) for layers, card in zip(dealt, best, strict=True))
-    return plan.with_shares([LayerShare(layers, card.placement, card.kv_ring_buffers) for layers, card in placed])
+        placed = [_keeping(card.plan, own).placement for card, own in zip(best, kept, strict=True)]
+    return plan.with_placements(placed)
 
 
 def _with_most_kv_layers(card: RunPlan, most: int) -> RunPlan:
@@ -295,7 +294,7 @@ def _keeping(card: RunPlan, layers: tuple[int, ...]) -> RunPlan:
 def _kept_evenly(card: RunPlan) -> tuple[int, ...]:
     """As many layers as keep their keys and values on the card, evenly spread."""
     placement = card.placement
-    return layers_to_keep(card.target, range(placement.num_layers), len(placement.resident_kv_layers))
+    return layers_to_keep(card.target, placement.layers, len(placement.resident_kv_layers))
 
 
 def _unmatched_bytes(cards: Sequence[_CardLoad]) -> list[float]:
@@ -349,6 +348,6 @@ def _to_move(giver: _CardLoad, taker: _CardLoad) -> int:
     if giver.missing_bytes:
         on_device_bytes = target.open_kv_bytes if target.on_host else target.kv_layer_bytes
         return max(1, -(-giver.missing_bytes // max(1, on_device_bytes)))
-    layer_bytes = sum(target.layout.layer_bytes) / target.config.num_layers + target.kv_layer_bytes
+    layer_bytes = target.bytes_of_layers(target.layers) / len(target.layers) + target.kv_layer_bytes
     both_bytes = layer_bytes / giver.plan.limits.link_ratio + layer_bytes / taker.plan.limits.link_ratio
     return max(1, round((giver.link_bytes - taker.link_bytes) / both_bytes))

@@ -321,7 +321,7 @@ class MemoryLimits:
         found = [nbytes for nbytes in self.bytes_of_cards if nbytes is not None]
         return sum(found) if len(found) == self.num_cards else None
 
-    def on_card(self, card: int) -> MemoryLimits:
+    def of_card(self, card: int) -> MemoryLimits:
         """The same of one card alone, whose name says which of several it is."""
         own, name = self.further_cards[card - 1] if card else self, self.device_name
         return replace(

@@ -365,7 +365,7 @@ def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
             kind = BudgetError  # a further card may have room
             reason = f"beside it {len(plan.placement.streamed_layers)} of {layers} layers would be streamed"
             # With no keys and values on the device that could go.
-            lean = [card.with_placement(all_resident(card.placement.num_layers)) for card in plan.cards]
+            lean = [card.with_placement(all_resident(card.placement.layers)) for card in plan.cards]
             more_bytes = max(card.device_bytes - (card.limits.device_bytes or 0) for card in lean)
             remedies = [f"raise --vram by {format_bytes_up(more_bytes)}", "lower --context"]
     elif draft is not None and draft.cache != "streaming" and draft.context_tokens < context:

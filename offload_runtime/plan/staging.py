@@ -47,9 +47,7 @@ def stage(plan: RunPlan) -> RunPlan:
             raise _cannot_stage(streaming, limit_bytes, name, transfer_bytes=plan.transfer_bytes)
         each = zip(rings, needed, strict=True)
         limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
-    staged = [place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True)]
-    shares = zip(plan.target.shares, staged, strict=True)
-    return plan.with_shares([replace(share, placement=placement) for share, placement in shares])
+    return plan.with_placements(place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True))
 
 
 def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
@@ -92,7 +90,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     if left_bytes < 0 or not placement.streamed_layers:
         ringed = with_staging_rings(target, limit_bytes // _RINGS_SHARE)
         staged_kv, left_bytes = _stage_kv(target, limit_bytes - ringed.ring_bytes)
-    most = min(len(placement.streamed_layers) - (not staged_kv), max(0, left_bytes) // min(target.layout.layer_bytes))
+    most = min(len(placement.streamed_layers) - (not staged_kv), max(0, left_bytes) // target.least_layer_bytes)
     # Spread, so that they and staged ones alternate.
     choices = ([streamed[index] for index in spread(count, len(streamed))] for count in range(most, -1, -1))
     pinned = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])

@@ -209,12 +209,12 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
     rows = CAPTURED_ROWS
     inputs = 4 * (packed_words(PassShape(rows, 1, rows, 0).sizes) + rows * config.head_dim // 2)
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
-    return step_graph_bytes(config) + inputs + rows * config.vocab_size * element_bytes + activations
+    return step_graph_bytes(config.num_layers) + inputs + rows * config.vocab_size * element_bytes + activations
 
 
-def step_graph_bytes(config: ModelConfig) -> int:
+def step_graph_bytes(num_layers: int) -> int:
     """Device bytes of the graphs of a model's steps, but for what a step allocates, which they share."""
-    nodes = MOST_GRAPHS * (config.num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
+    nodes = MOST_GRAPHS * (num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
     return nodes + _LIBRARY_BYTES
 
 
@@ -280,10 +280,10 @@ def tree_positions(tree_nodes: int) -> int:
 def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, batch: int, trees: bool) -> int:
     """Device bytes of the CUDA graphs of a draft's steps over `rows`; `trees`: also of those that grow trees, on a
     stream and in a pool of their own."""
-    nbytes = step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
+    nbytes = step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
     if trees:
         rows = max(STEP_ROWS, batch)
-        nbytes += step_graph_bytes(config) + step_activation_bytes(config, element_bytes, rows=rows)
+        nbytes += step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
         # What a `DraftTree` has besides the cache and what a step computes on its way.
         outputs = (rows + (MOST_GREEDY_STEPS + 1) * batch) * 2 * CHILDREN
         words = tree_input_words(batch) + outputs + rows * config.head_dim // 2

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -191,23 +191,11 @@ class ModelLayout:
         layers = tuple(layer_layout(layer, dtype, encodings[number]) for number, layer in enumerate(config.layers))
         return cls(dtype, layers, shared_layout(config, dtype, encodings[None]))
 
-    def of_layers(self, layers: Sequence[int], *, shared: bool) -> ModelLayout:
-        """The same of some of the layers, with what all share or without."""
-        wanted = tuple(layers), shared
-        if wanted not in self._parts:  # plans ask for the same many times
-            kept = tuple(self.layers[layer] for layer in layers)
-            self._parts[wanted] = replace(self, layers=kept, shared=self.shared if shared else PackedLayout((), 0))
-        return self._parts[wanted]
-
-    @cached_property
-    def _parts(self) -> dict[tuple[tuple[int, ...], bool], ModelLayout]:
-        return {}
-
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
-        """Of each layer a number, the same for blocks that are alike."""
-        numbers: dict[PackedLayout, int] = {}
-        return tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
+        """Of each layer the first one that is stored alike."""
+        firsts: dict[PackedLayout, int] = {}
+        return tuple(firsts.setdefault(block, layer) for layer, block in enumerate(self.layers))
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -237,31 +225,31 @@ class ModelLayout:
         """The same in words."""
         return ", ".join(f"{format_bytes(nbytes)} in {kind}" for kind, nbytes in self.bytes_by_kind.items())
 
-    def scratch_bytes(self, device_type: str) -> int:
-        """Bytes of the largest matrix that is decoded before a product; a GPU decodes the head in slices."""
-        head_bytes = self._head.decoded_bytes if self.shared.tensors else 0
+    def scratch_bytes(self, device_type: str, layers: Iterable[int], *, head: bool) -> int:
+        """Bytes of the largest matrix of some layers, and of the head, that is decoded before a product; a GPU decodes
+        the head in slices."""
+        head_bytes = self.head.decoded_bytes if head else 0
         if device_type == "cuda":
             head_bytes = min(head_bytes, _HEAD_SLICE_BYTES)
-        return max(self._layers_scratch_bytes, head_bytes)
+        return max(head_bytes, *map(self._layer_scratch_bytes.__getitem__, layers))
 
     @cached_property
-    def _layers_scratch_bytes(self) -> int:
-        """Of the layers' largest: plans ask for it thousands of times."""
-        return max(spec.decoded_bytes for layer in self.layers for spec in layer.tensors)
+    def _layer_scratch_bytes(self) -> tuple[int, ...]:
+        """Of each layer's largest: plans ask for it thousands of times."""
+        return tuple(max(spec.decoded_bytes for spec in layer.tensors) for layer in self.layers)
+
+    def multiplied(self, layers: Iterable[int], *, head: bool) -> list[tuple[PackedLayout, int]]:
+        """The blocks that a pass over some layers multiplies with, and how many are alike; the head by itself."""
+        counts = Counter(map(self.layer_kinds.__getitem__, layers))
+        found = [(self.layers[first], count) for first, count in counts.items()]
+        return [*found, (self.head, 1)] if head else found
 
     @cached_property
-    def multiplied(self) -> tuple[tuple[PackedLayout, int], ...]:
-        """The blocks that a pass multiplies with, and how many are alike: the layers, and the head by itself."""
-        layers = tuple(Counter(self.layers).items())
-        if not self.shared.tensors:
-            return layers
-        return (*layers, (PackedLayout((self._head,), self._head.nbytes), 1))
-
-    @property
-    def _head(self) -> TensorSpec:
+    def head(self) -> PackedLayout:
         """`lm_head`, or the embedding where it is tied."""
         specs = {spec.name: spec for spec in self.shared.tensors}
-        return specs.get("lm_head", specs["embedding"])
+        spec = specs.get("lm_head", specs["embedding"])
+        return PackedLayout((spec,), spec.nbytes)
 
     def block(self, layer: int | None) -> PackedLayout:
         """The block of a layer, or with None the shared one."""

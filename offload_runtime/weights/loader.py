@@ -11,9 +11,9 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
@@ -104,14 +104,6 @@ class HostWeights:
     def views(self, layer: int | None) -> dict[str, Weight]:
         """Packed name to weight in host memory for a layer, or with None for the shared block."""
         return self.layout.block(layer).views(self.block(layer))
-
-    def of_layers(self, layers: Sequence[int]) -> HostWeights:
-        """The same of some of the layers, which are numbered anew, without the shared block; not their owner."""
-        arenas: dict[int | None, HostArena] = {
-            number: self.arenas[layer] for number, layer in enumerate(layers) if layer in self.arenas
-        }
-        config, layout = self.config.of_layers(layers), self.layout.of_layers(layers, shared=False)
-        return replace(self, config=config, layout=layout, arenas=arenas)
 
     def close(self) -> None:
         """Unlock and give back all arenas. Nothing may be copying from them any more."""
