@@ -15,7 +15,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.memory import Card, TransferBuffers, on_card, reaches, transfer
+from offload_runtime.memory import Card, TransferBuffers, current_device, reaches, transfer
 from offload_runtime.runners import StepGraphs
 from offload_runtime.sizes import format_bytes
 from tests.helpers.engine import PROMPT, one_thread  # noqa: F401 (an autouse fixture)
@@ -85,7 +85,7 @@ def test_a_step_over_two_gpus_is_a_graph(peers: bool) -> None:
 
     def step() -> None:
         (moved,) = transfer([here], one, other, buffers)
-        with on_card(other):
+        with current_device(other.device):
             there.mul_(3).add_(moved)
             doubled = there * 2
         (back,) = transfer([doubled], other, one, buffers)
@@ -93,7 +93,7 @@ def test_a_step_over_two_gpus_is_a_graph(peers: bool) -> None:
 
     expected_here = expected_there = 0
     for number in range(6):
-        with on_card(other):
+        with current_device(other.device):
             there.add_(number)  # before the step, and after the one before
         graphs.run("step", step)
         expected_there = 3 * (expected_there + number) + expected_here

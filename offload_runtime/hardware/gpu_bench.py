@@ -26,7 +26,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
 from offload_runtime.hardware.profile import PCIE_WIDTHS
-from offload_runtime.memory import Card, TransferBuffers, on_card, transfer
+from offload_runtime.memory import Card, TransferBuffers, current_device, transfer
 from offload_runtime.sizes import GB, format_bytes
 
 # [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
@@ -326,7 +326,7 @@ def measure_transfers(
             for source, target in ring:
                 tensors = transfer(tensors, source, target, buffers)
 
-        with on_card(cards[0]):
+        with current_device(cards[0].device):
             if rows.is_cuda:
                 seconds = _event_time_s(laps, budget_s=budget_s, spin_cycles=_SPIN_CYCLES)
             else:

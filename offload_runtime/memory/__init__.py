@@ -21,8 +21,6 @@ from offload_runtime.memory.cards import (
     TransferBuffers,
     aligned_bytes,
     are_blocks,
-    current_card,
-    on_card,
     reaches,
     receive,
     send,

@@ -1,15 +1,13 @@
 """The cards that a model's layers are dealt out to, and how the rows of a pass cross from one to the next.
 
 A card is a device with a budget, a link, a copy queue and caches of its own. One device that is named twice makes two
-cards: all that keeps them apart is which tensors are whose, so whoever works for a card says so (`on_card`), and a
-test can watch that nobody touches another's.
+cards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -82,48 +80,10 @@ class LayerPartition:
         """The card of a layer; behind the last one the first card."""
         return self.cards[self.owners[layer] if layer < len(self.owners) else 0]
 
-    def layers_of(self, card: Card) -> list[int]:
-        """The layers of a card, in order."""
-        return [layer for layer, owner in enumerate(self.owners) if owner == card.number]
-
-    def layer_slots(self) -> list[tuple[int, int]]:
-        """Of each layer its card, and which of the card's layers it is."""
-        counts = [0] * len(self.cards)
-        found = []
-        for owner in self.owners:
-            found.append((owner, counts[owner]))
-            counts[owner] += 1
-        return found
-
 
 def are_blocks(owners: Sequence[int]) -> bool:
     """Whether the layers of each card follow one another, by the numbers of their cards."""
     return len(list(groupby(owners))) == len({*owners})
-
-
-_CURRENT: ContextVar[int | None] = ContextVar("current card", default=0)
-
-
-def current_card() -> int | None:
-    """The number of the card that is worked for, the first one outside of `on_card`; None in a `transfer`, which works
-    for two. So a test can watch that nobody touches another card's tensors."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def on_card(card: Card) -> Iterator[None]:
-    """Work for a card: its device is the current one meanwhile."""
-    with _working_for(card.number), current_device(card.device):
-        yield
-
-
-@contextmanager
-def _working_for(number: int | None) -> Iterator[None]:
-    before = _CURRENT.set(number)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(before)
 
 
 @dataclass(frozen=True)
@@ -164,7 +124,7 @@ def send(
     """
     if source == target:
         return Transfer(tensors, source, target)
-    with on_card(source):
+    with current_device(source.device):
         packed = _packed(tensors)
         if source.device == target.device:
             return Transfer(tensors, source, target, packed)
@@ -190,13 +150,12 @@ def receive(sent: Transfer, destination: torch.Tensor | None = None) -> list[tor
     source, target, packed, left = sent.source, sent.target, sent.packed, sent.left
     if packed is None:
         return list(sent.tensors)
-    with on_card(target):
+    with current_device(target.device):
         received = (
             torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device) if destination is None else destination
         )
         if left is not None:
             torch.cuda.current_stream(target.device).wait_event(left)
-    with _working_for(None), current_device(target.device):
         if left is None:
             received.copy_(packed)
         elif packed.device.type == "cpu":

@@ -576,22 +576,18 @@ class RunPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of what there must be, everything but the target's layers of weights."""
-        if self.num_cards > 1:
-            return sum(card.fixed_bytes for card in self.cards)
+        """Of what there must be on a card, everything but the target's layers of weights."""
         return sum(part.nbytes for part in self._needed) - self.target.held_bytes(self.placement)
 
     @property
     def scratch_bytes(self) -> int:
-        """What each model decodes its matrices into, one after the other."""
-        models = [model for model in (*self.target.cards, self.draft_here) if model is not None]
+        """What each model on a card decodes its matrices into, one after the other."""
+        models = [model for model in (self.target, self.draft_here) if model is not None]
         return sum(model.scratch_bytes(device_type_of(self.request)) for model in models)
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of both models."""
-        if self.num_cards > 1:
-            return sum(card.workspace_bytes for card in self.cards)
+        """Activations of both models on a card."""
         draft = self.draft_here
         if draft is None:
             return self.target.workspace_bytes
@@ -602,11 +598,9 @@ class RunPlan:
 
     @property
     def graph_bytes(self) -> int:
-        """CUDA graphs of the draft's and the verifier's steps."""
+        """CUDA graphs of the draft's and the verifier's steps on a card."""
         if self.on_cpu:
             return 0
-        if self.num_cards > 1:
-            return sum(card.graph_bytes for card in self.cards)
         draft, nbytes = self.draft_here, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
             rows = draft.batch * REWRITTEN_TOKENS
@@ -624,9 +618,7 @@ class RunPlan:
 
     @property
     def verifier_step_bytes(self) -> int:
-        """Of these, the window and what a step computes on its way, of all sequences."""
-        if self.num_cards > 1:
-            return sum(card.verifier_step_bytes for card in self.cards)
+        """Of these, on a card, the window and what a step computes on its way, of all sequences."""
         target, rows = self.target, self.target.batch
         if self.draft is not None:  # of the newest tokens as many as there are levels are written anew
             rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)

@@ -25,7 +25,7 @@ from offload_runtime.memory import (
     LayerPartition,
     Transfer,
     aligned_bytes,
-    on_card,
+    current_device,
     pack,
     pack_words,
     packed_words,
@@ -489,7 +489,7 @@ def _run_layers_on_cards(
             here = received(piece) if piece else arrived
             # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
             (residual,) = transfer(here, in_transit[piece].target, card, buffers, piece)
-            with on_card(card):
+            with current_device(card.device):
                 decoder.layer(index, weights, residual, rows, cache)
             in_transit[piece] = send([residual], card, following, buffers, piece)
         if index + 1 < decoder.config.num_layers:
@@ -515,7 +515,7 @@ def _run_blocks(
         layers = list(block)
         for piece, rows in enumerate(rows_of[card]):
             (residual,) = receive(in_transit[piece], destinations[card][piece])
-            with on_card(card):
+            with current_device(card.device):
                 for index in layers:
                     with streamer.layer(index) as weights:
                         decoder.layer(index, weights, residual, rows, cache)
@@ -555,7 +555,7 @@ def _begin_on_cards(
     rows_of, destinations = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
         rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
-        with on_card(card):
+        with current_device(card.device):
             destinations[card] = _residual_buffers(decoder, pieces, card.device)
     in_transit = [
         send([residual], first, partition.card_of(0), buffers, piece)
