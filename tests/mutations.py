@@ -68,8 +68,8 @@ MUTATIONS = (
     Mutation(
         "rollback: what is retrieved of a cut sequence stays a chunk too far",
         f"{_KV}/retrieval.py",
-        "resident.masked_fill_(resident >= kept_chunks, -1)",
-        "resident.masked_fill_(resident > kept_chunks, -1)",
+        "resident.masked_fill_(resident >= length // self.chunk_size, -1)",
+        "resident.masked_fill_(resident > length // self.chunk_size, -1)",
         ("tests/test_cache_histories.py::test_any_history_of_what_is_retrieved",),
     ),
     Mutation(
@@ -89,8 +89,8 @@ MUTATIONS = (
     Mutation(
         "rollback: an accepted path of a tree lands one place too far",
         f"{_KV}/device.py",
-        "compact_rows(KVBlocks(data), sources, committed + kept)",
-        "compact_rows(KVBlocks(data), sources, committed + kept + 1)",
+        "compact_rows(KVBlocks(data), sources[data.device], first)",
+        "compact_rows(KVBlocks(data), sources[data.device], first + 1)",
         ("tests/test_cache_histories.py::test_a_path_of_a_tree",),
     ),
     Mutation(
@@ -102,7 +102,7 @@ MUTATIONS = (
     ),
     Mutation(
         "position: siblings of a tree do not share theirs",
-        "offload_runtime/model/rows.py",
+        "offload_runtime/runners/rows.py",
         "positions += [start + depth for depth in window.depths] + [-1] * padding",
         "positions += [*range(start, start + count)] + [-1] * padding",
         _IDENTITY,
@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     Mutation(
         "penalties: a row does not count the tokens of its own path",
-        "offload_runtime/model/rows.py",
+        "offload_runtime/runners/rows.py",
         "found[at + above - 1] = window.tokens[t]",
         "found[at + above - 1] = -1",
         ("tests/test_penalties.py::test_deep_windows_and_trees_count_the_tokens_of_their_own_paths[some]",),
