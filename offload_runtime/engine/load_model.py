@@ -289,7 +289,7 @@ def connect_model(
 
 
 def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:
-    """Slots of a ring on the device, cut from one allocation: uint8 [buffer_bytes] each."""
+    """Buffers of a ring on the device, cut from one allocation: uint8 [buffer_bytes] each."""
     return list(budget.allocate(name, count * buffer_bytes).view(count, -1)) if count else []
 
 
