@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from offload_runtime.errors import BudgetError, OptionError
@@ -186,54 +186,46 @@ class _CardLoad:
         return self.missing_bytes, self.link_bytes
 
 
-class _Partitioner:
-    """Deals the layers of a plan out, as many to each card as asked for, each card placed by that of its `ways` which
-    streams the least."""
+def _place_on_cards(
+    plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]], dealt: Sequence[tuple[int, ...]],
+    most_kv_layers: Sequence[int] | None = None,
+) -> list[_CardLoad]:  # fmt: skip
+    """What each card makes of the layers that it is dealt, placed by that of its `placements` which streams the least,
+    and where it keeps keys and values of so many layers at most."""
+    asked, counts, found = plan.request.resident_layers, [len(layers) for layers in dealt], list[_CardLoad]()
+    for card, own in enumerate(plan.with_placements(map(all_resident, dealt)).cards):
+        resident = None
+        if asked is not None:  # of the whole model, in proportion
+            begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (card, card + 1))
+            resident = end - begin
+        most = counts[card] if most_kv_layers is None else most_kv_layers[card]
+        own = replace(own, request=replace(own.request, resident_layers=resident))
+        found.append(_place_on_card(own, placements, most, num_cards=len(dealt)))
+    return found
 
-    def __init__(self, plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) -> None:
-        self._plan, self._placements = plan, placements
-        self._found: dict[object, _CardLoad] = {}
 
-    def place(
-        self, dealt: tuple[tuple[int, ...], ...], most_kv_layers: Sequence[int] | None = None
-    ) -> list[_CardLoad]:  # fmt: skip
-        """What each card makes of its layers, where it keeps keys and values of so many at most."""
-        asked, counts = self._plan.request.resident_layers, tuple(map(len, dealt))
-        plan, found = self._plan.with_placements(map(all_resident, dealt)), list[_CardLoad]()
-        for card, layers in enumerate(dealt):
-            resident = None
-            if asked is not None:  # of the whole model, in proportion
-                begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (card, card + 1))
-                resident = end - begin
-            most = len(layers) if most_kv_layers is None else most_kv_layers[card]
-            asked_for = card, resident, most, layers
-            if asked_for not in self._found:
-                own = plan.cards[card]
-                own = replace(own, request=replace(own.request, resident_layers=resident))
-                self._found[asked_for] = self._placed(own, most)
-            found.append(self._found[asked_for])
-        return found
-
-    def _placed(self, card: RunPlan, most_kv_layers: int) -> _CardLoad:
-        """Beside the least ring of keys and values, or the one with which the links of all cards are busy, where it
-        fits and brings more than what it takes would."""
-        num_cards, found = self._plan.limits.num_cards, list[_CardLoad]()
-        buffers = card.target.overlapped_kv_buffers(num_cards) if card.target.on_host else KV_RING_BUFFERS
-        for each in dict.fromkeys((KV_RING_BUFFERS, buffers)):
-            with suppress(BudgetError):
-                placements = self._placements(card.with_target(card.target.with_kv_ring(each)))
-                placements = [_with_most_kv_layers(one, most_kv_layers) for one in placements]
-                best = min(placements, key=lambda one: one.streamed_bytes)
-                # What comes one after the other, if the others have as many keys and values, and room for them.
-                target, last = best.target, best.target.context_tokens - 1
-                kv_bytes = sum(target.streamed_kv(last).values())
-                in_turn_bytes = target.exposed_kv_bytes(last) + kv_bytes * (num_cards - 1) // num_cards
-                found.append(_CardLoad(best, max(best.streamed_bytes, in_turn_bytes) / card.limits.link_ratio))
-        if found:
-            return min(found, key=lambda one: one.link_bytes)
-        least, limit_bytes = _least_placed(card, card.request.resident_layers or 0), card.limits.device_bytes
-        assert limit_bytes is not None
-        return _CardLoad(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
+def _place_on_card(
+    card: RunPlan, placements: Callable[[RunPlan], list[RunPlan]], most_kv_layers: int, *, num_cards: int
+) -> _CardLoad:
+    """Beside the least ring of keys and values, or the one with which the links of all cards are busy, where it fits
+    and brings more than what it takes would."""
+    buffers = card.target.overlapped_kv_buffers(num_cards) if card.target.on_host else KV_RING_BUFFERS
+    found = list[_CardLoad]()
+    for each in dict.fromkeys((KV_RING_BUFFERS, buffers)):
+        with suppress(BudgetError):
+            placed = placements(card.with_target(card.target.with_kv_ring(each)))
+            placed = [_with_most_kv_layers(one, most_kv_layers) for one in placed]
+            best = min(placed, key=lambda one: one.streamed_bytes)
+            # What comes one after the other, if the others have as many keys and values, and room for them.
+            target, last = best.target, best.target.context_tokens - 1
+            kv_bytes = sum(target.streamed_kv(last).values())
+            in_turn_bytes = target.exposed_kv_bytes(last) + kv_bytes * (num_cards - 1) // num_cards
+            found.append(_CardLoad(best, max(best.streamed_bytes, in_turn_bytes) / card.limits.link_ratio))
+    if found:
+        return min(found, key=lambda one: one.link_bytes)
+    least, limit_bytes = _least_placed(card, card.request.resident_layers or 0), card.limits.device_bytes
+    assert limit_bytes is not None
+    return _CardLoad(card, missing_bytes=max(1, least.device_bytes - limit_bytes))
 
 
 def _partitioned(plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) -> RunPlan:
@@ -253,11 +245,11 @@ def _partitioned(plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) 
     layers, cards = plan.placement.num_layers, plan.limits.num_cards
     if cards > layers:
         raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
-    partitioner = _Partitioner(plan, placements)
+    place = partial(_place_on_cards, plan, placements)
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = tuple(layers * (card + 1) // cards - layers * card // cards for card in range(cards))
-    best, tried = partitioner.place(interleaved(counts)), {counts}
-    while (found := next(_better_partitions(partitioner, counts, best, tried), None)) is not None:
+    best, tried = place(interleaved(counts)), {counts}
+    while (found := next(_better_partitions(place, counts, best, tried), None)) is not None:
         counts, best = found
     giver = max(range(cards), key=lambda card: best[card].load)
     if best[giver].missing_bytes:
@@ -265,12 +257,12 @@ def _partitioned(plan: RunPlan, placements: Callable[[RunPlan], list[RunPlan]]) 
         assert limit_bytes is not None
         raise _too_small(short, limit_bytes, short.request.resident_layers or 0)
     dealt = interleaved(counts)
-    if not _uses_host(best) and not _uses_host(blocks := partitioner.place(in_blocks(counts))):
+    if not _uses_host(best) and not _uses_host(blocks := place(in_blocks(counts))):
         dealt, best = in_blocks(counts), blocks
     if any(_unmatched_bytes(best)):
         # Cards that stream keys and values of as many layers wait for none, and keep more weights instead.
         most = max(len(card.plan.target.kv_layers_on_host) for card in best)
-        even = partitioner.place(dealt, [max(0, len(own) - most) for own in dealt])
+        even = place(dealt, [max(0, len(own) - most) for own in dealt])
         best = min(best, even, key=_longest_bytes)
     kept = [_kept_evenly(card.plan) for card in best]
     placed = [card.plan.placement for card in best]
@@ -315,8 +307,9 @@ def _uses_host(cards: Sequence[_CardLoad]) -> bool:
 
 
 def _better_partitions(
-    partitioner: _Partitioner, counts: tuple[int, ...], cards: list[_CardLoad], tried: set[tuple[int, ...]]
-) -> Iterator[tuple[tuple[int, ...], list[_CardLoad]]]:
+    place: Callable[[tuple[tuple[int, ...], ...]], list[_CardLoad]], counts: tuple[int, ...], cards: list[_CardLoad],
+    tried: set[tuple[int, ...]],
+) -> Iterator[tuple[tuple[int, ...], list[_CardLoad]]]:  # fmt: skip
     """Better deals, in which the card that has most to do gives layers to the one with the least, or to another."""
     giver, *takers = sorted(range(len(cards)), key=lambda card: (cards[card].load, counts[card]), reverse=True)
     for taker in reversed(takers):
@@ -328,7 +321,7 @@ def _better_partitions(
             changed = tuple(numbers.get(card, count) for card, count in enumerate(counts))
             if changed not in tried:
                 tried.add(changed)
-                found = partitioner.place(interleaved(changed))
+                found = place(interleaved(changed))
                 if _imbalance(found, changed) < _imbalance(cards, counts):
                     yield changed, found
             moved //= 2
