@@ -70,12 +70,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def prompts() -> list[list[int]]:
     """Tokens by a seed, of which the second half of each prompt repeats the first: n-grams find something."""
-    found = []
-    for length in PROMPT_TOKENS:
-        generator = named_generator(torch.device("cpu"), "prompt", length)
-        half = torch.randint(_VOCAB_SIZE, (-(-length // 2),), generator=generator).tolist()
-        found.append((half + half)[:length])
-    return found
+    halves = {length: torch.empty(-(-length // 2), dtype=torch.int64) for length in PROMPT_TOKENS}
+    for length, half in halves.items():
+        half.random_(_VOCAB_SIZE, generator=named_generator(torch.device("cpu"), "prompt", length))
+    return [(2 * half.tolist())[:length] for length, half in halves.items()]
 
 
 def _fill(name: str, out: torch.Tensor, _: object = None) -> None:
@@ -159,18 +157,14 @@ def differences(rows: Sequence[dict[str, Any]], against: Sequence[dict[str, Any]
     return found
 
 
-def read_rows(path: Path | None, settings: dict[str, str]) -> list[dict[str, Any]]:
+def read_rows(path: Path, settings: dict[str, str]) -> list[dict[str, Any]]:
     """The rows of another commit. Raises `OptionError` where they are none, or of other settings."""
-    if path is None:
-        return []
     text = harness.read_text(path, "--against")
     try:
         found = json.loads(text)
         rows, asked = [*found["rows"]], found["settings"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OptionError(
-            f"{path} is no result of check_identity ({type(error).__name__}): name another file"
-        ) from error
+        raise OptionError(f"{path} is no result of check_identity ({type(error).__name__})") from error
     if asked != settings:
         raise OptionError(f"{path} was made with other options, {asked}: give these, not {settings}")
     return rows
@@ -187,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_out(options.out)
     harness.require_all_positive(options, "tokens")
     settings = harness.settings_of(options, without=("out", "commit", "against"))
-    against = read_rows(options.against, settings)
+    against = read_rows(options.against, settings) if options.against else []
     device = resolve_device(options.device)
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
@@ -196,9 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row['way']}, T = {row['temperature']}: {row['logits_sha256'][:16]}", flush=True)
     found = differences(rows, against)
     print(*found, sep="\n")
-    where = provenance(device, commit=options.commit)
-    report = {"benchmark": "identity", "settings": settings, "rows": rows, "differences": found, **where}
-    emit(report, options.out)
+    report = {"benchmark": "identity", "settings": settings, "rows": rows, "differences": found}
+    emit(report | provenance(device, commit=options.commit), options.out)
     return 1 if found else 0
 
 

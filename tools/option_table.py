@@ -37,11 +37,8 @@ def option_table() -> str:
 def _row(option: Any, annotation: Any) -> str:
     choices = "|".join(get_args(annotation)) if get_origin(annotation) is Literal else ""
     spelling = f"{option.opts[0]} {option.metavar or choices}".strip()
-    default = (
-        ""
-        if option.default in (None, "auto", "none", False, "0", "0.0", "1", "1.0")
-        else f" Default: {option.default}."
-    )
+    is_nothing = option.default in (None, "auto", "none", False, "0", "0.0", "1", "1.0")
+    default = "" if is_nothing else f" Default: {option.default}."
     return f"- `{spelling}`: {option.help}{default}\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from widening.checkpoint import write_noisy_copy  # noqa: F401 (for the tests)
 
 from offload_runtime.engine import Runtime
 from offload_runtime.runners import ModelRunner
@@ -44,6 +45,19 @@ def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=TEMPLATE
     )
+
+
+def write_noisy_copy(source: Path, directory: Path, *, noise: float) -> Path:
+    """Copy a safetensors checkpoint, multiplying each weight by 1 + `noise` times a Gaussian number."""
+    generator = torch.Generator().manual_seed(0)
+    shutil.copytree(source, directory)
+    for path in sorted(directory.glob("*.safetensors")):
+        noisy = {}
+        for name, weight in sorted(load_file(path).items()):
+            factor = 1 + noise * torch.randn(weight.shape, generator=generator)
+            noisy[name] = (weight.float() * factor).to(weight.dtype)
+        save_file(noisy, path, metadata={"format": "pt"})
+    return directory
 
 
 def write_checkpoint(

@@ -13,20 +13,16 @@ stream: o_proj and down_proj are zero there, and so is all of them in the surplu
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from widening.convert import atomic_directory
 from widening.made import MadeCheckpoint, fill_gaussian, named_generator
 from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
-from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.errors import OptionError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.staging import Staging
@@ -177,41 +173,3 @@ def noisy_copy(small: CheckpointSource, noise: float, *, device: torch.device | 
     """The small model with noise on its matrices: a draft that is right less often."""
     same = WideShape.of(small.config())
     return WidenedCheckpoint(small, same, noise, device=device)
-
-
-def write_noisy_copy(source: Path, directory: Path, *, noise: float = 0.05, seed: int = 0) -> Path:
-    """Copy a safetensors checkpoint, multiplying each weight by 1 + `noise` times a Gaussian number; all or nothing.
-
-    Args:
-        source: Directory of the checkpoint.
-        directory: A new directory for the copy.
-        noise: Relative standard deviation; 0.05 leaves about 0.85 of the probability in common (SmolLM2-135M).
-        seed: Of the noise.
-
-    Returns:
-        `directory`.
-
-    Raises:
-        CheckpointError: `source` is no directory.
-        OptionError: `directory` is there already.
-        StorageError: It cannot be written.
-    """
-    if not source.is_dir():
-        raise CheckpointError(f"{source} is no directory: name one with safetensors")
-    files = [path for path in sorted(source.iterdir()) if path.is_file()]
-    with atomic_directory(directory, sum(path.stat().st_size for path in files)) as partial:
-        _write_files(files, partial, noise, torch.Generator().manual_seed(seed))
-    return directory
-
-
-def _write_files(files: list[Path], directory: Path, noise: float, generator: torch.Generator) -> None:
-    """Copy the files of a checkpoint, its weights with noise."""
-    for path in files:
-        if path.suffix != ".safetensors":
-            shutil.copyfile(path, directory / path.name)
-            continue
-        noisy = {}
-        for name, weight in sorted(load_file(path).items()):
-            factor = 1 + noise * torch.randn(weight.shape, generator=generator)
-            noisy[name] = (weight.float() * factor).to(weight.dtype)
-        save_file(noisy, directory / path.name, metadata={"format": "pt"})

@@ -44,9 +44,7 @@ class Wordless:
         """No words: the same of every such model."""
         return {}
 
-    def get_added_vocab(self) -> dict[str, int]:
-        """No words either."""
-        return {}
+    get_added_vocab = get_vocab
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """No text."""

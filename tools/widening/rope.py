@@ -22,8 +22,8 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
         num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters),
     )  # fmt: skip
-    scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
-    inv_freq, scaling = scaled(hf_config, torch.device("cpu"))
+    functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+    inv_freq, scaling = functions[config.rope_parameters["rope_type"]](hf_config, torch.device("cpu"))
     return inv_freq.float(), float(scaling)
 
 
