@@ -199,7 +199,7 @@ def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.Mon
         weights_bytes = (NUM_LAYERS - resident) * plan.target.host_bytes_of_layers([0])
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = LimitedRegistrar(limit, real=Registrar())
-        asked = {**options, "resident_layers": resident, "pinned_bytes": limit}
+        asked = {**options, "resident_layers": resident, "pinned": limit}
         monkeypatch.setattr(planning, "find_plan", without_limit)
         with load_locked_by(registrar, target, **asked) as runtime:
             staged = len(runtime.plan.placement.staged_kv_layers)
