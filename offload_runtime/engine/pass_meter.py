@@ -40,9 +40,7 @@ class PassMeter:
 
     def __init__(self, target: LoadedModel, recorder: TraceRecorder | None) -> None:
         self._target, self._recorder, self._passes, self._ended_s = target, recorder, _Passes(), 0.0
-        # They stay as they are.
-        self._link_peak_gbps, self._pageable_bytes = target.link_peak_gbps, target.pageable_bytes
-        self._pinned_bytes = target.pinned_bytes
+        self._link_peak_gbps, self._pinned_bytes = target.link_peak_gbps, target.pinned_bytes  # they stay as they are
         self._counters = self._read()
         # What there was when a request had its first token, and where the trace was.
         self._begun: dict[Request, tuple[_Passes, Any]] = {}
@@ -114,7 +112,7 @@ class PassMeter:
             measured_s_per_pass=seconds / count if count else None,
             predicted_s_per_pass=predicted_s / count if count and predicted_s is not None else None,
             emulated=emulated,
-            pageable_bytes=self._pageable_bytes,
+            pageable_bytes=target.pageable_bytes,
             link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
             hidden_draft_share=hidden_draft_share,
             accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
