@@ -32,7 +32,7 @@ from offload_runtime.trace import Trace, write_trace
 write_trace(Path(sys.argv[1]), Trace([], 0.0, 0), {"run": "killed"})
 """
 OF_A_CONVERSATION = """
-from offload_runtime.config import write_atomically
+from offload_runtime.files import write_atomically
 write_atomically(Path(sys.argv[1]), '{"run": "killed"}', remedy="")
 """
 OF_A_REPORT = """

@@ -226,7 +226,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         Args:
             prompts: At most as many as `max_batch` when the runtime was loaded.
             on_prefill: Called with (layers done, layers), of all prompts together, while they are worked on.
-            on_progress: Called with (answers finished, answers) after every pass.
+            on_progress: Called with (answers finished, answers) once all prompts are read, and after every pass.
             should_stop: Asked before every pass; once it says yes, answers that are not finished end as they are,
                 `interrupted`.
             noise_ids: One for each prompt. None counts them from that of the options, 0, 1, …, or takes those of a
@@ -254,6 +254,8 @@ class Runtime(AbstractContextManager["Runtime"]):
 
             while self.engine.has_requests:
                 self._raise_error(self.engine.step(None if on_prefill is None else on_layer), requests)
+                if any(request.result is None and not request.new_tokens for request in requests):
+                    continue  # some prompts are still to be read
                 if on_progress is not None:
                     on_progress(sum(request.result is not None for request in requests), len(requests))
                 if should_stop is not None and self.engine.running and should_stop():
