@@ -164,12 +164,15 @@ class Engine:
         request.started_s = request.started_s or time.perf_counter()
         self.waiting.append(request)
 
-    def cancel(self, request: Request, error: BaseException | None = None) -> None:
-        """End a request as it is, because of an error if there was one. Does nothing to one that has ended.
+    def cancel(self, request: Request, error: BaseException | None = None, *, keep: int | None = None) -> None:
+        """End a request as it is, because of an error if there was one. Does nothing to one that has ended, unless its
+        answer has more than the tokens to `keep`, which are all that its client has heard of.
 
         Raises:
             BudgetError, DeviceError: The device failed at that; the request has ended all the same.
         """
+        if keep is not None and keep < request.new_tokens:
+            request.cut(keep)
         if request.finish_reason is None:
             request.finish("interrupted")
         if request.result is None:

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -351,9 +351,14 @@ class Request:
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
         # What ends the answer, once it has `min_tokens`.
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._tokenizer = tokenizer
+        self._begin_text()
+
+    def _begin_text(self) -> None:
+        """Make ready for the first token of the answer."""
         self._pieces: list[str] = []
-        self._decoder = IncrementalDecoder(tokenizer, prompt)
-        self._stops = StopStrings(params.stop)
+        self._decoder = IncrementalDecoder(self._tokenizer, self.sequence)
+        self._stops = StopStrings(self.params.stop)
 
     @property
     def tokens(self) -> list[int]:
@@ -382,15 +387,37 @@ class Request:
         if token in self.end_token_ids:
             return self.finish("stop")
         complete = self.matcher is not None and self.matcher.advance(token)
-        piece, stopped = self._decoder.push(token), False
-        if self.new_tokens >= self.params.min_tokens:
-            piece, stopped = self._stops.push(piece)
-        self._pieces.append(piece)
+        piece, stopped = self._decode(token)
         if stopped:
             self.finish_reason = "stop"  # what is held back belongs to the stop string
         if stopped or (self.room >= 0 and not complete):
             return piece
         return piece + self.finish("stop" if complete else "length")
+
+    def _decode(self, token: int) -> tuple[str, bool]:
+        """Return the text that the newest token lets be shown, and whether a stop string is complete."""
+        piece, stopped = self._decoder.push(token), False
+        if self.new_tokens >= self.params.min_tokens:
+            piece, stopped = self._stops.push(piece)
+        self._pieces.append(piece)
+        return piece, stopped
+
+    def cut(self, count: int) -> None:
+        """End the answer behind its first `count` tokens, fewer than it has: it was interrupted there, also where it
+        has ended in the meantime."""
+        kept = self.tokens[:count]
+        del self.sequence[self.prompt_tokens :], self.logprobs[count:]
+        self._begin_text()
+        for token in kept:
+            self.sequence.append(token)
+            self._decode(token)
+        self.finish("interrupted")
+        if self.result is not None:
+            logprobs = None if self.result.logprobs is None else tuple(self.logprobs)
+            self.result = replace(
+                self.result, tokens=kept, text=self.text, finish_reason="interrupted", logprobs=logprobs,
+                stats=replace(self.result.stats, new_tokens=count),
+            )  # fmt: skip
 
     def finish(self, reason: str) -> str:
         """End the answer for this reason; the text that was held back."""

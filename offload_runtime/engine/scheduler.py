@@ -1,7 +1,7 @@
 """Continuous batching: requests from any thread join and leave the passes of one runtime.
 
-A thread of the scheduler's own takes the steps (`Engine.step`), and before each looks at what others have asked for.
-So nobody who submits or cancels ever waits for the device.
+A thread of the scheduler's own takes the steps (`Engine.step`). Before each of them, and between the tokens that it
+tells of, it looks at what others have asked for. So nobody who submits or cancels ever waits for the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -247,7 +247,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             with self._serving() as engine:
                 self._begun.set()
                 while self._has_work():
-                    self._take_orders(engine)
+                    self._take_orders(engine, {})
+                    self._end_in_time(engine)
                     self._tell(engine, engine.step())
                     self._count(engine)
         except BaseException as error:  # nobody may be left waiting for an event
@@ -281,34 +282,45 @@ class Scheduler(AbstractContextManager["Scheduler"]):
                 self._changed.wait()
             return bool(self._tickets)
 
-    def _take_orders(self, engine: Engine) -> None:
-        """Do what others have asked for since the last step."""
+    def _take_orders(self, engine: Engine, told: Mapping[Request, int]) -> None:
+        """Do what others have asked for since the last time. Of requests that are cancelled those tokens of a step are
+        kept that their clients were `told` of."""
         with self._changed:
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
-            is_over = self._end_s is not None and time.perf_counter() >= self._end_s
         for request in submitted:
             engine.add(request)
         for request in cancelled:
             with suppress(BudgetError):  # it has ended all the same
-                engine.cancel(request)
+                engine.cancel(request, keep=told.get(request))
+        self._end(engine, [(request, None) for request in dict.fromkeys(cancelled) if request in self._tickets])
+
+    def _end_in_time(self, engine: Engine) -> None:
+        """End all requests once the scheduler is being closed and has waited for them long enough."""
+        with self._changed:
+            is_over = self._end_s is not None and time.perf_counter() >= self._end_s
         if is_over:
             engine.cancel_all()
-        with self._changed:
-            ended = [request for request in self._tickets if request.result is not None]
-        self._end(engine, [(request, None) for request in ended])
+            with self._changed:
+                ended = [request for request in self._tickets if request.result is not None]
+            self._end(engine, [(request, None) for request in ended])
 
     def _tell(self, engine: Engine, outputs: Sequence[StepOutput]) -> None:
-        """Tell of new tokens, then of requests that have ended."""
+        """Tell of new tokens, unless a client has cancelled its request meanwhile, then of requests that have ended."""
+        told = {output.request: output.request.new_tokens - len(output.tokens) for output in outputs}
         for output in outputs:
             request = output.request
-            self._num_tokens += len(output.tokens)
-            if output.tokens and request.new_tokens == len(output.tokens):
-                self._prompt_tokens += request.prompt_tokens
-                self._kept_tokens += request.num_kept
             for event in output.tokens:
+                if request not in self._tickets:
+                    break
+                if not told[request]:
+                    self._prompt_tokens += request.prompt_tokens
+                    self._kept_tokens += request.num_kept
+                self._num_tokens, told[request] = self._num_tokens + 1, told[request] + 1
                 self._tickets[request].tell(event)
-        self._end(engine, [(output.request, output.error) for output in outputs if output.request.result is not None])
+                self._take_orders(engine, told)
+        ended = [(output.request, output.error) for output in outputs if output.request.result is not None]
+        self._end(engine, [(request, error) for request, error in ended if request in self._tickets])
 
     def _end(self, engine: Engine, ended: Sequence[tuple[Request, BaseException | None]]) -> None:
         """Tell of requests that have ended, each by an error of its own or by none."""
