@@ -33,7 +33,7 @@ from offload_runtime.kv.device import (
     num_blocks,
 )
 from offload_runtime.kv.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ class _CardPass:
     Attributes:
         snapshot: What is streamed to it, in the lane of `schedule`.
         prefill: Of its layers, where the pass is a prefill and some of them are streamed.
+        views: Its query rows of a window, and those of each sequence: they are the same in all of its layers.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self.schedule: CopySchedule | None = None
         self.prefill: HostPrefill | None = None
+        self.views: tuple[QueryRows, list[tuple[QueryRows, QueryRows]]] | None = None
 
 
 class HostKVCache(BlockCache):
@@ -120,9 +122,8 @@ class HostKVCache(BlockCache):
         self._ring_from = [0] * batch  # first block that the rings hold
         self.writes = HostWrites([card.writeback for card in cards], batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
-        # Of the running pass: its window's sequences and their own query rows, and the sequence of a prefill.
+        # Of the running pass: its window's sequences, and the sequence of a prefill.
         self._window: Sequence[int] = ()
-        self._views: tuple[QueryRows, list[tuple[QueryRows, QueryRows]]] | None = None
         self._prefilled: int | None = None
         self._cards = [_CardPass(self.snapshot()) for _ in cards]
         self._passes = [self._cards[owner] for owner in self._owners]  # by layer
@@ -203,9 +204,10 @@ class HostKVCache(BlockCache):
     def _attend_window(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
         """Attention of a decoding pass: of each sequence to its blocks on the host, as they come over the link, and
         then to those in the ring."""
-        if self._views is None or self._views[0] is not rows:  # the same in every layer of a pass
-            self._views = rows, [self._own_rows(rows, row) for row in range(len(self._window))]
-        views, state = self._views[1], AttentionState.empty(q)
+        of_card = self._passes[layer]
+        if of_card.views is None or of_card.views[0] is not rows:
+            of_card.views = rows, [self._own_rows(rows, row) for row in range(len(self._window))]
+        views, state = of_card.views[1], AttentionState.empty(q)
         attention = self._config.layers[layer].attention
 
         def attend(slot: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
@@ -221,7 +223,7 @@ class HostKVCache(BlockCache):
             attend(run.slot, kv, run.blocks, committed=True)
         ring = KVBlocks(self._ring[layer])
         for slot in self._window:
-            recent = range(self._passes[layer].snapshot.blocks[slot], num_blocks(self._ends[slot]))
+            recent = range(of_card.snapshot.blocks[slot], num_blocks(self._ends[slot]))
             attend(slot, ring, recent, committed=False)
         return finish_attention(q, rows, state)
 
@@ -306,7 +308,9 @@ class HostKVCache(BlockCache):
             self.blocks.grow(slot, self._ends[slot] // BLOCK_TOKENS)
             self._enter_blocks(slot, self.blocks.num_blocks(slot))
         self.writes.collect()
-        self._window, self._views = tuple(slots), None
+        self._window = tuple(slots)
+        for card in self._cards:
+            card.views = None
         for slot in slots:
             oldest = num_blocks(self._ends[slot]) - self._ring_blocks
             assert oldest <= self._lengths[slot] // BLOCK_TOKENS, "a window larger than the ring"
