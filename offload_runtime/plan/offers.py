@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions, idle_options
@@ -97,13 +98,11 @@ def formats_that_fit(request: RuntimeConfig, machine: MachineFigures) -> Iterato
     smaller = [
         (mix, nbytes, replace(request, target=so, encode="none")) for mix, nbytes, so in smaller_formats(request.target)
     ]
-    fitting = [
-        next(((*one, plan) for one in formats if (plan := plan_or_none(one[2], machine)) is not None), None)
-        for formats in (smaller, reversed(smaller))
-    ]
-    found = {one[0]: one for one in fitting if one is not None}
-    for mix, nbytes, so, plan in found.values():
-        draft, drafted = None, None
+    planned, numbers = cache(lambda number: plan_or_none(smaller[number][2], machine)), range(len(smaller))
+    ends = [next(filter(planned, order), None) for order in (numbers, reversed(numbers))]
+    for number in dict.fromkeys(number for number in ends if number is not None):
+        (mix, nbytes, so), plan, draft, drafted = smaller[number], planned(number), None, None
+        assert plan is not None
         if (likely := with_likely_draft(so)) is not None:
             draft, drafted = likely[0], plan_or_none(likely[1], machine)
             if drafted and tok_per_s(drafted, machine) < LEAST_GAIN * best_tok_per_s(plan, machine):
