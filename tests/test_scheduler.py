@@ -173,7 +173,8 @@ def play(runtime: Runtime, tasks: Sequence[Task], seed: int) -> int:
                 tokens[request] += [event.token for event in output.tokens]
                 most = max(most, len(engine.running))
                 if cut is not None and len(tokens[request]) >= cut:
-                    engine.cancel(request)
+                    engine.cancel(request, keep=cut)
+                    del tokens[request][cut:]
         passes = engine.passes
     assert 1 < most <= SLOTS
     for request, task in requests.items():
