@@ -1,4 +1,4 @@
-"""Frozen configuration: what a model looks like, and what a runtime is loaded with.
+"""Frozen configuration: what a runtime is loaded with.
 
 Plain values only, so that the planner and the tests can build them freely. Each dataclass validates itself when made;
 a wrong value raises `OptionError` before anything is loaded.

@@ -21,7 +21,7 @@ from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVC
 from offload_runtime.kv.device import StreamingDraftCache, block_shape, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
-from offload_runtime.models import model_config_from_json
+from offload_runtime.models.registry import model_config_from_json
 from tests.helpers.attention_cases import int32
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.models import RopeTable
+from offload_runtime.models.rope import RopeTable
 from offload_runtime.weights import describe_model, open_checkpoint
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, model_config_from_transformers
 

@@ -23,7 +23,9 @@ from offload_runtime.kv import DeviceKVCache, HostKVCache, HostKVCard
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, current_device, require_readable_arenas
-from offload_runtime.models import ModelConfig, RopeTable, Weights
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import Weights
+from offload_runtime.models.rope import RopeTable
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.decoder import Decoder

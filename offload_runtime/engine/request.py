@@ -18,7 +18,7 @@ from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import ContextLengthError, OptionError, require
 from offload_runtime.fields import Fields
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import is_of_type, require_unicode
 from offload_runtime.params import GenerationParams
 from offload_runtime.sampling import TokenLogprobs

@@ -19,7 +19,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.memory import DeviceBudget, current_device, upload
-from offload_runtime.models import LayerCache, ModelConfig
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import LayerCache
 from offload_runtime.sizes import format_bytes
 
 
@@ -232,10 +233,8 @@ class DeviceKVCache(BlockCache):
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:
         """Copy the keys and values in some spare slots, in this order, to the places of the positions from `first` on:
         one launch a card on its current stream, however many. Commits nothing."""
-        assert (
-            all(cache_position in self.spare_positions for cache_position in cache_positions)
-            and first + len(cache_positions) <= self.capacity_tokens
-        )
+        assert all(one in self.spare_positions for one in cache_positions)
+        assert first + len(cache_positions) <= self.capacity_tokens
         if cache_positions:
             move_rows([data[:, slot] for data in self._of_cards], cache_positions, first)
 

@@ -31,7 +31,7 @@ from offload_runtime.memory import (
     current_device,
     touch,
 )
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes, size_option_down
 
 # A sequence grows by at least so many blocks.

@@ -23,7 +23,7 @@ from offload_runtime.config import chunks_of_budget
 from offload_runtime.kv.device import DeviceKVCache, allocate_layers, block_shape, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.memory import DeviceBudget, current_device, overwrite
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 
 _NO_LIMIT = (1 << 31) - 1
 # Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.

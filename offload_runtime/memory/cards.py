@@ -151,19 +151,19 @@ def receive(sent: Transfer, destination: torch.Tensor | None = None) -> list[tor
     if packed is None:
         return list(sent.tensors)
     with current_device(target.device):
-        received = (
-            torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device) if destination is None else destination
-        )
+        room = destination
+        if room is None:
+            room = torch.empty(packed.nbytes, dtype=torch.uint8, device=target.device)
         if left is not None:
             torch.cuda.current_stream(target.device).wait_event(left)
         if left is None:
-            received.copy_(packed)
+            room.copy_(packed)
         elif packed.device.type == "cpu":
-            copy_words(packed, received.view(torch.int32))
+            copy_words(packed, room.view(torch.int32))
         else:
             with _behind(left, source.device, target.device, packed):
-                received.copy_(packed, non_blocking=True)
-        return _unpacked(received, sent.tensors)
+                room.copy_(packed, non_blocking=True)
+        return _unpacked(room, sent.tensors)
 
 
 @contextmanager

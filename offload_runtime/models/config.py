@@ -24,7 +24,6 @@ class ModelConfig:
     layers: tuple[DecoderLayer, ...]
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
@@ -43,6 +42,11 @@ class ModelConfig:
     def attention(self) -> Attention:
         """That of the first layer, whose sizes are all layers'."""
         return self.layers[0].attention
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """What the final norm adds to the mean of squares, as those of all layers do."""
+        return self.layers[0].eps
 
     @property
     def num_layers(self) -> int:
@@ -72,7 +76,7 @@ class ModelConfig:
     @cached_property
     def row_elements(self) -> int:
         """Elements that a row of a pass takes on its way through the largest layer, but for the residual stream."""
-        return max(layer.row_elements for layer in {id(layer): layer for layer in self.layers}.values())
+        return max(layer.row_elements for layer in set(self.layers))
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values that one token holds over all layers."""

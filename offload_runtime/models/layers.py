@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -35,11 +35,14 @@ class Weight(Protocol):
     def dense(self) -> torch.Tensor:
         """The decoded tensor in the dtype that the model computes in."""
 
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
+
     def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
         """x W^T + b, added to a residual or gated."""
 
 
-Weights = Mapping[str, Any]  # by packed name, each a `Weight`
+Weights = Mapping[str, Weight]  # by packed name
 
 
 class LayerCache(Protocol):

@@ -144,7 +144,6 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
             layers=layers,
             vocab_size=fields.integer("vocab_size"),
             max_position_embeddings=fields.integer("max_position_embeddings"),
-            rms_norm_eps=fields.number("rms_norm_eps", at_least=0, at_most=1),
             rope_parameters=rope_parameters(fields, layers[0].attention.head_dim),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             eos_token_ids=end_ids(fields),

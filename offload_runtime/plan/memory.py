@@ -20,7 +20,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition, are_blocks
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,

@@ -20,7 +20,7 @@ from offload_runtime.hardware import MachineProfile, list_profiles, load_profile
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import GB, format_bytes
 from offload_runtime.weights import DescribedModel, describe_model, share_vocabulary
 

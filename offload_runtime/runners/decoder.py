@@ -6,7 +6,8 @@ import torch
 from offload_runtime_kernels.rms_norm import rms_norm
 
 from offload_runtime.memory import LayerPartition
-from offload_runtime.models import LayerCache, ModelConfig, Weights
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import LayerCache, Weights
 from offload_runtime.runners.rows import PassRows
 
 

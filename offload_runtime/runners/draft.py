@@ -16,7 +16,7 @@ from offload_runtime_kernels.window_steps import StepLayout, StepRotation, StepR
 
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
-from offload_runtime.models import RowFrequencies
+from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths

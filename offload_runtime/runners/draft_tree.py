@@ -22,7 +22,7 @@ from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import packed_words, unpack
-from offload_runtime.models import RowFrequencies
+from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import (

@@ -14,7 +14,7 @@ from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_W
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.memory import packed_words
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.runners.rows import PassShape
 
 # Deepest node below the text.

@@ -16,7 +16,9 @@ from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKS
 from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.kv.retrieval import RetrievalCache
-from offload_runtime.models import ModelConfig, RopeTable, RowFrequencies, Weights
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import Weights
+from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes

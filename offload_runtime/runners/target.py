@@ -35,7 +35,9 @@ from offload_runtime.memory import (
     unpack,
     upload,
 )
-from offload_runtime.models import LayerCache, ModelConfig, RowFrequencies, Weights
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import LayerCache, Weights
+from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.runners.rows import PassRows, PassShape, RowBuilder, Window, paths_below_roots

@@ -17,7 +17,7 @@ import torch
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill

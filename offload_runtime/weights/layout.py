@@ -18,7 +18,8 @@ import torch
 from offload_runtime_kernels.coded_bf16 import CODED
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.models import DecoderLayer, ModelConfig, Tensor
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
 from offload_runtime.weights.encodings.coded_bf16 import CodedRows
@@ -151,8 +152,8 @@ class ModelLayout:
     @classmethod
     def plain(cls, config: ModelConfig, dtype: torch.dtype) -> ModelLayout:
         """Everything stored in the dtype that the model computes in."""
-        made = {id(layer): layer_layout(layer, dtype) for layer in config.layers}
-        return cls(dtype, tuple(made[id(layer)] for layer in config.layers), shared_layout(config, dtype))
+        made = {layer: layer_layout(layer, dtype) for layer in dict.fromkeys(config.layers)}
+        return cls(dtype, tuple(map(made.__getitem__, config.layers)), shared_layout(config, dtype))
 
     @classmethod
     def as_stored(

@@ -21,7 +21,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.fields import shortened
 from offload_runtime.memory import HostArena, Registrar
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import GB
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights.layout import checkpoint_tensors
 
 # What most models are published in, the largest first.

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from offload_runtime.models import FAMILIES, model_config_from_json
+from offload_runtime.models.registry import FAMILIES, model_config_from_json
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.layout import checkpoint_tensors

@@ -39,7 +39,7 @@ from offload_runtime_kernels.scaled_rows import (
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields, shown
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights.encoding import aligned
 from offload_runtime.weights.encodings.scaled_rows import scale_tensors, scaled_bytes
 from offload_runtime.weights.header import StoredTensor, damaged

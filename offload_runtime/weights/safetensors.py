@@ -19,7 +19,7 @@ import torch
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import language_settings, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import shortened
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights.header import StoredTensor
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -16,7 +16,7 @@ from offload_runtime.errors import VocabularyMismatchError
 from offload_runtime.fields import Fields, shown
 
 if TYPE_CHECKING:
-    from offload_runtime.models import ModelConfig
+    from offload_runtime.models.config import ModelConfig
 
 # Of a GGUF file's types of tokens those that stand for text: normal ones, single bytes, and where nothing is said.
 _GGUF_ORDINARY = (0, 1, 6)

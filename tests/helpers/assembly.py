@@ -13,7 +13,7 @@ from offload_runtime.copy.schedule import CardRing, LayerStreamer
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import num_blocks
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
-from offload_runtime.models import RopeTable
+from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import ModelRunner
 from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.rows import RowBuilder

@@ -19,7 +19,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, Weight, load_weights
 from offload_runtime.weights.layout import Destination

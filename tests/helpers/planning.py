@@ -15,7 +15,7 @@ from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.models import model_config_from_json
+from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.sizes import GB

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.memory import device_memory_used_by_others
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, layer_layout, open_checkpoint
 

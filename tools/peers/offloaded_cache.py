@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.host_bench import read_host_info
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes
 
 NOTE = "transformers' offloaded cache, mended: its copies wait for each other, and cropped layers are copied whole"

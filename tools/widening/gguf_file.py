@@ -19,7 +19,7 @@ from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from widening.convert import check_space, storage_error
 
 from offload_runtime.errors import OptionError
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encodings.gguf_rows import file_bytes, row_bytes
 from offload_runtime.weights.gguf_header import read_gguf_header

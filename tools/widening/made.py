@@ -12,7 +12,7 @@ import torch
 import transformers
 from widening.shapes import WideShape
 
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encoding import Fill

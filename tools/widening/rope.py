@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from offload_runtime.errors import UnsupportedArchitectureError
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 
 # These scale each frequency by itself, and unscaled the frequencies agree already.
 _KEPT_TYPES = ("default", "linear", "llama3")

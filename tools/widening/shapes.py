@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import require_positive
 
 

@@ -16,7 +16,7 @@ from widening.rope import frequencies
 
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.fields import shortened
-from offload_runtime.models import ModelConfig
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.header import StoredTensor
