@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
+from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP
 from offload_runtime.plan import (
     MachineFigures,
     RunPlan,
@@ -48,6 +49,17 @@ def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
     assert MACHINE.flops(torch.float16) == 165e12  # 16-bit types stand for each other
     with pytest.raises(OptionError, match=r"no TFLOP/s for fp32: add tflops\.fp32"):
         MACHINE.flops(torch.float32)
+
+
+@given(st.integers(1, 40), st.integers(0, 100), st.none() | st.integers(1, 120))
+def test_a_layer_declares_what_its_rows_see(rows: int, before: int, window: int | None) -> None:
+    attention = Attention(8, num_heads=4, num_kv_heads=2, head_dim=6, eps=1e-6, window=window)
+    layer, context = DecoderLayer(attention, GatedMLP(8, 16), 1e-6), before + rows
+    work, reach = layer.work(rows, context), window or context
+    seen = sum(min(reach, position + 1) for position in range(before, context))
+    assert work.attention_operations == 2 * 2 * 4 * 6 * seen  # scores and values
+    assert work.product_operations == 2 * rows * (8 * (4 + 2 * 2) * 6 + 4 * 6 * 8 + 3 * 8 * 16)
+    assert work.kv_elements <= attention.kv_elements(context) == 2 * 2 * 6 * context
 
 
 # --- weights that are decoded in registers

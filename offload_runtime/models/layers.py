@@ -7,7 +7,8 @@ the others of its pass or on how many there are, except through the keys and val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -26,6 +27,27 @@ class Tensor(NamedTuple):
     packed: str
     name: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a layer, or a part of it, does for rows of one sequence.
+
+    Attributes:
+        product_operations: Of products with matrices.
+        attention_operations: Of products of queries with the keys and values that they see.
+        kv_elements: Elements of keys and values that are read.
+    """
+
+    product_operations: int
+    attention_operations: int = 0
+    kv_elements: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.product_operations + other.product_operations, self.attention_operations + other.attention_operations,
+            self.kv_elements + other.kv_elements,
+        )  # fmt: skip
 
 
 class Weight(Protocol):
@@ -83,6 +105,11 @@ def _projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bo
         yield from (Tensor(f"{packed}_bias", f"{name}.bias", (count,)) for name, count in rows.items())
 
 
+def _product_operations(tensors: Iterable[Tensor], rows: int) -> int:
+    """Operations of the products of rows with the matrices among some tensors, two for each element."""
+    return 2 * rows * sum(math.prod(tensor.shape) for tensor in tensors if len(tensor.shape) == 2)
+
+
 @dataclass(frozen=True)
 class Attention:
     """Grouped-query attention with rotary positions.
@@ -128,6 +155,18 @@ class Attention:
         """Rows of the fused projection of queries, keys and values."""
         return self.q_size + 2 * self.kv_size
 
+    def kv_elements(self, context: int) -> int:
+        """Elements of the keys and values that a cache keeps of `context` tokens of a sequence."""
+        return 2 * self.kv_size * context
+
+    def work(self, rows: int, context: int) -> Work:
+        """What is done for the last `rows` of `context` tokens, each of which sees its own key and those before it."""
+        before, window = context - rows, self.window or context
+        unlimited = min(rows, max(0, window - before))  # rows that see all before them
+        seen = unlimited * before + unlimited * (unlimited + 1) // 2 + (rows - unlimited) * window
+        read = self.kv_elements(min(context, window + rows))
+        return Work(_product_operations(self.tensors(), rows), 4 * self.q_size * seen, read)
+
     @property
     def row_elements(self) -> int:
         """Elements that a row takes on its way: the projection, rotated queries, what attention gives, and a copy."""
@@ -163,6 +202,10 @@ class GatedMLP:
     hidden_size: int
     intermediate_size: int
     bias: bool = False
+
+    def work(self, rows: int) -> Work:
+        """What is done for `rows`."""
+        return Work(_product_operations(self.tensors(), rows))
 
     @property
     def row_elements(self) -> int:
@@ -200,6 +243,10 @@ class DecoderLayer:
         yield from self.attention.tensors()
         yield Tensor("post_norm", "post_attention_layernorm.weight", shape)
         yield from self.mlp.tensors()
+
+    def work(self, rows: int, context: int) -> Work:
+        """What the layer does for the last `rows` of `context` tokens of a sequence."""
+        return self.attention.work(rows, context) + self.mlp.work(rows)
 
     @property
     def row_elements(self) -> int:

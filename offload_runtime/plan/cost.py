@@ -22,6 +22,7 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
+from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.memory import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.plan.request import MachineFigures, device_type_of
 from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
@@ -166,12 +167,11 @@ def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, row
     lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
     stages, decodings = _matrix_stages(plan, target, machine, height)
-    windows = Counter(map(target.config.layer_windows.__getitem__, target.layers))  # layers are of a few kinds
-    for reach, count in windows.items():
-        keys = length_tokens + rows if reach is None else min(reach, length_tokens + rows)
-        attention_s = batch * _attention_operations(target, queries=rows, keys=keys) / (_WINDOW_ATTENTION_SHARE * flops)
-        key_bytes = 2 * target.config.attention.kv_size * target.dtype.itemsize  # with its value, in one layer
-        stages.append((count, batch * keys * key_bytes / attained_hbm, attention_s))
+    for layer, count in _kinds(target).items():
+        work = _work(layer, rows, length_tokens + rows)
+        operations = work.attention_operations * _filled_up(layer.attention, rows)
+        kv_s = batch * work.kv_elements * target.dtype.itemsize / attained_hbm
+        stages.append((count, kv_s, batch * operations / (_WINDOW_ATTENTION_SHARE * flops)))
     layers = len(target.layers)
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
@@ -248,11 +248,21 @@ def _matrix_stages(
     return stages, decodings
 
 
-def _attention_operations(model: ModelPlan, *, queries: int, keys: int) -> int:
-    """Operations of a window's attention in one layer, queries filled up to whole tiles."""
-    config = model.config
-    tiles = -(-queries * config.attention.num_heads // config.num_kv_heads // _ATTENTION_TILE_ROWS)
-    return 4 * tiles * _ATTENTION_TILE_ROWS * config.num_kv_heads * config.head_dim * keys
+def _kinds(model: ModelPlan) -> Counter[DecoderLayer]:
+    """The layers that a plan is about, which are of a few kinds, and how many there are of each."""
+    return Counter(map(model.config.layers.__getitem__, model.layers))
+
+
+@lru_cache(maxsize=4096)
+def _work(layer: DecoderLayer, rows: int, context: int) -> Work:
+    """What a layer declares, which plans ask for many times."""
+    return layer.work(rows, context)
+
+
+def _filled_up(attention: Attention, rows: int) -> float:
+    """How many times the queries of a window are what they are once filled up to whole tiles."""
+    queries = rows * attention.num_heads // attention.num_kv_heads
+    return -(-queries // _ATTENTION_TILE_ROWS) * _ATTENTION_TILE_ROWS / queries
 
 
 # --- drafting
@@ -571,18 +581,15 @@ class _PrefillWork:
 
 def _prefill_work(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> _PrefillWork:
     target, placement = plan.target, plan.placement
-    config, batch = target.config, target.batch
-    flops = machine.flops(target.dtype)
-    attention_operations = 0
-    for reach in map(config.layer_windows.__getitem__, target.layers):
-        seen = prompt_tokens if reach is None else min(reach, prompt_tokens)
-        attention_operations += 4 * config.attention.q_size * (prompt_tokens * seen - seen * seen // 2)
+    batch, flops = target.batch, machine.flops(target.dtype)
+    work = [(_work(layer, prompt_tokens, prompt_tokens), count) for layer, count in _kinds(target).items()]
+    product_operations = sum(count * one.product_operations for one, count in work)
+    attention_operations = sum(count * one.attention_operations for one, count in work)
     slices = -(-prompt_tokens // _SLICE_ROWS)
     pieces = -(-prompt_tokens // target.chunk_tokens)
     moved_bytes = sum(target.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in target.layers)
     hbm_s = batch * moved_bytes / machine.attained_hbm
-    arithmetic_s = 2 * batch * len(target.layers) * target.layer_elements * prompt_tokens / flops
-    arithmetic_s += batch * attention_operations / (_PREFILL_ATTENTION_SHARE * flops)
+    arithmetic_s = batch * (product_operations + attention_operations / _PREFILL_ATTENTION_SHARE) / flops
     layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * target.kv_block_bytes
     written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
     staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes

@@ -260,11 +260,6 @@ class ModelPlan:
         """What a placement takes of the device: the layers that stay, and the ring."""
         return self.bytes_of_layers(placement.resident_layers) + placement.num_buffers * self.layer_bytes
 
-    @property
-    def layer_elements(self) -> int:
-        """Elements of a layer's matrices; layers differ in how these are stored only."""
-        return self.layout.layers[0].matrix_elements
-
     # --- keys and values
 
     @cached_property
@@ -332,17 +327,18 @@ class ModelPlan:
     def whole_kv_bytes(self) -> int:
         """The KV cache of all that is kept of the context, wherever it is."""
         kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
-        return self._of_own(
-            kv.kv_cache_bytes(
-                self.config, self.dtype, capacity_tokens=kept_tokens, batch=self.batch,
-                spare_positions=self.tree_positions,
-            )
-        )  # fmt: skip
+        blocks = kv.num_blocks(kept_tokens) + kv.num_blocks(self.tree_positions)
+        return self.batch * self._kv_of_layers(blocks * BLOCK_TOKENS)
+
+    def _kv_of_layers(self, tokens: int) -> int:
+        """Keys and values that its layers keep of so many tokens of a sequence."""
+        layers = map(self.config.layers.__getitem__, self.layers)
+        return sum(layer.attention.kv_elements(tokens) for layer in layers) * self.dtype.itemsize
 
     @property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token of one sequence."""
-        return self._of_own(self.config.kv_bytes_per_token(self.dtype.itemsize))
+        return self._kv_of_layers(1)
 
     @property
     def kv_bytes(self) -> int:
