@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -440,7 +440,7 @@ def test_the_first_step_chooses_and_the_others_use() -> None:
             rows = QueryRows(int32([[700 + step]]), int32([0]), CAPACITY)
             for layer in range(LAYERS):
                 q = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(100 * len(held) + layer))
-                cache.attend(layer, q, rows)
+                cache.attend(layer, q, rows, AttentionParams(0.5))
             held.append([cache.chunks.resident[layer].clone() for layer in range(LAYERS)])
     for layer in range(LAYERS):
         first, *others = (of_layers[layer] for of_layers in held)

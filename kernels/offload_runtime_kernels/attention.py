@@ -3,6 +3,8 @@
     out[t] = softmax(scale * q[t] . K[visible(t)]) V[visible(t)]
     visible(t) = positions <= positions[t] (and in the sliding window)
 
+where a layer may cap its logits softly, and have a sink: one more logit of the softmax, without a value.
+
 The keys are cut at *absolute* positions: tiles of 64, splits of 256 tokens, which are also the blocks that keys lie
 in. Each split of a query is one online softmax over its tiles in order, and the splits are merged in order. A masked
 key contributes an exact zero, so the bits of out[t] depend on the query's position, its own vector and the keys it
@@ -10,7 +12,7 @@ sees: not on the other queries of the window, not on how long the cache is, not 
 the keys of a query's ancestors are gathered into the places that their positions have in a plain sequence, so a path
 through a tree gives the bits of a chain. Splits may come in several calls (`attend_blocks`), as pieces of a cache that
 does not fit: what passes between them is what the merge keeps anyway, and one binary of each kernel serves whole
-caches, pieces and rings.
+caches, pieces and rings. Sinks are merged once, behind everything else.
 
 Where no bits are promised, all keys of a query may also come from several caches in one call (`attend_sources`).
 
@@ -30,7 +32,7 @@ from offload_runtime_kernels.attention_cpu import (
     finish_attention_cpu,
 )
 from offload_runtime_kernels.attention_sources import attend_sources_triton
-from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
+from offload_runtime_kernels.attention_state import AttentionParams, AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_triton import (
     attend_blocks_triton,
     attention_triton,
@@ -39,6 +41,7 @@ from offload_runtime_kernels.attention_triton import (
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 __all__ = [
+    "AttentionParams",
     "AttentionState",
     "KeySource",
     "QueryRows",
@@ -49,9 +52,7 @@ __all__ = [
 ]
 
 
-def attention(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None
-) -> torch.Tensor:
+def attention(q: torch.Tensor, kv: KVBlocks, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
     """Attend from rotated queries to the cache, the queries' own keys included (they are written before).
 
     Args:
@@ -60,23 +61,22 @@ def attention(
             reach is never used, but must be finite within `max_length`; blocks out of every query's sliding window
             are not read.
         rows: Which keys each query sees.
-        scale: Multiplies the dot products, usually D ** -0.5.
-        sliding_window: Tokens that a query sees, itself included; None for all.
+        params: The layer's.
 
     Returns:
         [B, T, H, D] in the dtype of `q`; zero for padding rows.
     """
     assert kv.first_block == 0, "a piece of a sequence is not all that a query sees"
     if q.is_cuda:
-        return attention_triton(q, kv, rows, scale=scale, sliding_window=sliding_window)
+        return attention_triton(q, kv, rows, params)
     out, blocks = torch.zeros_like(q), range(-(-rows.max_length // BLOCK_TOKENS))
-    attend_blocks_cpu(q, kv, rows, blocks, out, scale=scale, sliding_window=sliding_window)
+    attend_blocks_cpu(q, kv, rows, blocks, out, params)
     return out
 
 
 def attend_blocks(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, *, scale: float,
-    sliding_window: int | None = None, num_keys: int | None = None,
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, params: AttentionParams, *,
+    num_keys: int | None = None,
 ) -> None:  # fmt: skip
     """Merge what queries see of some blocks into their softmax, in place.
 
@@ -90,28 +90,29 @@ def attend_blocks(
         rows: Which keys each query sees; `sequences` are batch rows of `kv`.
         blocks: Absolute numbers of consecutive 256-token blocks; those beyond `max_length` hold nothing.
         state: Of `q`, contiguous; blocks before these have been merged already.
-        scale: As for `attention`.
-        sliding_window: As for `attention`.
+        params: The layer's; sinks wait for `finish_attention`.
         num_keys: Positions from here on hold no key; None for no such limit.
     """
     assert blocks.step == 1 and blocks.start >= kv.first_block
     run = attend_blocks_triton if q.is_cuda else attend_blocks_cpu
-    run(q, kv, rows, blocks, state, scale=scale, sliding_window=sliding_window, num_keys=num_keys)
+    run(q, kv, rows, blocks, state, params, num_keys=num_keys)
 
 
-def finish_attention(q: torch.Tensor, rows: QueryRows, state: AttentionState) -> torch.Tensor:
-    """The attention of queries that have seen all their keys: [B, T, H, D] in the dtype of `q`, zero for padding rows.
+def finish_attention(q: torch.Tensor, state: AttentionState, params: AttentionParams) -> torch.Tensor:
+    """The attention of queries that have seen all their keys: [B, T, H, D] in the dtype of `q`, zero for padding rows,
+    which have seen nothing.
 
     Args:
         q: [B, T, H, D], contiguous.
-        rows: The queries' rows.
         state: What `attend_blocks` made of them; not changed.
+        params: The layer's.
     """
-    assert rows.positions.shape == q.shape[:2]  # padding rows have seen nothing, which is enough to make them zero
-    return finish_attention_triton(q, state) if q.is_cuda else finish_attention_cpu(q, state)
+    return (finish_attention_triton if q.is_cuda else finish_attention_cpu)(q, state, params)
 
 
-def attend_sources(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
+def attend_sources(
+    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, params: AttentionParams
+) -> torch.Tensor:
     """Attend to the keys of several caches as if they were one: sum over all of them, one softmax.
 
     A key is visible when its position in its own source is at most the query's and below the source's key limit: a
@@ -125,10 +126,10 @@ def attend_sources(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRow
             nothing.
         rows: The queries' positions, and batch rows where a source has none of its own. The slots of a tree are the
             newest ones of the last source, at most 64 from `committed` on.
-        scale: As for `attention`.
+        params: The layer's, without a window.
 
     Returns:
         [B, T, H, D] in the dtype of `q`; zero for padding rows and where no source has a key.
     """
-    run = attend_sources_triton if q.is_cuda else attend_sources_cpu
-    return run(q, sources, rows, scale=scale)
+    assert params.window is None, "a window of positions, which retrieved keys do not lie at"
+    return (attend_sources_triton if q.is_cuda else attend_sources_cpu)(q, sources, rows, params)

@@ -11,10 +11,9 @@ from functools import lru_cache
 
 import torch
 
-from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
+from offload_runtime_kernels.attention_state import LOG2_E, AttentionParams, AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-_LOG2_E = 1.4426950408889634
 # Queries whose positions divided by this give the same are computed at once; a block of keys is a multiple of it.
 _TILE_QUERIES = 8
 # Of keys and values of paths that are looked up at once, counted as fp32.
@@ -29,9 +28,7 @@ def _dense(kv: KVBlocks, slots: torch.Tensor, length: int) -> tuple[torch.Tensor
     return k, v
 
 
-def attention_reference(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None
-) -> torch.Tensor:
+def attention_reference(q: torch.Tensor, kv: KVBlocks, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
     """Plain torch version of `attention`, through a dense mask. Every position below `max_length` must be finite."""
     batch, num_queries, num_heads, head_dim = q.shape
     positions = rows.positions  # [B, T]
@@ -48,20 +45,28 @@ def attention_reference(
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B T, H_kv, S, D]
         q, positions = q.reshape(batch * num_queries, 1, num_heads, head_dim), positions.reshape(-1, 1)
     visible = key_positions <= positions[..., None]
-    if sliding_window is not None:
-        visible &= key_positions > positions[..., None] - sliding_window
+    if params.window is not None:
+        visible &= key_positions > positions[..., None] - params.window
     padding = positions < 0
     visible |= padding[..., None]  # a row without any key would be NaN
+    q, mask = q.transpose(1, 2), torch.where(visible, 0.0, float("-inf")).to(q.dtype)[:, None]
+    if params.soft_cap is not None:  # the capped logits stand in the mask, and there are no others
+        logits = q @ k.repeat_interleave(num_heads // k.shape[1], dim=1).transpose(2, 3) * params.scale
+        q, mask = torch.zeros_like(q), mask + params.soft_cap * torch.tanh(logits / params.soft_cap)
+    if params.sinks is not None:  # keys and values of zeros, whose logits stand in the mask
+        k, v = (torch.nn.functional.pad(side, (0, 0, 0, 1)) for side in (k, v))
+        mask = mask.expand(-1, num_heads, -1, -1)
+        mask = torch.cat((mask, params.sinks.to(mask.dtype)[:, None, None].expand_as(mask[..., :1])), dim=3)
     out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=num_heads != k.shape[1]
+        q, k, v, attn_mask=mask, scale=params.scale, enable_gqa=num_heads != k.shape[1]
     )
     out = out.transpose(1, 2).masked_fill(padding[..., None, None], 0)
     return out.reshape(batch, num_queries, num_heads, head_dim)
 
 
 def attend_blocks_cpu(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState | torch.Tensor, *,
-    scale: float, sliding_window: int | None = None, num_keys: int | None = None, gathered_bytes: int = GATHERED_BYTES,
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState | torch.Tensor,
+    params: AttentionParams, *, num_keys: int | None = None, gathered_bytes: int = GATHERED_BYTES,
 ) -> None:  # fmt: skip
     """CPU version of `attend_blocks`; reads positions on the host, and keys of a tree's paths so many bytes a time.
 
@@ -70,7 +75,7 @@ def attend_blocks_cpu(
     committed = rows.committed.tolist() if rows.ancestors is not None and rows.committed is not None else None
     heads = (kv.num_kv_heads, q.shape[2] // kv.num_kv_heads)
     for b, (slot, positions) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
-        layout = _Layout.of(tuple(positions), sliding_window, num_keys, *heads, tree=committed is not None)
+        layout = _Layout.of(tuple(positions), params.window, num_keys, *heads, tree=committed is not None)
         if not layout.reach:
             continue
         tiles = _Tiles(layout, q[b])
@@ -87,30 +92,42 @@ def attend_blocks_cpu(
             keys, length = torch.zeros(data.shape), min(end - start, committed_here)
             keys[:, :, :length] = data[:, :, :length]
             for at, own in _keys_of_tiles(layout, keys, kv, rows, b, committed_here, start, gathered_bytes):
-                tiles.attend(at, own, start, scale)
-        tiles.store(state, b)
+                tiles.attend(at, own, start, params)
+        tiles.store(state, b, params)
 
 
-def finish_attention_cpu(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
+def _attended(params: AttentionParams, best: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """The attention [..., H, D] of queries that have seen all their keys; the sinks come last."""
+    if params.sinks is not None:
+        # Row by row: of neighbours, how many there are decides how they are rounded.
+        with_sink = torch.stack((best, (params.sinks.float() * LOG2_E).expand_as(best)), dim=-1)
+        shrink, weight = (torch.exp2(one) for one in (with_sink - with_sink.amax(-1, keepdim=True)).unbind(-1))
+        total, acc = total * shrink + weight, acc * shrink[..., None]
+    return acc / total[..., None]
+
+
+def finish_attention_cpu(q: torch.Tensor, state: AttentionState, params: AttentionParams) -> torch.Tensor:
     """CPU version of `finish_attention`."""
-    unseen = state.best == float("-inf")
-    return (state.acc / state.total[..., None]).masked_fill_(unseen[..., None], 0).to(q.dtype)
+    out = _attended(params, state.best, state.total, state.acc)
+    return out.masked_fill_((state.best == float("-inf"))[..., None], 0).to(q.dtype)
 
 
-def attend_sources_cpu(q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float) -> torch.Tensor:
+def attend_sources_cpu(
+    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, params: AttentionParams
+) -> torch.Tensor:
     """CPU version of `attend_sources`; reads positions on the host."""
     state = AttentionState.empty(q)
     for source in sources:
         own = rows if source.slots is None else replace(rows, slots=source.slots)
         if source.bounds is None:
-            attend_blocks_cpu(q, source.kv, own, source.blocks, state, scale=scale, num_keys=source.num_keys)
+            attend_blocks_cpu(q, source.kv, own, source.blocks, state, params, num_keys=source.num_keys)
             continue
         for b, (first, num_keys) in enumerate(source.bounds.tolist()):
             row, blocks = slice(b, b + 1), range(first + source.blocks.start, first + source.blocks.stop)
             parts = ("positions", "slots", "committed", "ancestors")
             one = replace(own, **{name: part[row] for name in parts if (part := getattr(own, name)) is not None})
-            attend_blocks_cpu(q[row], source.kv, one, blocks, state[row], scale=scale, num_keys=num_keys)
-    return finish_attention_cpu(q, state)
+            attend_blocks_cpu(q[row], source.kv, one, blocks, state[row], params, num_keys=num_keys)
+    return finish_attention_cpu(q, state, params)
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,7 @@ class _Layout:
     @staticmethod
     @lru_cache(maxsize=32)  # all layers of a pass ask for the same
     def of(
-        positions: tuple[int, ...], sliding_window: int | None, num_keys: int | None, num_kv_heads: int, group: int, *,
+        positions: tuple[int, ...], window: int | None, num_keys: int | None, num_kv_heads: int, group: int, *,
         tree: bool,
     ) -> "_Layout":  # fmt: skip
         """That of queries at such positions; each has a tile of its own in a tree, or where siblings show it is one."""
@@ -155,7 +172,7 @@ class _Layout:
         target = torch.arange(source.numel()).view(source.shape).transpose(1, 2)[is_own]
         position = position.repeat_interleave(group, dim=1)[..., None]
         stop = (position + 1).clamp(0, num_keys)
-        start = None if sliding_window is None else (position + 1 - sliding_window).clamp(min=0)
+        start = None if window is None else (position + 1 - window).clamp(min=0)
         starts = [0] * len(tiles) if start is None else start.amin((1, 2)).tolist()
         reach = list(map(range, starts, stop.amax((1, 2)).tolist()))
         return _Layout(places[is_own], source.flatten(2), target.flatten(1), start, stop, reach)
@@ -185,7 +202,7 @@ class _Tiles:
             total, acc = self._spread(state.total[b]), self._spread(state.acc[b])
             self._sums = best, total.masked_fill_(fresh, 0.0), acc.masked_fill_(fresh[..., None], 0.0)
 
-    def store(self, state: AttentionState | torch.Tensor, b: int) -> None:
+    def store(self, state: AttentionState | torch.Tensor, b: int, params: AttentionParams) -> None:
         """Write what has been seen now, or the attention itself."""
         if self._sums is None:
             return
@@ -193,10 +210,10 @@ class _Tiles:
             for kept, own in zip((state.best, state.total, state.acc), self._sums, strict=True):
                 kept[b][self._layout.queries] = self._gathered(own)
         else:
-            _, total, acc = self._sums
-            state[b][self._layout.queries] = self._gathered(acc / total[..., None]).to(state.dtype)
+            out = _attended(params, *map(self._gathered, self._sums))
+            state[b][self._layout.queries] = out.to(state.dtype)
 
-    def attend(self, at: slice, keys: torch.Tensor, start: int, scale: float) -> None:
+    def attend(self, at: slice, keys: torch.Tensor, start: int, params: AttentionParams) -> None:
         """Merge a split, keys [2, n, H_kv, 256, D] that begin at position `start`, into n tiles."""
         layout = self._layout
         key = torch.arange(start, start + BLOCK_TOKENS)
@@ -204,12 +221,17 @@ class _Tiles:
         if layout.start is not None:
             visible &= key >= layout.start[at]
         mask = torch.where(visible, 0.0, float("-inf"))[:, None]
+        q, scale = self._q[at], params.scale
+        if params.soft_cap is not None:  # capped logits stand in the mask, each tile's computed by itself
+            factor = scale / params.soft_cap
+            capped = [torch.tanh(one @ k.mT * factor) * params.soft_cap for one, k in zip(q, keys[0], strict=True)]
+            q, mask = torch.zeros_like(q), mask + torch.stack(capped)
         # Heads of a group as queries of one head. This operator rather than the public one because it also returns the
         # log-sum-exp. It computes every tile and head by itself.
         part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self._q[at], *keys, 0.0, False, attn_mask=mask, scale=scale
+            q, *keys, 0.0, False, attn_mask=mask, scale=scale
         )
-        lse.mul_(_LOG2_E)
+        lse.mul_(LOG2_E)
         if layout.start is not None:  # some places of a tile may see nothing of a block that others see
             unseen = ~visible.any(-1)[:, None]
             lse, part = lse.masked_fill_(unseen, float("-inf")), part.masked_fill_(unseen[..., None], 0.0)

@@ -7,14 +7,38 @@ products: on an H200 those of prompts (wgmma) and of windows (mma) had the same 
 """
 
 from offload_runtime_kernels._jit import jit, tl
+from offload_runtime_kernels.attention_state import LOG2_E
 
 # Columns of the ones that weights are summed by: the fewest that the matrix units take.
 _SUM_COLUMNS = tl.constexpr(8)
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@jit
+def soft_capped(raw, cap_log2e):
+    """Return dot products as logits in units of the soft cap, by tanh(x) = 1 - 2 / (1 + e^2x), or as they are."""
+    if cap_log2e is not None:
+        inverse = 1.0 / (tl.exp2(raw * cap_log2e) + 1.0)
+        raw = tl.fma(inverse, tl.full(raw.shape, -2.0, dtype=tl.float32), tl.full(raw.shape, 1.0, dtype=tl.float32))
+    return raw
+
+
+@jit
+def attended(best, total, acc, sinks_ptr, head, there):
+    """Return the attention of rows [R, D] that have seen all their keys; zero without any. The sink of a row's head,
+    where there are sinks, takes part once everything else has: best [R], total [R], acc [R, D]."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32) * _LOG2_E
+        pivot = tl.maximum(best, sink)
+        shrink = tl.exp2(best - pivot)
+        total = tl.fma(total, shrink, tl.exp2(sink - pivot))
+        acc = acc * shrink[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @jit
 def _attend_tile(
-    q, k_ptrs, stride_value, loaded, visible, best, total, acc, scale_log2e, MASKED: tl.constexpr,
+    q, k_ptrs, stride_value, loaded, visible, best, total, acc, scale_log2e, cap_log2e, MASKED: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the online softmax of a split: best [ROWS], total [ROWS, 8], acc [ROWS, D]."""
@@ -24,7 +48,7 @@ def _attend_tile(
     else:
         k = tl.load(k_ptrs)
         v = tl.load(k_ptrs + stride_value)
-    raw = tl.dot(q, tl.trans(k), input_precision="ieee")
+    raw = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee"), cap_log2e)
     if MASKED:
         raw = tl.where(visible, raw, float("-inf"))
     new_best = tl.maximum(best, tl.max(raw, axis=1) * scale_log2e)
@@ -50,12 +74,6 @@ def _merge_split(best, total, acc, split_best, split_total, split_acc):
 
 
 @jit
-def _divided(acc, total):
-    """Return the attention of rows that have seen all their keys; zero without any."""
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
-@jit
 def _first_seen(position, sliding_window):
     """Return the first key in the sliding window of any row that is there; it may be negative."""
     return tl.min(tl.where(position >= 0, position, 2147483646), axis=0) - sliding_window + 1
@@ -72,8 +90,8 @@ def _visible(key, position, end, sliding_window, WINDOWED: tl.constexpr):
 
 @jit
 def _attend_split(
-    q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, committed, ancestor_ptr,
-    first_block, num_blocks, stride_block, stride_value,
+    q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, cap_log2e, committed,
+    ancestor_ptr, first_block, num_blocks, stride_block, stride_value,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +112,8 @@ def _attend_split(
         best, total, acc = _attend_tile(
             q, base_ptrs + offset + (cache_position % SPLIT)[:, None] * HEAD_DIM, stride_value,
             key_valid[:, None] & channel_valid[None, :],
-            _visible(key, position, first + end, sliding_window, WINDOWED), best, total, acc, scale_log2e, MASKED,
-            q.shape[1] != HEAD_DIM,
+            _visible(key, position, first + end, sliding_window, WINDOWED), best, total, acc, scale_log2e, cap_log2e,
+            MASKED, q.shape[1] != HEAD_DIM,
         )  # fmt: skip
     return best, tl.max(total, axis=1), acc  # all columns are the same
 
@@ -113,7 +131,7 @@ def _attend_split(
 def split_kernel(
     q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, slots_ptr, committed_ptr, ancestors_ptr,
     num_queries, first_query, end_query, num_rows, first_split, end_split, tree_splits, num_ancestors, sliding_window,
-    num_keys, direct, scale_log2e, first_block, num_blocks,
+    num_keys, direct, scale_log2e, cap_log2e, sinks_ptr, first_block, num_blocks,
     stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
@@ -156,8 +174,9 @@ def split_kernel(
     base_ptrs = kv_ptr + slot * stride_slot + kv_head * (SPLIT * HEAD_DIM) + channel[None, :]
     ancestor_ptr = ancestors_ptr + (batch * num_queries + first_query + program) * num_ancestors
     best, total, acc = _attend_split(
-        q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, committed, ancestor_ptr,
-        first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, TREE, True, WINDOWED,
+        q, base_ptrs, channel_valid, position, first, begin, end, sliding_window, scale_log2e, cap_log2e, committed,
+        ancestor_ptr, first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, TREE, True,
+        WINDOWED,
     )  # fmt: skip
 
     partial_row = batch * (end_query - first_query) + (query - first_query)
@@ -165,7 +184,7 @@ def split_kernel(
     # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a merge
     # would add the first split to a positive zero.
     to_final = direct + tl.zeros([ROWS], dtype=tl.int32) != 0
-    final = _divided(acc + 0.0, total).to(out_ptr.dtype.element_ty)
+    final = attended(best, total, acc + 0.0, sinks_ptr, head, row_valid).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_offset[:, None] + channel[None, :], final, mask=row_mask & to_final[:, None])
     kept = row_valid & (to_final == 0)
     tl.store(acc_ptr + partial[:, None] * HEAD_DIM + channel[None, :], acc, mask=row_mask & kept[:, None])
@@ -175,8 +194,8 @@ def split_kernel(
 
 @jit(do_not_specialize=("positions_ptr", "slots_ptr", "num_queries", "sliding_window", "first_block", "num_blocks"))
 def prefill_kernel(
-    q_ptr, kv_ptr, out_ptr, positions_ptr, slots_ptr, num_queries, sliding_window, scale_log2e, first_block,
-    num_blocks, stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
+    q_ptr, kv_ptr, out_ptr, positions_ptr, slots_ptr, num_queries, sliding_window, scale_log2e, cap_log2e, sinks_ptr,
+    first_block, num_blocks, stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -208,19 +227,21 @@ def prefill_kernel(
     acc = tl.zeros([ROWS, D_BLOCK], dtype=tl.float32)
     for split in range(0 if WINDOWED else whole):
         split_best, split_total, split_acc = _attend_split(
-            q, base_ptrs, channel_valid, position, split * SPLIT, 0, SPLIT, sliding_window, scale_log2e, 0, kv_ptr,
-            first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, False, False, WINDOWED,
+            q, base_ptrs, channel_valid, position, split * SPLIT, 0, SPLIT, sliding_window, scale_log2e, cap_log2e, 0,
+            kv_ptr, first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE, SPLIT, STAGES, False, False,
+            WINDOWED,
         )  # fmt: skip
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
     for split in range(whole, tl.cdiv(end, SPLIT)):
         first = split * SPLIT
         split_best, split_total, split_acc = _attend_split(
             q, base_ptrs, channel_valid, position, first, tl.maximum(begin - first, 0), tl.minimum(end - first, SPLIT),
-            sliding_window, scale_log2e, 0, kv_ptr, first_block, num_blocks, stride_block, stride_value, HEAD_DIM, TILE,
-            SPLIT, STAGES, False, True, WINDOWED,
+            sliding_window, scale_log2e, cap_log2e, 0, kv_ptr, first_block, num_blocks, stride_block, stride_value,
+            HEAD_DIM, TILE, SPLIT, STAGES, False, True, WINDOWED,
         )  # fmt: skip
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
-    out = tl.where(position[:, None] >= 0, _divided(acc, total), 0.0).to(out_ptr.dtype.element_ty)
+    out = attended(best, total, acc, sinks_ptr, head, row_valid)
+    out = tl.where(position[:, None] >= 0, out, 0.0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_offset[:, None] + channel[None, :], out, mask=row_mask)
 
 
@@ -232,7 +253,7 @@ def prefill_kernel(
     )
 )  # fmt: skip
 def merge_kernel(
-    split_best_ptr, split_total_ptr, split_acc_ptr, best_ptr, total_ptr, acc_ptr, out_ptr,
+    split_best_ptr, split_total_ptr, split_acc_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, sinks_ptr,
     num_splits, num_rows, num_queries, first_query, end_query, carried, finish,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -257,7 +278,8 @@ def merge_kernel(
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
     finishing = inside & (finish + tl.zeros_like(channel) != 0)
     kept = finish + one == 0
-    tl.store(out_ptr + at, _divided(acc, total).to(out_ptr.dtype.element_ty), mask=finishing)
+    out = attended(best, total, acc, sinks_ptr, head + one, one == 0)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=finishing)
     tl.store(acc_ptr + at, acc, mask=inside & (finish + tl.zeros_like(channel) == 0))
     tl.store(best_ptr + state, best, mask=kept)
     tl.store(total_ptr + state, total, mask=kept)

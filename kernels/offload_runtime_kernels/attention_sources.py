@@ -19,7 +19,8 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.attention_state import KeySource, QueryRows
+from offload_runtime_kernels.attention_kernels import attended, soft_capped
+from offload_runtime_kernels.attention_state import LOG2_E, AttentionParams, KeySource, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 # Programs that keep 128 (RTX 4090) or 132 (H200) multiprocessors busy: two each.
@@ -29,7 +30,7 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 # Parts that one program of a join reads at a time: 64 registers a thread at 128 channels.
 _JOINED_PARTS = 16
 _NO_LIMIT = (1 << 31) - 1
-_LOG2E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @jit(
@@ -42,7 +43,7 @@ _LOG2E = 1.4426950408889634
 def _sources_kernel(
     q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, committed_ptr, ancestors_ptr, slots_a_ptr,
     slots_b_ptr, bounds_a_ptr, bounds_b_ptr, num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b,
-    first_block_a, first_block_b, blocks_a, blocks_b, scale_log2e,
+    first_block_a, first_block_b, blocks_a, blocks_b, scale_log2e, cap_log2e, sinks_ptr,
     a_stride_slot: "tl.int64", a_stride_block: "tl.int64", a_stride_value: "tl.int64",
     b_stride_slot: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -96,7 +97,7 @@ def _sources_kernel(
         load_mask = (key_position < end)[:, None] & channel_valid[None, :]
         k = tl.load(k_ptrs, mask=load_mask, other=0.0)
         v = tl.load(k_ptrs + tl.where(in_a, a_stride_value, b_stride_value), mask=load_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+        scores = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee"), cap_log2e) * scale_log2e
         visible = key_position[None, :] <= position[:, None]
         if DEPTH > 0:
             place = (key_position - committed).to(tl.int64)
@@ -115,10 +116,11 @@ def _sources_kernel(
 
     if OVERLAP:
         gdc_launch_dependents()
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if ONE_PART:
+        out = attended(best, total, acc, sinks_ptr, head, row_valid)
         tl.store(out_ptr + row_offset[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         num_rows = tl.num_programs(1) // NUM_KV_HEADS * num_queries
         index = (part.to(tl.int64) * num_rows + row) * (NUM_KV_HEADS * GROUP) + head
         tl.store(out_ptr + index[:, None] * HEAD_DIM + channel[None, :], out, mask=mask)
@@ -129,7 +131,7 @@ def _sources_kernel(
 # By the handful: the loads wait for nothing but each other.
 @jit(do_not_specialize=("num_parts", "num_rows"))
 def _join_kernel(
-    partial_ptr, lse_ptr, out_ptr, num_parts, num_rows,
+    partial_ptr, lse_ptr, out_ptr, sinks_ptr, num_parts, num_rows,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -140,6 +142,8 @@ def _join_kernel(
     inside = channel < HEAD_DIM
     best = tl.full([], float("-inf"), dtype=tl.float32)
     total = tl.full([], 0.0, dtype=tl.float32)
+    if sinks_ptr is not None:
+        best, total = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E, total + 1.0
     acc = tl.zeros([D_BLOCK], dtype=tl.float32)
     for first in range(0, num_parts, PARTS):
         part = first + tl.arange(0, PARTS)
@@ -176,7 +180,7 @@ def _cut(q: torch.Tensor, channels: int) -> _Cut:
     if q.element_size() == 4:
         return _Cut(16, 2, rows=min(_MOST_ROWS, 4096 // channels))
     if channels >= 256:
-        return _Cut(32, 2)
+        return _Cut(8192 // channels, 2, rows=16384 // channels)
     return _Cut(64, 3) if is_roomy(q.device) else _Cut(32, 3)
 
 
@@ -209,7 +213,7 @@ def sources_workspace_bytes(head_dim: int) -> int:
 
 
 def attend_sources_triton(
-    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, *, scale: float,
+    q: torch.Tensor, sources: Sequence[KeySource], rows: QueryRows, params: AttentionParams, *,
     enough_programs: int = _ENOUGH_PROGRAMS,
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `attend_sources`: one launch for every two sources, and one that joins what was found."""
@@ -248,7 +252,7 @@ def attend_sources_triton(
             num_queries, a.tiles, sum(keys.tiles for keys in pair), span, a.first, b.first,
             *(_NO_LIMIT if keys.source.num_keys is None else keys.source.num_keys for keys in (a, b)),
             *(keys.source.kv.first_block for keys in (a, b)), *(keys.source.kv.num_blocks for keys in (a, b)),
-            scale * _LOG2E, *a.source.kv.data.stride()[:3], *b.source.kv.data.stride()[:3],
+            *params.log2_scales, params.sinks, *a.source.kv.data.stride()[:3], *b.source.kv.data.stride()[:3],
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, D_BLOCK=channels,
             ROWS=rows_per_program, TILE=cut.tile, BLOCK=BLOCK_TOKENS, STAGES=cut.stages,
             BOUNDED_A=a.source.bounds is not None, BOUNDED_B=b.source.bounds is not None,
@@ -258,7 +262,7 @@ def attend_sources_triton(
         before += count
     if num_parts > 1:
         _join_kernel[(batch * num_queries, num_heads)](
-            partial, lse, out, num_parts, batch * num_queries, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+            partial, lse, out, params.sinks, num_parts, batch * num_queries, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
             D_BLOCK=channels, PARTS=_JOINED_PARTS, num_warps=1, **overlap_options(q.device),
         )  # fmt: skip
     return out

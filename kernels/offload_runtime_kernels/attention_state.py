@@ -6,6 +6,8 @@ import torch
 
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
+LOG2_E = 1.4426950408889634
+
 
 @dataclass(frozen=True)
 class QueryRows:
@@ -27,6 +29,29 @@ class QueryRows:
     ancestors: torch.Tensor | None = None
     used: torch.Tensor | None = None
     most_used: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParams:
+    """What the attention of one layer has of its own.
+
+    `scale` multiplies the dot products, usually D ** -0.5. `window`: tokens that a query sees, itself included; None
+    for all. `soft_cap`: a logit becomes soft_cap * tanh(logit / soft_cap) before it is masked; None leaves it. `sinks`
+    [H], on the compute device: of each query head a logit that takes part in the softmax and has no value.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def log2_scales(self) -> tuple[float, float | None]:
+        """What kernels multiply by. Without a soft cap the first makes dot products logits in log2 units; with one the
+        second makes them the exponent of `soft_capped`, and the first multiplies what comes of that."""
+        if self.soft_cap is None:
+            return self.scale * LOG2_E, None
+        return self.soft_cap * LOG2_E, 2 * self.scale / self.soft_cap * LOG2_E
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from offload_runtime_kernels._jit import is_roomy, triton
 from offload_runtime_kernels.attention_kernels import merge_kernel, prefill_kernel, split_kernel
-from offload_runtime_kernels.attention_state import AttentionState, QueryRows
+from offload_runtime_kernels.attention_state import AttentionParams, AttentionState, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 TILE_TOKENS = 64
@@ -25,7 +25,6 @@ LEAST_SPLITS = 16
 # Results of splits that a merge has on their way.
 _MERGE_STAGES = 12
 _NO_LIMIT = (1 << 31) - 1
-_LOG2_E = 1.4426950408889634
 
 
 def _parts(whole: range, step: int) -> Iterator[range]:
@@ -35,8 +34,8 @@ def _parts(whole: range, step: int) -> Iterator[range]:
 
 
 def _merge(
-    partial: AttentionState, state: AttentionState, out: torch.Tensor, queries: range, *, num_splits: int,
-    carried: bool, finish: bool,
+    partial: AttentionState, state: AttentionState, out: torch.Tensor, queries: range, params: AttentionParams, *,
+    num_splits: int, carried: bool, finish: bool,
 ) -> None:  # fmt: skip
     """Enqueue the merge of `num_splits` splits of `queries`.
 
@@ -45,6 +44,7 @@ def _merge(
         state: Of all queries; read if `carried`, written unless `finish`.
         out: [B, T, H, D], written if `finish`; otherwise only its dtype counts.
         queries: Those of the T queries that are merged.
+        params: The layer's.
         num_splits: How many.
         carried: Begin with the state; otherwise with nothing seen.
         finish: Write `out`; otherwise the state.
@@ -53,7 +53,7 @@ def _merge(
     num_rows = batch * len(queries)
     merge_kernel[(num_rows, num_heads)](
         partial.best, partial.total, partial.acc, state.best, state.total, state.acc, out,
-        num_splits, num_rows, num_queries, queries.start, queries.stop, int(carried), int(finish),
+        params.sinks, num_splits, num_rows, num_queries, queries.start, queries.stop, int(carried), int(finish),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim), STAGES=_MERGE_STAGES,
         num_warps=1,
     )  # fmt: skip
@@ -72,8 +72,7 @@ class _Call:
     q: torch.Tensor
     kv: KVBlocks
     rows: QueryRows
-    scale: float
-    sliding_window: int | None
+    params: AttentionParams
     num_keys: int = _NO_LIMIT
     workspace_bytes: int = WORKSPACE_BYTES
     least_splits: int = LEAST_SPLITS
@@ -94,7 +93,7 @@ class _Call:
         return {
             "NUM_KV_HEADS": num_kv_heads, "GROUP": self.q.shape[2] // num_kv_heads, "HEAD_DIM": head_dim,
             "D_BLOCK": channels, "TILE": TILE_TOKENS if self._row_bytes <= 512 else 32, "SPLIT": SPLIT_TOKENS,
-            "WINDOWED": self.sliding_window is not None,
+            "WINDOWED": self.params.window is not None,
         }  # fmt: skip
 
     @property
@@ -135,8 +134,9 @@ class _Call:
             rows.slots if rows.committed is None else rows.committed,
             rows.slots if rows.ancestors is None else rows.ancestors,
             num_queries, queries.start, queries.stop, batch * len(queries), splits.start, splits.stop,
-            self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.sliding_window or 0,
-            self.num_keys, int(final is not None), self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks,
+            self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.params.window or 0,
+            self.num_keys, int(final is not None), *self.params.log2_scales, self.params.sinks, self.kv.first_block,
+            self.kv.num_blocks,
             *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows, TREE=tree,
             STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
         )  # fmt: skip
@@ -161,8 +161,9 @@ class _Call:
         programs = triton.cdiv(num_queries * (num_heads // num_kv_heads), self._prefill_rows)
         stages = 1 if self._row_bytes >= 512 else 3 if is_roomy(self.q.device) else 2
         prefill_kernel[(programs, batch * num_kv_heads)](
-            self.q, self.kv.data, out, self.rows.positions, self.rows.slots, num_queries, self.sliding_window or 0,
-            self.scale * _LOG2_E, self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape,
+            self.q, self.kv.data, out, self.rows.positions, self.rows.slots, num_queries,
+            self.params.window or 0, *self.params.log2_scales, self.params.sinks, self.kv.first_block,
+            self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape,
             ROWS=self._prefill_rows, STAGES=stages, num_warps=8,
         )  # fmt: skip
 
@@ -186,7 +187,7 @@ class _Call:
             for splits in _parts(blocks, most_splits):
                 self._partials(partial, queries, splits)
                 _merge(
-                    partial, between, self.q if out is None else out, queries, num_splits=len(splits),
+                    partial, between, self.q if out is None else out, queries, self.params, num_splits=len(splits),
                     carried=state is not None or splits.start > blocks.start,
                     finish=out is not None and splits.stop == blocks.stop,
                 )  # fmt: skip
@@ -203,15 +204,15 @@ class _Call:
 
 
 def attention_triton(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, *, scale: float, sliding_window: int | None = None,
-    prefill: bool | None = None, workspace_bytes: int = WORKSPACE_BYTES, least_splits: int = LEAST_SPLITS,
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, params: AttentionParams, *, prefill: bool | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES, least_splits: int = LEAST_SPLITS,
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `attention`; results of splits take `workspace_bytes` at most, unless one does for a query.
 
     `prefill` says whether one program does all splits of its queries, which changes no bit; None: if queries fill
     enough such programs.
     """
-    call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT, workspace_bytes, least_splits)
+    call = _Call(q, kv, rows, params, _NO_LIMIT, workspace_bytes, least_splits)
     out = torch.empty_like(q)
     if call.fills_programs() if prefill is None else prefill:
         assert rows.ancestors is None
@@ -222,20 +223,20 @@ def attention_triton(
 
 
 def attend_blocks_triton(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, *, scale: float,
-    sliding_window: int | None = None, num_keys: int | None = None,
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, params: AttentionParams, *,
+    num_keys: int | None = None,
 ) -> None:  # fmt: skip
     """Triton version of `attend_blocks`."""
     assert state.best.is_contiguous() and state.acc.is_contiguous() and state.acc.shape == q.shape
     seen = _blocks_with_keys(blocks, rows, num_keys)
     if seen:
-        call = _Call(q, kv, rows, scale, sliding_window, _NO_LIMIT if num_keys is None else num_keys)
+        call = _Call(q, kv, rows, params, _NO_LIMIT if num_keys is None else num_keys)
         call.attend(seen, state, None)
 
 
-def finish_attention_triton(q: torch.Tensor, state: AttentionState) -> torch.Tensor:
+def finish_attention_triton(q: torch.Tensor, state: AttentionState, params: AttentionParams) -> torch.Tensor:
     """Triton version of `finish_attention`."""
     out = torch.empty_like(q)
     # No splits: what stands for their results is never read.
-    _merge(state, state, out, range(q.shape[1]), num_splits=0, carried=True, finish=True)
+    _merge(state, state, out, range(q.shape[1]), params, num_splits=0, carried=True, finish=True)
     return out

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
-from offload_runtime_kernels.attention import QueryRows, attention
+from offload_runtime_kernels.attention import AttentionParams, QueryRows, attention
 from offload_runtime_kernels.compact_rows import compact_rows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -155,11 +155,6 @@ class BlockCache:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def _attend_to(self, kv: KVBlocks, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-        """Attention to all that queries see, which lies in one place."""
-        own = self._config.layers[layer].attention
-        return attention(q, kv, rows, scale=own.scale, sliding_window=own.window)
-
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         """A block with committed tokens, or the next one, wherever it lies: [2, H_kv, 256, D]."""
         raise NotImplementedError
@@ -207,8 +202,8 @@ class DeviceKVCache(BlockCache):
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._of_layers[layer][self._rows])
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
-        return self._attend_to(self.store(layer), layer, q, rows)
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
+        return attention(q, self.store(layer), rows, params)
 
     def begin_prefill(self, slot: int, count: int) -> None:
         check_capacity(self._lengths[slot] + count, self.capacity_tokens)

@@ -15,7 +15,14 @@ from functools import partial
 from itertools import chain
 
 import torch
-from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, finish_attention
+from offload_runtime_kernels.attention import (
+    AttentionParams,
+    AttentionState,
+    QueryRows,
+    attend_blocks,
+    attention,
+    finish_attention,
+)
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -191,31 +198,28 @@ class HostKVCache(BlockCache):
             running.begin_layer(layer, self._passing(layer), ring[running.slot], first)
         return KVBlocks(running.workspace)
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         running = None if layer in self._resident else self._passes[layer].prefill
         if layer in self._ring and running is None:
-            return self._attend_window(layer, q, rows)
+            return self._attend_window(layer, q, rows, params)
         kv = self.store(layer)
-        out = self._attend_to(kv, layer, q, rows)
+        out = attention(q, kv, rows, params)
         if running is not None and running.write(rows.max_length, self._ring[layer][running.slot]):
             self._notify(layer, running.slot, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
 
-    def _attend_window(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+    def _attend_window(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Attention of a decoding pass: of each sequence to its blocks on the host, as they come over the link, and
         then to those in the ring."""
         of_card = self._passes[layer]
         if of_card.views is None or of_card.views[0] is not rows:
             of_card.views = rows, [self._own_rows(rows, row) for row in range(len(self._window))]
         views, state = of_card.views[1], AttentionState.empty(q)
-        attention = self._config.layers[layer].attention
 
         def attend(slot: int, kv: KVBlocks, blocks: range, *, committed: bool) -> None:
             row = self._window.index(slot)
             part, view = slice(row, row + 1), views[row][committed]
-            attend_blocks(
-                q[part], kv, view, blocks, state[part], scale=attention.scale, sliding_window=attention.window
-            )
+            attend_blocks(q[part], kv, view, blocks, state[part], params)
 
         for run, piece in self._passing(layer):
             # The same memory whichever batch row is looked up.
@@ -225,7 +229,7 @@ class HostKVCache(BlockCache):
         for slot in self._window:
             recent = range(of_card.snapshot.blocks[slot], num_blocks(self._ends[slot]))
             attend(slot, ring, recent, committed=False)
-        return finish_attention(q, rows, state)
+        return finish_attention(q, state, params)
 
     def _own_rows(self, rows: QueryRows, row: int) -> tuple[QueryRows, QueryRows]:
         """Those of one sequence: for blocks where keys of a tree may be, and for committed ones."""

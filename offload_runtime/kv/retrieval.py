@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from offload_runtime_kernels.attention import KeySource, QueryRows, attend_sources
+from offload_runtime_kernels.attention import AttentionParams, KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
@@ -219,7 +219,7 @@ class RetrievalCache:
         self._policy = RetrievalPolicy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens)
         self.warm_up = self._policy.warm_up
         source.observers.append(self._policy)
-        self._source, self._config = source, config
+        self._source = source
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
         self._refresh = True  # whether the next pass chooses chunks anew
@@ -286,23 +286,22 @@ class RetrievalCache:
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
-        attention = self._config.layers[layer].attention
-        assert attention.window is None and q.shape[0] == len(self._rows)
-        scale, first, count = attention.scale, self._rows.start, len(self._rows)
+        assert q.shape[0] == len(self._rows)
+        first, count = self._rows.start, len(self._rows)
         numbers = self._numbers[self._owners[layer]]
         available, bounds = numbers[0, :count], numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             selected = self._policy.select(
-                layer, q[:, : rows.most_used], available, scale=scale, rows_used=rows.used, slot=first,
+                layer, q[:, : rows.most_used], available, scale=params.scale, rows_used=rows.used, slot=first,
                 held=self.chunks.resident[layer][first : first + count], most=self._most_available,
             )  # fmt: skip
             self.chunks.update(layer, selected, self._source.block_table(layer), slot=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
         far = KeySource(self.chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
         near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=bounds[1])
-        return attend_sources(q, [far, near], rows, scale=scale)
+        return attend_sources(q, [far, near], rows, params)
 
 
 class RetrievedDraftCache(RetrievalCache):
@@ -372,10 +371,10 @@ class RetrievedDraftCache(RetrievalCache):
             self._reach[slot] = max(self._reach[slot], self.recent[slot].start * BLOCK_TOKENS)
         return grown
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         # A sliding window is close by, and no chunk stands for it.
-        whole = self._whole or self._config.layers[layer].attention.window is not None
-        return (self._source.attend if whole else super().attend)(layer, q, rows)
+        whole = self._whole or params.window is not None
+        return (self._source.attend if whole else super().attend)(layer, q, rows, params)
 
     def truncate(self, slot: int, length: int) -> None:
         self._source.truncate(slot, length)

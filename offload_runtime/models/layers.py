@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
-from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.rms_norm import rms_norm
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store
@@ -69,12 +68,12 @@ Weights = Mapping[str, Weight]  # by packed name
 
 class LayerCache(Protocol):
     """What an attention layer needs of a KV cache: a place for new keys and values, and attention over all that its
-    queries see, within the layer's sliding window."""
+    queries see."""
 
     def store(self, layer: int) -> KVBlocks:
         """Where the rows of the running pass write their keys and values."""
 
-    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
 
@@ -118,6 +117,9 @@ class Attention:
         hidden_size: Channels of the residual stream, H.
         num_heads, num_kv_heads, head_dim: Query heads, heads of keys and values, channels of each, D.
         eps: Of the norms of queries and keys.
+        scale: What the dot products of queries and keys are multiplied by; 0 stands for D ** -0.5.
+        soft_cap: What logits are capped at softly, by a tanh; None leaves them.
+        sinks: Whether each query head has a learnt logit that takes part in its softmax and has no value.
         window: Tokens that a sliding window reaches; None attends to all.
         rotates: Whether queries and keys are rotated.
         qkv_bias, o_bias: Which projections have biases.
@@ -129,16 +131,18 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     eps: float
+    scale: float = 0.0
+    soft_cap: float | None = None
+    sinks: bool = False
     window: int | None = None
     rotates: bool = True
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
 
-    @cached_property
-    def scale(self) -> float:
-        """What the dot products of queries and keys are multiplied by."""
-        return float(self.head_dim**-0.5)
+    def __post_init__(self) -> None:
+        if not self.scale:
+            object.__setattr__(self, "scale", float(self.head_dim**-0.5))
 
     @property
     def q_size(self) -> int:
@@ -173,12 +177,14 @@ class Attention:
         return self.qkv_size + 3 * self.q_size
 
     def tensors(self) -> Iterator[Tensor]:
-        """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D]."""
+        """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D], `sinks` [query heads]."""
         qkv = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
         rows = {f"self_attn.{name}": count for name, count in qkv.items()}
         yield from _projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
         for name in ("q", "k") if self.qk_norm else ():
             yield Tensor(f"{name}_norm", f"self_attn.{name}_norm.weight", (self.head_dim,))
+        if self.sinks:
+            yield Tensor("sinks", "self_attn.sinks", (self.num_heads,))
         yield from _projections("o", {"self_attn.o_proj": self.hidden_size}, self.q_size, bias=self.o_bias)
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
@@ -187,7 +193,9 @@ class Attention:
         norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, self.eps) if self.qk_norm else None
         q = rope_store(qkv, rows.full if self.rotates else rows.plain, cache.store(layer), norm)
         q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
-        return cache.attend(layer, q, rows.query).reshape(rows.num_rows, -1).contiguous()
+        sinks = weights["sinks"].dense if self.sinks else None
+        params = AttentionParams(self.scale, self.window, self.soft_cap, sinks)
+        return cache.attend(layer, q, rows.query, params).reshape(rows.num_rows, -1).contiguous()
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.attention_cpu import attention_reference
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -27,11 +27,17 @@ class AttentionCase:
 
     q: torch.Tensor
     kv: KVBlocks
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
-    @property
-    def scale(self) -> float:
-        """Sharper than D^-0.5, so that single keys matter and a wrongly masked one is seen."""
-        return 2.0 * self.q.shape[-1] ** -0.5
+    def params(self, window: int | None = None) -> AttentionParams:
+        """A scale sharper than D^-0.5, so that single keys matter and a wrongly masked one is seen."""
+        return AttentionParams(2.0 * self.q.shape[-1] ** -0.5, window, self.soft_cap, self.sinks)
+
+    def capped_with_sinks(self) -> AttentionCase:
+        """The same where large logits are cut by more than half, and sinks weigh as much as a few large logits do."""
+        sinks = random_tensor(self.q.shape[2], seed=9, dtype=self.q.dtype).to(self.q.device)
+        return replace(self, soft_cap=3.0, sinks=3 + sinks)
 
     @property
     def largest_value(self) -> float:
@@ -58,16 +64,16 @@ class AttentionCase:
             if rows.ancestors is not None:
                 clean[slot, rows.ancestors[b].flatten().long()] = True
         spread = clean.view(-1, self.kv.num_blocks, 1, 1, BLOCK_TOKENS, 1)
-        return AttentionCase(self.q, KVBlocks(self.kv.data.masked_fill(~spread, float("nan"))))
+        return replace(self, kv=KVBlocks(self.kv.data.masked_fill(~spread, float("nan"))))
 
-    def expected(self, rows: QueryRows, sliding_window: int | None = None) -> torch.Tensor:
+    def expected(self, rows: QueryRows, window: int | None = None) -> torch.Tensor:
         """The reference in fp64: [B, T, H, D]."""
         kv = KVBlocks(self.kv.data.double())
-        return attention_reference(self.q.double(), kv, rows, scale=self.scale, sliding_window=sliding_window)
+        return attention_reference(self.q.double(), kv, rows, self.params(window))
 
     def queries(self, queries: slice) -> AttentionCase:
         """The same cache before some of the queries only."""
-        return AttentionCase(self.q[:, queries].contiguous(), self.kv)
+        return replace(self, q=self.q[:, queries].contiguous())
 
 
 def piece(kv: KVBlocks, blocks: range) -> KVBlocks:

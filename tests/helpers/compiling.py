@@ -29,7 +29,7 @@ import offload_runtime_kernels
 import torch
 import triton
 from offload_runtime_kernels.attention_sources import attend_sources_triton
-from offload_runtime_kernels.attention_state import AttentionState, KeySource, QueryRows
+from offload_runtime_kernels.attention_state import AttentionParams, AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.chunk_scores import chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import ChunkSummaries
@@ -49,7 +49,13 @@ from tests.helpers.kernel_conditions import SHARED_BYTES
 
 BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 # Query heads, KV heads and head dim.
-HEADS = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "phi-2": (32, 32, 80), "gemma-2-2b": (8, 4, 256)}
+HEADS = {
+    "llama-3-8b": (32, 8, 128),
+    "smollm2-135m": (9, 3, 64),
+    "phi-2": (32, 32, 80),
+    "gemma-2-2b": (8, 4, 256),
+    "gemma-4": (32, 4, 512),
+}
 Call = Callable[[], object]
 # Rows of an encoded matrix that is cut as large ones are, and of one as small ones are.
 LARGE, SMALL = 14336, 4096
@@ -238,16 +244,16 @@ def attend(
     num_heads, num_kv_heads, head_dim = heads
     tree_rows = {"committed": ints(1), "ancestors": ints(1, count, 24)} if tree else {}
     q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
-    attention_triton(
-        q, kv, query_rows(count, **tree_rows), scale=0.1, sliding_window=window, prefill=False if tree else count > 100
-    )
+    # Gemma's caps, and sinks as gpt-oss has them.
+    params = AttentionParams(0.1, window, *((50.0, torch.empty(num_heads, dtype=dtype)) if head_dim >= 256 else ()))
+    attention_triton(q, kv, query_rows(count, **tree_rows), params, prefill=False if tree else count > 100)
 
 
 def attend_pieces() -> None:
     q, kv = torch.empty(1, 4, 32, 128, dtype=BF16), caches(8, 128, BF16)
     state = AttentionState.empty(q)
-    attend_blocks_triton(q, kv, query_rows(4), range(3), state, scale=0.1)
-    finish_attention_triton(q, state)
+    attend_blocks_triton(q, kv, query_rows(4), range(3), state, AttentionParams(0.1))
+    finish_attention_triton(q, state, AttentionParams(0.1))
 
 
 # What of attention is compiled, of whom, and with which sliding window; fp16 takes what bf16 does.
@@ -258,6 +264,7 @@ ATTENTION = (
     ("prefill", "smollm2-135m", FP32, None),
     ("prefill", "phi-2", BF16, None),
     ("window prefill tree", "gemma-2-2b", BF16, 100),
+    ("window prefill tree", "gemma-4", BF16, None),
 )
 
 
@@ -277,13 +284,13 @@ def attend_two(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, b
     rows = query_rows(count)
     if bounded:  # as steps of a retrieval verifier, which checks trees
         rows = replace(rows, committed=ints(1), ancestors=ints(1, count, 5))
-    attend_sources_triton(q, sources, rows, scale=0.1, enough_programs=parts)
+    attend_sources_triton(q, sources, rows, AttentionParams(0.1), enough_programs=parts)
 
 
 def sources_calls() -> Iterator[tuple[str, Call]]:
     for model, dtype, count in (
         ("llama-3-8b", BF16, 5), ("llama-3-8b", BF16, 64), ("smollm2-135m", FP32, 5),
-        ("gemma-2-2b", BF16, 64), ("gemma-2-2b", FP32, 64),
+        ("gemma-2-2b", BF16, 64), ("gemma-2-2b", FP32, 64), ("gemma-4", BF16, 64), ("gemma-4", BF16, 5),
     ):  # fmt: skip
         call = partial(attend_two, HEADS[model], dtype, count, bounded=count == 5, parts=1000 if count == 5 else 1)
         yield f"sources {count} {model} {called(dtype)}", call

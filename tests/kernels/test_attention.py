@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from offload_runtime_kernels.attention import QueryRows
@@ -25,9 +27,7 @@ def _run(
     case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False, **limits: int
 ) -> torch.Tensor:
     with poisoned_outputs():
-        return attention_triton(
-            case.q, case.kv, rows, scale=case.scale, sliding_window=window, prefill=prefill, **limits
-        )
+        return attention_triton(case.q, case.kv, rows, case.params(window), prefill=prefill, **limits)
 
 
 def _check(case: AttentionCase, rows: QueryRows, *, window: int | None = None, prefill: bool = False) -> None:
@@ -59,14 +59,32 @@ def test_ragged_batch_matches_reference(group: int, head_dim: int, prefill: bool
     _check(case, rows, prefill=prefill)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("prefill", [False, True])
+def test_soft_caps_and_sinks_match_the_reference(prefill: bool, window: int | None) -> None:
+    case, rows = _ragged_case(3, 96, torch.float32)
+    _check(case.capped_with_sinks(), rows, window=window, prefill=prefill)
+    _check(replace(case, sinks=case.capped_with_sinks().sinks), rows, window=window, prefill=prefill)
+    _check(replace(case, soft_cap=3.0), rows, window=window, prefill=prefill)
+
+
+def test_soft_caps_and_sinks_of_trees_over_several_splits() -> None:
+    rows = tree_rows(TREE_PARENTS, (300, 250), position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6), slots=(1, 0))
+    case = AttentionCase.random(
+        batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
+    )
+    _check(case.capped_with_sinks(), rows)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_ragged_batch_matches_reference_in_half_precision(group: int, head_dim: int, dtype: torch.dtype) -> None:
     case, rows = _ragged_case(group, head_dim, dtype)
     # Compiling is what takes long: windows of one sort in half of the cases, of the other in the other half.
     odd = (group // 2 + head_dim // 16 + (dtype == BF16)) % 2
+    case = case if group == 3 else case.capped_with_sinks()
     for prefill, window in ((False, (None, 20)[odd]), (True, (20, None)[odd])):
         _check(case, rows, window=window, prefill=prefill)
 
@@ -100,7 +118,7 @@ def test_prefill_does_not_read_tiles_behind_the_sliding_window() -> None:
     case = AttentionCase.random(batch=1, num_queries=4, num_kv_heads=1, group=3, head_dim=16, capacity=604)
     behind = case.kv.data.clone()
     behind[:, :2] = float("nan")
-    out = _run(AttentionCase(case.q, KVBlocks(behind)), rows, window=20, prefill=True)
+    out = _run(replace(case, kv=KVBlocks(behind)), rows, window=20, prefill=True)
     assert_within(out, case.expected(rows, 20), atol=1e-5 * case.largest_value)
 
 
@@ -219,15 +237,17 @@ def test_windows_have_the_bits_of_prompts(window: int | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize(("group", "head_dim", "dtype"), [
     (1, 128, BF16), (4, 128, BF16), (7, 64, torch.float16), (3, 80, BF16), (20, 64, BF16), (2, 256, BF16),
-    (2, 128, torch.float32),
+    (8, 512, BF16), (2, 128, torch.float32),
 ])  # fmt: skip
 def test_windows_have_the_bits_of_prompts_on_a_gpu(
-    group: int, head_dim: int, dtype: torch.dtype, window: int | None
+    group: int, head_dim: int, dtype: torch.dtype, plain: bool, window: int | None
 ) -> None:
     case = AttentionCase.random(
         batch=1, num_queries=1200, num_kv_heads=2, group=group, head_dim=head_dim, capacity=1200, dtype=dtype
     )
-    case = AttentionCase(2 * case.q, case.kv)  # sharp enough for sums of few large weights
+    case = replace(case, q=2 * case.q)  # sharp enough for sums of few large weights
+    case = case if plain else case.capped_with_sinks()
     _check_windows_of(case, (1, 5, 17, 64, 100, 512, 950), window)

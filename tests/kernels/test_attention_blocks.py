@@ -11,7 +11,14 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
+from offload_runtime_kernels.attention import (
+    AttentionParams,
+    AttentionState,
+    QueryRows,
+    attend_blocks,
+    attention,
+    finish_attention,
+)
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -25,7 +32,7 @@ class Version:
 
     whole: Callable[..., torch.Tensor]
     attend: Callable[..., None]
-    finish: Callable[[torch.Tensor, QueryRows, AttentionState], torch.Tensor]
+    finish: Callable[[torch.Tensor, AttentionState, AttentionParams], torch.Tensor]
 
     def pieces(
         self, case: AttentionCase, rows: QueryRows, pieces: list[tuple[KVBlocks, range]], window: int | None = None
@@ -34,16 +41,16 @@ class Version:
         with poisoned_outputs():
             state = AttentionState.empty(case.q)
             for kv, blocks in pieces:
-                self.attend(case.q, kv, rows, blocks, state, scale=case.scale, sliding_window=window)
-            return self.finish(case.q, rows, state)
+                self.attend(case.q, kv, rows, blocks, state, case.params(window))
+            return self.finish(case.q, state, case.params())
 
     def all_at_once(self, case: AttentionCase, rows: QueryRows, window: int | None = None) -> torch.Tensor:
         with poisoned_outputs():
-            return self.whole(case.q, case.kv, rows, scale=case.scale, sliding_window=window)
+            return self.whole(case.q, case.kv, rows, case.params(window))
 
 
 PUBLIC = Version(attention, attend_blocks, finish_attention)
-TRITON = Version(attention_triton, attend_blocks_triton, lambda q, rows, state: finish_attention_triton(q, state))
+TRITON = Version(attention_triton, attend_blocks_triton, finish_attention_triton)
 versions = pytest.mark.parametrize("version", [PUBLIC, TRITON], ids=["public", "triton"])
 
 # Windows over two and a bit blocks, with rows of padding.
@@ -77,6 +84,19 @@ def test_cutting_at_any_block_boundary_changes_no_bit(version: Version, window: 
         out = version.pieces(case, rows, [(piece(case.kv, blocks), blocks) for blocks in cut], window)
         assert torch.equal(out, expected), f"cut {cut}"
         assert bool((out[rows.positions < 0] == 0).all())
+
+
+@versions
+def test_sinks_take_part_once_however_the_keys_are_cut(version: Version) -> None:
+    case, rows = _case().capped_with_sinks(), chain_rows(STARTS, COUNTS)
+    expected = version.all_at_once(case, rows)
+    assert_within(expected, case.expected(rows), atol=1e-5 * case.largest_value)
+    for cut in ([range(3)], [range(1), range(1, 3)], [range(1), range(1, 2), range(2, 3)]):
+        out = version.pieces(case, rows, [(piece(case.kv, blocks), blocks) for blocks in cut])
+        assert torch.equal(out, expected), f"cut {cut}"
+        assert bool((out[rows.positions < 0] == 0).all())
+    alone = chain_rows((100, 251), (4, 5))  # the only block is not merged
+    assert torch.equal(version.all_at_once(case, alone), version.pieces(case, alone, [(case.kv, range(1))]))
 
 
 @pytest.mark.few(1)
@@ -129,16 +149,16 @@ def test_retrieved_keys_beside_the_newest_blocks(version: Version, num_keys: int
     slots = torch.cat((far, torch.full_like(slots[:, num_keys:], float("nan"))), dim=1)
     kv = KVBlocks(slots.unflatten(1, (2, BLOCK_TOKENS)).permute(0, 1, 3, 4, 2, 5).contiguous())
     state = AttentionState.empty(case.q)
-    version.attend(case.q, kv, rows, range(2), state, scale=case.scale, num_keys=num_keys)
-    version.attend(case.q, case.kv, rows, range(2, 4), state, scale=case.scale)
-    out = version.finish(case.q, rows, state)
+    version.attend(case.q, kv, rows, range(2), state, case.params(), num_keys=num_keys)
+    version.attend(case.q, case.kv, rows, range(2, 4), state, case.params())
+    out = version.finish(case.q, state, case.params())
     # The same keys in a row: those retrieved, then positions 512 to 802, of which each query sees its own.
     near = case.kv.data.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, 512:803]
     k, v = torch.cat((far, near), dim=1).double().unbind(2)  # [1, S, H_kv, D]
     visible = torch.ones(3, k.shape[1], dtype=torch.bool, device=KERNEL_DEVICE).tril(k.shape[1] - 3)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        case.q.double().transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible, scale=case.scale,
-        enable_gqa=True,
+        case.q.double().transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible,
+        scale=case.params().scale, enable_gqa=True,
     ).transpose(1, 2)  # fmt: skip
     assert_within(out, expected, atol=1e-5 * case.largest_value)
 
@@ -201,8 +221,8 @@ def test_attending_in_pieces_can_be_captured_in_a_graph() -> None:
     def run() -> torch.Tensor:
         state = AttentionState.empty(case.q)
         for kv, blocks in pieces:
-            attend_blocks(case.q, kv, rows, blocks, state, scale=case.scale)
-        return finish_attention(case.q, rows, state)
+            attend_blocks(case.q, kv, rows, blocks, state, case.params())
+        return finish_attention(case.q, state, case.params())
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

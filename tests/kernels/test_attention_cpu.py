@@ -51,7 +51,7 @@ def _rows(rows: QueryRows) -> QueryRows:
 
 def _run(case: AttentionCase, rows: QueryRows, window: int | None = None) -> torch.Tensor:
     with poisoned_outputs():
-        return attention(case.q, case.kv, _rows(rows), scale=case.scale, sliding_window=window)
+        return attention(case.q, case.kv, _rows(rows), case.params(window))
 
 
 @pytest.mark.few(4)
@@ -65,11 +65,22 @@ def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
         assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_soft_caps_and_sinks_match_the_reference(window: int | None) -> None:
+    case = _case(9, torch.float32, batch=2, head_dim=96).capped_with_sinks()
+    for rows in (chain_rows((600, 3), (9, 2)), tree_rows(TREE_PARENTS, (505, 700))):
+        atol = 1e-5 * case.largest_value
+        assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
+
+
 @pytest.mark.few(1)
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_window(dtype: torch.dtype, window: int | None, num_threads: int) -> None:
-    case = _case(40, dtype)
+def test_bits_do_not_depend_on_the_window(
+    dtype: torch.dtype, window: int | None, plain: bool, num_threads: int
+) -> None:
+    case = _case(40, dtype) if plain else _case(40, dtype).capped_with_sinks()
     for start in (0, 240, 540):  # at 240 they reach over a block, at 540 sliding windows begin in different ones
         together = _run(case, chain_rows((start,), (40,)), window)
         for width in (1, 2, 7, 17):
@@ -106,8 +117,8 @@ def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, grou
         state = AttentionState.empty(case.q)
         for first in range(0, 4, step):
             blocks = range(first, min(first + step, 4))
-            attend_blocks(case.q, piece(case.kv, blocks), rows, blocks, state, scale=case.scale)
-        assert torch.equal(finish_attention(case.q, rows, state), expected), f"step {step}"
+            attend_blocks(case.q, piece(case.kv, blocks), rows, blocks, state, case.params())
+        assert torch.equal(finish_attention(case.q, state, case.params()), expected), f"step {step}"
 
 
 @pytest.mark.few(6)
@@ -123,10 +134,10 @@ def test_a_path_through_a_tree_has_the_bits_of_a_chain(
     rows = _rows(tree_rows(TREE_PARENTS, (committed,), position_order=position_order))
     with poisoned_outputs():
         attend_blocks_cpu(
-            case.q, case.kv, rows, range(-(-rows.max_length // BLOCK_TOKENS)), state, scale=case.scale,
-            sliding_window=window, gathered_bytes=gathered_bytes,
+            case.q, case.kv, rows, range(-(-rows.max_length // BLOCK_TOKENS)), state, case.params(window),
+            gathered_bytes=gathered_bytes,
         )  # fmt: skip
-    out = finish_attention(case.q, rows, state)
+    out = finish_attention(case.q, state, case.params())
     for leaf in (4, 7, 8):
         path = tree_path(TREE_PARENTS, leaf)
         on_device = AttentionCase(case.q, case.kv)

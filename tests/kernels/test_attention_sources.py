@@ -6,6 +6,7 @@ Everything runs on the CPU path and in Triton's interpreter without a GPU, nativ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -73,14 +74,19 @@ def _expected(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows
             k, v = torch.cat(found, dim=1)
             if len(k):
                 q = case.q[b, t].double().unflatten(0, (k.shape[1], -1))  # [H_kv, G, D]
-                weights = (torch.einsum("hgd,shd->hgs", q, k) * case.scale).softmax(-1)
+                logits = (torch.einsum("hgd,shd->hgs", q, k) * case.params().scale).flatten(0, 1)
+                if case.soft_cap is not None:
+                    logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
+                if case.sinks is not None:
+                    logits = torch.cat((logits, case.sinks.double()[:, None]), dim=1)
+                weights = logits.softmax(-1)[:, : len(k)].unflatten(0, q.shape[:2])
                 out[b, t] = torch.einsum("hgs,shd->hgd", weights, v).flatten(0, 1)
     return out
 
 
 def _run(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
     with poisoned_outputs():
-        return attend(case.q, sources, rows, scale=case.scale)
+        return attend(case.q, sources, rows, case.params())
 
 
 def _check(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows) -> torch.Tensor:
@@ -101,6 +107,17 @@ def test_retrieved_keys_and_the_newest_blocks(
 ) -> None:
     case = _case(num_queries, num_kv_heads=num_kv_heads, group=group)
     _check(attend, case, _retrieval(case, num_keys), chain_rows((START,), (num_queries,)))
+
+
+@pytest.mark.parametrize("attend", [
+    attend_sources, attend_sources_triton, partial(attend_sources_triton, enough_programs=1),
+], ids=["public", "triton", "triton in one part"])  # fmt: skip
+def test_soft_caps_and_sinks(attend: Attend) -> None:
+    case = _case(5, head_dim=96).capped_with_sinks()
+    _check(attend, case, _retrieval(case, 300), chain_rows((START,), (5,)))
+    rows = chain_rows((START,), (5,))
+    rows.positions[0, 3:] = -1
+    assert bool((_check(attend, case, _retrieval(case, 8), rows)[0, 3:] == 0).all())
 
 
 @pytest.mark.few(1)
@@ -171,7 +188,7 @@ def test_every_sequence_has_bounds_of_its_own(attend: Attend, num_kv_heads: int,
     far = _bounded(far_case, [(0, 520), (0, 96), (0, 0), (0, 0)], 3, 3)
     sources = [far, _bounded(case, [(5, FAR), (1, FAR), (0, FAR), (0, 0)], 2, 4)]
     with poisoned_outputs():
-        out = attend(case.q, sources, rows, scale=case.scale)
+        out = attend(case.q, sources, rows, case.params())
     assert_within(out, _one_by_one(case, sources, rows), atol=1e-5 * case.largest_value)
     assert bool((out[3] == 0).all())
 
@@ -202,14 +219,14 @@ def test_in_a_graph_positions_may_move() -> None:
     case = _case(5, num_kv_heads=8, group=4, head_dim=128, dtype=torch.bfloat16)
     sources = [*_retrieval(case, 1000)[:1], KeySource(case.kv, RECENT)]
     rows = chain_rows((START,), (5,), max_length=7 * BLOCK_TOKENS)
-    attend_sources(case.q, sources, rows, scale=case.scale)  # compiles
+    attend_sources(case.q, sources, rows, case.params())  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend_sources(case.q, sources, rows, scale=case.scale)
+        out = attend_sources(case.q, sources, rows, case.params())
     for start in (START, START + 60, START - 100):
         rows.positions.copy_(torch.arange(start, start + 5, device=KERNEL_DEVICE)[None])
         graph.replay()
-        assert torch.equal(out, attend_sources(case.q, sources, rows, scale=case.scale))
+        assert torch.equal(out, attend_sources(case.q, sources, rows, case.params()))
         assert_within(out, _expected(case, sources, rows), atol=3 * UNIT_ROUNDOFF[torch.bfloat16] * case.largest_value)
 
 
@@ -223,10 +240,10 @@ def test_in_a_graph_bounds_may_move(num_kv_heads: int, group: int, dtype: torch.
     far = KeySource(far_case.kv, range(4), bounds=int32([[0, 1024], [0, 0], [0, 40]]))
     near = KeySource(case.kv, range(3), bounds=int32([[4, FAR], [0, FAR], [2, FAR]]))
     rows = chain_rows((START, 300, 1000), (5, 5, 5), max_length=7 * BLOCK_TOKENS)
-    attend_sources(case.q, [far, near], rows, scale=case.scale)  # compiles
+    attend_sources(case.q, [far, near], rows, case.params())  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend_sources(case.q, [far, near], rows, scale=case.scale)
+        out = attend_sources(case.q, [far, near], rows, case.params())
     moves = [
         ((START, 300, 1000), [[0, 1024], [0, 0], [0, 40]], [[4, FAR], [0, FAR], [2, FAR]]),
         ((700, START - 9, 20), [[0, 8], [0, 900], [0, 0]], [[1, FAR], [4, FAR], [0, FAR]]),

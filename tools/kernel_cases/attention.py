@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
-from offload_runtime_kernels.attention import AttentionState, KeySource, QueryRows
+from offload_runtime_kernels.attention import AttentionParams, AttentionState, KeySource, QueryRows
 from offload_runtime_kernels.attention_cpu import attention_reference
 from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-SCALE = HEAD_DIM**-0.5
+PARAMS = AttentionParams(HEAD_DIM**-0.5)
 
 
 def _rows(queries: int, context: int, *, tree: bool) -> QueryRows:
@@ -57,8 +57,8 @@ def make_case(mode: str, queries: int, context: int, num_heads: int, num_kv_head
         configuration={
             "mode": mode, "queries": queries, "context": context, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
         },
-        kernel=lambda i: attention_triton(q, KVBlocks(data[i]), rows, scale=SCALE, prefill=mode == "prefill"),
-        reference=lambda i: attention_reference(q, KVBlocks(data[i]), chain, scale=SCALE), num_inputs=count,
+        kernel=lambda i: attention_triton(q, KVBlocks(data[i]), rows, PARAMS, prefill=mode == "prefill"),
+        reference=lambda i: attention_reference(q, KVBlocks(data[i]), chain, PARAMS), num_inputs=count,
         moved_bytes=kv_bytes + 2 * q.nbytes, operations=4 * queries * seen * num_heads * HEAD_DIM,
     )  # fmt: skip
 
@@ -76,15 +76,15 @@ def make_pieces_case(queries: int, context: int, piece_tokens: int, num_heads: i
         state = AttentionState.empty(q)
         for blocks in pieces:
             kv = KVBlocks(data[i][:, blocks.start : blocks.stop], blocks.start)
-            attend_blocks_triton(q, kv, rows, blocks, state, scale=SCALE)
-        return finish_attention_triton(q, state)
+            attend_blocks_triton(q, kv, rows, blocks, state, PARAMS)
+        return finish_attention_triton(q, state, PARAMS)
 
     return Case(
         configuration={
             "mode": "pieces", "queries": queries, "context": context, "piece_tokens": piece_tokens,
             "num_heads": num_heads, "num_kv_heads": num_kv_heads,
         },
-        kernel=in_pieces, reference=lambda i: attention_reference(q, KVBlocks(data[i]), rows, scale=SCALE),
+        kernel=in_pieces, reference=lambda i: attention_reference(q, KVBlocks(data[i]), rows, PARAMS),
         num_inputs=2, moved_bytes=kv_bytes + 2 * q.nbytes, operations=4 * queries * context * num_heads * HEAD_DIM,
     )  # fmt: skip
 
@@ -102,14 +102,14 @@ def make_sources_case(queries: int, retrieved: int, recent: int, num_heads: int,
 
     def from_two(i: int) -> torch.Tensor:
         chosen = KeySource(KVBlocks(far[i]), range(far.shape[2]), num_keys=retrieved)
-        return attend_sources_triton(q, [chosen, KeySource(KVBlocks(near[i]), newest)], rows, scale=SCALE)
+        return attend_sources_triton(q, [chosen, KeySource(KVBlocks(near[i]), newest)], rows, PARAMS)
 
     return Case(
         configuration={
             "mode": "sources", "queries": queries, "retrieved": retrieved, "recent": recent, "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
         },
-        kernel=from_two, reference=lambda i: attention_reference(q, KVBlocks(together[i]), chain, scale=SCALE),
+        kernel=from_two, reference=lambda i: attention_reference(q, KVBlocks(together[i]), chain, PARAMS),
         num_inputs=count, moved_bytes=kv_bytes + 2 * q.nbytes,
         operations=4 * queries * (retrieved + recent) * num_heads * HEAD_DIM,
     )  # fmt: skip
