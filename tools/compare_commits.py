@@ -1,0 +1,127 @@
+"""Two trees of this project side by side, such as two commits: each runs the same benchmarks with its own tools, in turn.
+
+    python tools/compare_commits.py --base ../before --source SmolLM2-135M.gguf --text novel.txt --code FILE \\
+        --cases streamed-7b,resident-8b-q4 --repeats 2 --out comparison.json
+
+Prints how fast this tree is in terms of the other, figure by figure, then one JSON line; exit code 1 when a figure is
+more than 2 % slower, or a benchmark failed in one tree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+from harness import Check, emit
+
+_HERE = Path(__file__).resolve().parent.parent
+_OURS = "bench_streaming.py --systems ours --repeats 1 --warmup 1"
+_PASS, _SPEED = "results.ours.windows.0.pass_s.median", "results.ours.tok_per_s"
+_WIDENED = "--source {source} --text {text}"
+# What runs, and where its figures stand in the JSON: seconds by names that end in `s`, all others are rates.
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "streamed-7b": (f"{_OURS} --shape llama2-7b --resident-layers 0 --windows 1 --new-tokens 8", (_PASS, _SPEED)),
+    "resident-7b": (f"{_OURS} --shape llama2-7b --windows 1 --new-tokens 128", (_PASS, _SPEED)),
+    "resident-8b-q4": (
+        f"{_OURS} --shape llama3-8b --stored q4_k_m --windows 1 --new-tokens 128", (_PASS, _SPEED),
+    ),
+    "trees-13b": (
+        f"bench_trees.py {_WIDENED} --code {{code}} --shape llama2-13b --emulate rtx4090 --noises 0.05 --gammas 16 "
+        "--nodes 256 --temperatures 0.6 --tokens 128 --plain-tokens 4",
+        ("streamed.0.tok_per_s", "streamed.1.tok_per_s", "streamed.3.tok_per_s"),
+    ),
+    "long-7b": (
+        f"bench_long_context.py {_WIDENED} --delta {{delta}} --shape llama2-7b --context 120000 --kv host --vram 24GB "
+        "--tokens 80 --plain-tokens 3 --windows 1 --passes 2 --temperatures 0.6",
+        ("prefill.s", "windows.0.pass_s.median", "decoding.0.s_per_token"),
+    ),
+    "serving-13b": (
+        f"bench_serving.py {_WIDENED} --shape llama2-13b --noise 0.05 --draft none --emulate rtx4090 --vram 24GB "
+        "--context 320 --requests 16 --minutes 0.4 --prompt-tokens 64,128,256 --new-tokens 64",
+        ("rows.0.tok_per_s",),
+    ),
+    "cards-13b": (
+        f"{_OURS} --shape llama2-13b --resident-layers 0 --devices cuda:0,cuda:1 --vram 24GB --windows 1 "
+        "--new-tokens 8", (_PASS, _SPEED),
+    ),
+    "start-70b": (
+        f"{_OURS} --target {{target}} --emulate rtx4090 --resident-layers auto --windows 1 --new-tokens 2 --cold",
+        ("results.ours.start.loaded_s",),
+    ),
+    "import": ("import", ("s",)),
+}  # fmt: skip
+
+
+def figure(report: Any, path: str) -> float:
+    """What stands in a report at a path of keys and numbers."""
+    for name in path.split("."):
+        report = report[int(name)] if isinstance(report, list) else report[name]
+    return float(report)
+
+
+def run(tree: Path, words: list[str], timeout_s: float) -> dict[str, Any]:
+    """The last line of what a tree's tool prints; `import` is how long the command line takes to know its options.
+
+    Raises:
+        RuntimeError: It printed no JSON.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / part) for part in (".", "kernels", "tools"))}
+    environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    own = [sys.executable, "-m", "offload_runtime", "--help"]
+    command = own if words == ["import"] else [sys.executable, str(tree / "tools" / words[0]), *words[1:]]
+    began = time.perf_counter()
+    done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, timeout=timeout_s)
+    if words == ["import"]:
+        return {"s": time.perf_counter() - began}
+    try:
+        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (IndexError, ValueError):
+        raise RuntimeError(f"{' '.join(command)} printed no JSON:\n{done.stderr[-800:]}") from None
+
+
+def main() -> int:
+    """Measure and print; returns the exit code."""
+    parser = harness.bench_parser(__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="the other tree")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: " + ", ".join(CASES))
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each tree")
+    parser.add_argument("--timeout", type=float, default=200.0, help="seconds for one run")
+    for name in ("source", "text", "code", "delta", "target"):
+        parser.add_argument(f"--{name}", default="", help="of the benchmarks")
+    options = parser.parse_args()
+    trees, rows, checks = (("base", options.base.resolve()), ("ours", _HERE)), [], []
+    for case in options.cases.split(","):
+        command, paths = CASES[case]
+        words = [word for part in command.split() for word in part.format(**vars(options)).split()]
+        found: dict[str, dict[str, list[float]]] = {path: {"base": [], "ours": []} for path in paths}
+        for turn in range(options.repeats):
+            for name, tree in trees if turn % 2 == 0 else trees[::-1]:
+                try:
+                    report = run(tree, words, options.timeout)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    checks.append(Check(f"{case} failed in {name}: {error}", 1, 0, at_least=False))
+                    continue
+                for path in paths:
+                    found[path][name].append(figure(report, path))
+        for path, runs in found.items():
+            if not (runs["base"] and runs["ours"]):
+                continue
+            ratio = median(runs["ours"]) / median(runs["base"])
+            speed = 1 / ratio if path.endswith((".s", "_s", ".median", "s_per_token")) or path == "s" else ratio
+            rows.append({"case": case, "figure": path, **runs, "times_base": speed})
+            checks.append(Check(f"{case} {path} {runs}, times base", speed, 0.98, at_least=True))
+            print(checks[-1], flush=True)
+    emit({"benchmark": "commits", "rows": rows, "checks": [one.as_dict() for one in checks]}, options.out)
+    print(*(one for one in checks if not one.holds), sep="\n", file=sys.stderr)
+    return 0 if all(one.holds for one in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
