@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.engine.chat_template import ChatTemplate
+from offload_runtime.engine.chat_template import ChatTemplate, MessageError
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import OptionError
-from offload_runtime.server.answer_parser import AnswerParser
+from offload_runtime.server.parsers import AnswerParser
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS

@@ -19,7 +19,7 @@ from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
 from offload_runtime.server.gate import ServerConfig
-from offload_runtime.server.tool_calls import ToolCallParser
+from offload_runtime.server.parsers import ToolCallParser
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL
 from tests.test_cli_fakes import make_stats

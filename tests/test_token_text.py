@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_runtime.server.token_text import TextOffsets, TokenSpelling
+from offload_runtime.server.protocol import TextOffsets, TokenSpelling
 
 WORDS = ["▁", "▁cat", "cat", "▁the", "A", "日"]
 

@@ -1,4 +1,4 @@
-"""Two trees of this project side by side, such as two commits: each runs the same benchmarks with its own tools, in turn.
+"""Two commits side by side: the trees of both run the same benchmarks with their own tools, in turn.
 
     python tools/compare_commits.py --base ../before --source SmolLM2-135M.gguf --text novel.txt --code FILE \\
         --cases streamed-7b,resident-8b-q4 --repeats 2 --out comparison.json

@@ -11,8 +11,7 @@ from typer.core import TyperGroup
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.chat import chat
-from offload_runtime.cli.demo import demo
-from offload_runtime.cli.generate import generate
+from offload_runtime.cli.generate import demo, generate
 from offload_runtime.cli.options import with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.profile import profile

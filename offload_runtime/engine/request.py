@@ -12,9 +12,8 @@ from typing import Any
 
 from tokenizers import PreTokenizedString, pre_tokenizers
 
-from offload_runtime.engine.chat_template import ChatTemplate
+from offload_runtime.engine.chat_template import ChatTemplate, MessageError
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.template_forms import MessageError
 from offload_runtime.errors import ContextLengthError, OptionError, require
 from offload_runtime.fields import Fields
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher

@@ -19,8 +19,8 @@ from offload_runtime.params import GenerationParams
 from offload_runtime.server.protocol import Delta, Ending, echo_of, ending_of
 
 if TYPE_CHECKING:
-    from offload_runtime.server.answer_parser import AnswerParser
     from offload_runtime.server.metrics import Metrics
+    from offload_runtime.server.parsers import AnswerParser
 
 _Event = TokenEvent | EndEvent | ErrorEvent
 

@@ -35,7 +35,7 @@ from offload_runtime.server.answers import Answers, Choice, unless_gone
 from offload_runtime.server.config import ServerConfig
 from offload_runtime.server.gate import App, Gate, error_body
 from offload_runtime.server.metrics import Metrics
-from offload_runtime.server.protocol import Ending, Envelope, usage_of
+from offload_runtime.server.protocol import Ending, Envelope, TokenSpelling, usage_of
 from offload_runtime.server.schema import (
     AnswerBody,
     ChatBody,
@@ -44,7 +44,6 @@ from offload_runtime.server.schema import (
     RequestError,
     TokenizeBody,
 )
-from offload_runtime.server.token_text import TokenSpelling
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime, Scheduler

@@ -19,8 +19,7 @@ from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields, HeaderError, shortened, shown
 from offload_runtime.models.registry import gguf_family
 from offload_runtime.models.unsupported import unsupported_model
-from offload_runtime.weights.files import GGUF_MAGIC
-from offload_runtime.weights.header import HeaderReader, StoredTensor, open_header
+from offload_runtime.weights.header import GGUF_MAGIC, HeaderReader, StoredTensor, open_header
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

@@ -1,19 +1,23 @@
-"""Headers of files with weights, walked byte by byte, and the tensors that they list; needs no torch."""
+"""Headers of files with weights, walked byte by byte, and the tensors that they list; and what people have in place of
+a checkpoint: files told by their first bytes, directories by what lies in them. Needs no torch."""
 
 from __future__ import annotations
 
+import json
 import mmap
+import re
+import shlex
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.fields import HeaderError, shown
+from offload_runtime.fields import HeaderError, shortened, shown
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights.files import first_bytes, refuse_other_file
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,188 @@ def open_header(path: Path) -> Iterator[HeaderReader]:
         raise CheckpointError(f"{path} cannot be read ({error}): check the path and its permissions") from error
     except (ValueError, RecursionError) as error:  # of nested JSON, of bytes that are not UTF-8, of empty files
         raise damaged(path, f"its header cannot be read: {shown(error)}") from error
+
+
+GGUF_MAGIC = b"GGUF"
+_HEAD_BYTES = 64
+_MOST_ENTRIES = 2000  # of a directory that are looked at for a sentence about it
+_CONVERT = (
+    "which is not read: take the model's safetensors, or write them with transformers "
+    "(from_pretrained, then save_pretrained), or take a GGUF file"
+)
+_TORCH, _OLD_GGML = "was written by torch.save, " + _CONVERT, (
+    "is in llama.cpp's format of before August 2023 (GGML), which is not read: take a GGUF file of the model"
+)  # fmt: skip
+_ARCHIVE = "is a compressed archive: unpack it, and give what is in it"
+# What begins so. A zip archive is also what torch.save writes.
+_OTHER_FILES = {
+    b"version https://git-lfs": "is a pointer of Git LFS, and the file that it stands for was not downloaded: run "
+    "`git lfs pull` in its directory, or fetch the model with `hf download`",
+    b"PK\x03\x04": _TORCH, b"\x80\x02\x8a\nl\xfc\x9cF": _TORCH,
+    b"lmgg": _OLD_GGML, b"fmgg": _OLD_GGML, b"tjgg": _OLD_GGML, b"algg": _OLD_GGML,
+    b"<!DOCTYPE": "is a web page: download the file itself", b"<!doctype": "is a web page: download the file itself",
+    b"<html": "is a web page: download the file itself",
+    b"\x1f\x8b": _ARCHIVE, b"7z\xbc\xaf": _ARCHIVE, b"\x89HDF": "is an HDF5 file, " + _CONVERT,
+}  # fmt: skip
+# What a file is called that was cut for an upload: model.gguf.part1of2, model.gguf-split-a, model.gguf.aa.
+_PIECE = re.compile(r"(?i)(.+\.gguf)[-._](part|split)?[-._]?(?:\d+(?:[-_]?of[-_]?(\d+))?|a{0,2}[a-z])")
+_MOST_NAMED, _MOST_BLOBS = 8, 3  # pieces, and blobs, that a message has room for
+_OLLAMA_MODEL = "application/vnd.ollama.image.model"
+_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
+
+
+def first_bytes(path: Path) -> bytes:
+    """The beginning of a file, by which its kind is known."""
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
+
+
+def refuse_other_file(path: Path, first: bytes) -> None:
+    """Say what a file is that begins with `first`, where that is no checkpoint.
+
+    Raises:
+        CheckpointError: It is empty, a pointer of Git LFS, a pickle of torch, a web page, ...
+    """
+    if not first:
+        raise CheckpointError(f"{path} is empty: download it again")
+    for beginning, what in _OTHER_FILES.items():
+        if first.startswith(beginning):
+            raise CheckpointError(f"{path} {what}")
+
+
+def refuse_pieces(path: Path) -> None:
+    """Refuse a piece of a file that was cut into several without a header each, and the whole where only those lie.
+
+    Raises:
+        CheckpointError: It is one, or they do.
+    """
+    own = _PIECE.fullmatch(path.name)
+    whole = path.with_name(own[1] if own else path.name)
+    if own is None and path.exists():
+        return
+    named = {one: match for one in _entries(path.parent) if (match := _PIECE.fullmatch(one.name)) and one.is_file()}
+    pieces = sorted(
+        (one for one, match in named.items() if match[1] == whole.name), key=lambda one: (len(one.name), one)
+    )
+    # What wget fetched again is called model.gguf.1, and is whole.
+    if not any(named[one][2] or not first_bytes(one).startswith(GGUF_MAGIC) for one in pieces):
+        return
+    count = max(int(named[one][3] or 0) for one in pieces)
+    lacking = (
+        f", of which {count - len(pieces)} are not there: finish the download, then" if count > len(pieces) else ":"
+    )
+    names = [shlex.quote(one.name) for one in pieces]
+    names = names if len(names) <= _MOST_NAMED else [names[0], "…", names[-1]]  # a message has two lines
+    command = f"cd {shlex.quote(str(whole.parent))} && cat {' '.join(names)} > {shlex.quote(whole.name)}"
+    raise CheckpointError(
+        f"{whole} was cut into pieces{lacking} put them together with `{command}`, and give that file"
+    )
+
+
+def refuse_ollama(path: Path) -> None:
+    """Refuse a directory of ollama's, or one of its manifests, and say which file has the weights.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    root = next((one for one in (path / "models", path, *path.parents) if (one / "manifests").is_dir()), None)
+    if root is None or not (root / "blobs").is_dir():
+        return
+    manifests = root / "manifests"
+    found = dict[Path, str]()
+    for file in sorted(islice(manifests.rglob("*"), _MOST_ENTRIES)):
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            layers = json.loads(file.read_bytes())["layers"]
+            digest, *_ = [one["digest"] for one in layers if one["mediaType"] == _OLLAMA_MODEL]
+            *_, model, tag = file.relative_to(manifests).parts
+            found[file] = f"{model}:{tag} is {root / 'blobs' / digest.replace(':', '-')}"
+    shown_parts = [found[path]] if path in found else [*found.values()]
+    if shown_parts and (path in found or path.is_dir()):
+        others = f"; {len(shown_parts) - _MOST_BLOBS} others' is said of their file in {manifests}"
+        which = "; ".join(shown_parts[:_MOST_BLOBS]) + (others if len(shown_parts) > _MOST_BLOBS else "")
+        raise CheckpointError(f"{path} is ollama's: give the blob of a model ({which})")
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Refuse a directory with a LoRA adapter: running the model without it would be another model's answer.
+
+    Raises:
+        CheckpointError: It has one.
+    """
+    stated = directory / "adapter_config.json"
+    if not stated.exists():
+        return
+    base = None
+    with suppress(ValueError, AttributeError, RecursionError):
+        base = json.loads(stated.read_bytes()).get("base_model_name_or_path")
+    raise CheckpointError(
+        f"{directory} holds an adapter (LoRA) of {shown(base)[1:-1] if base else 'another model'}, and adapters are "
+        "not read: merge it into its model (PEFT's merge_and_unload, then save_pretrained), and give that directory"
+    )
+
+
+def _what_lies_there(directory: Path) -> Iterator[str]:
+    """What a directory without `config.json` may be, the most telling first."""
+    if (directory / "model_index.json").exists():
+        yield "is a pipeline that makes images or sound, not a language model: give a language model's directory"
+    for pattern in ("*/config.json", "snapshots/*/config.json", "*/snapshots/*/config.json"):
+        if nested := [str(path.parent.relative_to(directory)) for path in sorted(directory.glob(pattern))]:
+            yield f"has no config.json, and in it {shortened(nested)} has one: give that directory"
+    if files := _gguf_files(directory):
+        yield f"has no config.json, and in it {shortened(files)}: give that file"
+    if (directory / "params.json").exists():
+        yield (
+            "has its weights in the makers' own format (params.json), which is not read: take the model's checkpoint "
+            "for transformers (config.json, safetensors), or a GGUF file"
+        )
+    weights = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
+    if weights:
+        yield f"has no config.json beside {shortened(weights)}: give the whole directory of a transformers checkpoint"
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Some of what lies in a directory; nothing of one that cannot be read."""
+    with suppress(OSError):
+        return [*islice(directory.iterdir(), _MOST_ENTRIES)]
+    return []
+
+
+def _gguf_files(directory: Path) -> list[str]:
+    """GGUF files without such a name, and in directories below: of a repository with a directory for each
+    quantisation, or ollama's blobs."""
+    found = list[str]()
+    for path in islice(chain(directory.glob("*"), directory.glob("*/*")), _MOST_ENTRIES):
+        with suppress(OSError):
+            if path.is_file() and first_bytes(path).startswith(GGUF_MAGIC):
+                found.append(str(path.relative_to(directory)))
+    return sorted(found)
+
+
+def no_config(directory: Path) -> CheckpointError:
+    """The error for a directory without `config.json`, which says what it seems to be."""
+    refuse_ollama(directory)
+    for path in _entries(directory):
+        refuse_pieces(path)
+    for what in _what_lies_there(directory):
+        return CheckpointError(f"{directory} {what}")
+    return CheckpointError(
+        f"{directory} has no config.json: give the directory of a transformers checkpoint with safetensors, or a GGUF "
+        "file, on a hub as org/name:Q4_K_M"
+    )
+
+
+def no_weights(directory: Path) -> CheckpointError:
+    """The error for a checkpoint without safetensors, which says what it has instead."""
+    others = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
+    ours = [name for name in others if name.lower().endswith(".safetensors")]
+    if ours:
+        return CheckpointError(
+            f"{directory} has {shortened(ours)} and no model.safetensors.index.json, which says what belongs to the "
+            "model: download that too, or call a file that holds all of it model.safetensors"
+        )
+    if others:
+        return CheckpointError(f"{directory} has its weights as {shortened(others)}, {_CONVERT}")
+    return CheckpointError(
+        f"{directory} has no model.safetensors and no index of several: give a checkpoint with safetensors "
+        "(pytorch_model.bin files are not read), or a GGUF file, on a hub as org/name:Q4_K_M"
+    )

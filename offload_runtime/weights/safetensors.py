@@ -23,8 +23,15 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import language_settings, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.files import first_bytes, no_config, no_weights, refuse_adapter, refuse_other_file
-from offload_runtime.weights.header import StoredTensor, open_header
+from offload_runtime.weights.header import (
+    StoredTensor,
+    first_bytes,
+    no_config,
+    no_weights,
+    open_header,
+    refuse_adapter,
+    refuse_other_file,
+)
 from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
 from offload_runtime.weights.quantised import Quantisation, QuantisedTensor, gather, quantisation_of, refuse_unsaid
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields, shortened
 from offload_runtime.models.registry import language_settings, require_family
-from offload_runtime.weights.files import GGUF_MAGIC, first_bytes, refuse_ollama, refuse_other_file, refuse_pieces
+from offload_runtime.weights.header import GGUF_MAGIC, first_bytes, refuse_ollama, refuse_other_file, refuse_pieces
 from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model
 from offload_runtime.weights.vocabulary import directory_vocabulary
 

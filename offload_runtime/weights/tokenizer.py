@@ -18,7 +18,7 @@ from typing import Any
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, shown
-from offload_runtime.weights.files import first_bytes, refuse_other_file
+from offload_runtime.weights.header import first_bytes, refuse_other_file
 
 if sys.version_info >= (3, 11):
     import tomllib
