@@ -136,10 +136,10 @@ def test_weights_are_those_of_the_transformers_model(tmp_path, arch, overrides):
     assert describe_model(tmp_path).config() == config
     assert (open_checkpoint(tmp_path).hf_config.bos_token_id, config.eos_token_ids) == (1, (3,))
     rotates = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers]
-    assert [layer.attention.rotates for layer in config.layers] == rotates
-    assert config.rope_parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
+    assert [layer.attention.rotation is not None for layer in config.layers] == rotates
+    assert config.ropes[0].parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == expected.tie_word_embeddings
-    assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+    assert config.attention.eps == pytest.approx(expected.rms_norm_eps)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16", "F16"])

@@ -162,7 +162,7 @@ def test_few_rows_and_many_have_the_bits_of_the_decoded_matrix() -> None:
     for rows in (1, 5, 8, 9, 16, 17, 32, 33):
         x = torch.randn(rows, columns, device="cuda", dtype=BF16) / columns
         residual = torch.randn(rows, height, device="cuda", dtype=BF16)
-        for gated, added in ((False, None), (True, None), (False, residual)):
+        for gated, added in ((None, None), ("silu", None), ("gelu", None), (None, residual)):
             before = None if added is None else added.clone()
             expected = linear(x, weight.dense, bias=bias, residual=before, gated=gated)
             assert torch.equal(weight.linear(x, residual=added, gated=gated), expected), (rows, gated)

@@ -35,7 +35,7 @@ def test_eos_ids_in_all_their_forms(value, expected):
 
 def test_rope_scaling_of_older_configs_is_standardised():
     old = tiny("Llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 3.0})
-    rope = model_config_from_transformers(old).rope_parameters
+    rope = model_config_from_transformers(old).ropes[0].parameters
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 3.0, 5e5)
 
 

@@ -43,14 +43,14 @@ def test_packed_tensors_are_the_modules_weights_side_by_side(directory, dtype):
         attention, mlp, views = layer.self_attn, layer.mlp, weights.views(index)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         expected = {
-            "input_norm": layer.input_layernorm.weight,
+            "input_layernorm": layer.input_layernorm.weight,
             "qkv": torch.cat([p.weight for p in projections]),
             "qkv_bias": torch.cat([p.bias for p in projections]),
             "q_norm": attention.q_norm.weight,
             "k_norm": attention.k_norm.weight,
             "o": attention.o_proj.weight,
             "o_bias": attention.o_proj.bias,
-            "post_norm": layer.post_attention_layernorm.weight,
+            "post_attention_layernorm": layer.post_attention_layernorm.weight,
             "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
             "down": mlp.down_proj.weight,
         }

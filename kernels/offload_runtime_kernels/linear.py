@@ -1,11 +1,11 @@
 """Matrix products of any number of rows whose bits do not depend on that number.
 
-    y = x W^T + b;    out = y   or   residual + y   or   silu(y_gate) * y_up
+    y = x W^T + b;    out = y   or   residual + y   or   activation(y_gate) * y_up
 
 The rule: one element of y has one fp32 accumulator, and products are accumulated into it in ascending order of K by the
 matrix units; nothing is split along K between programs, warps or lanes. So a row has the same bits alone, in a window,
-in a batch and in a prompt, whatever the tile. What is fused rounds where separate kernels would: y, silu of the gate
-and the result each to the dtype of x.
+in a batch and in a prompt, whatever the tile. What is fused rounds where separate kernels would: y, the
+activation of the gate and the result each to the dtype of x.
 
 Few rows cost what reading W costs: W's rows lie on the side of the matrix units that takes 16, x on the side of 8. Many
 are multiplied by the library in slices of `LIBRARY_ROWS`, where that gives the bits of the rule.
@@ -25,7 +25,8 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.swiglu import gated_up, swiglu
+from offload_runtime_kernels.gated import Activation, gated_up
+from offload_runtime_kernels.gated import gated as gated_product
 
 # Heights of products that the library may do, by kind of device: it chooses its kernel by the shape. At 512 rows cuBLAS
 # had the rule's bits in every shape of models of 135M to 70B that was tried on an H100 and an H200; at 256 it splits
@@ -91,7 +92,7 @@ def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, width,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     W_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    OVERLAP: tl.constexpr, GROUP: tl.constexpr,
+    GELU: tl.constexpr, OVERLAP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -133,7 +134,7 @@ def _linear_kernel(
             gate, up = tl.split(tl.permute(tl.reshape(y, [BLOCK_M // 2, 2, BLOCK_N]), (0, 2, 1)))
         else:
             gate, up = tl.split(tl.reshape(y, [BLOCK_N, BLOCK_M // 2, 2]))
-        y = gated_up(gate, up, x_ptr.dtype.element_ty)
+        y = gated_up(gate, up, x_ptr.dtype.element_ty, GELU)
         column = block_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
     out_row = row.to(tl.int64) * width
     if W_FIRST:
@@ -157,7 +158,7 @@ def default_tile(num_rows: int, m: int, dtype: torch.dtype) -> LinearTile:
 
 def linear_triton(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None = None, add: bool = False,
-    gated: bool = False, tile: LinearTile | None = None,
+    gated: Activation | None = None, tile: LinearTile | None = None,
 ) -> None:  # fmt: skip
     """Triton version of the rule, into `out` or, with `add`, added to it; `tile` overrides how the product is cut."""
     require_triton("linear")
@@ -169,14 +170,14 @@ def linear_triton(
         _linear_kernel[(programs,)](
             x, weight, bias if bias is not None else x, out, num_rows, m // 2 if gated else m,
             K=k, BLOCK_N=cut.block_n, BLOCK_M=cut.block_m, BLOCK_K=cut.block_k, STAGES=cut.num_stages,
-            W_FIRST=cut.w_first, HAS_BIAS=bias is not None, HAS_RESIDUAL=add, GATED=gated, GROUP=_GROUP,
-            num_warps=cut.num_warps, **overlap_options(x.device),
+            W_FIRST=cut.w_first, HAS_BIAS=bias is not None, HAS_RESIDUAL=add, GATED=gated is not None,
+            GELU=gated == "gelu", GROUP=_GROUP, num_warps=cut.num_warps, **overlap_options(x.device),
         )  # fmt: skip
 
 
 def linear_library(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None = None, add: bool = False,
-    gated: bool = False,
+    gated: Activation | None = None,
 ) -> None:  # fmt: skip
     """The same by the library and kernels around it, which round where the rule does."""
     y = x.new_empty(x.shape[0], weight.shape[0]) if gated or add else out
@@ -185,14 +186,14 @@ def linear_library(
     else:
         torch.addmm(bias, x, weight.t(), out=y)
     if gated:
-        out.copy_(swiglu(y))
+        out.copy_(gated_product(y, gated))
     elif add:
         out.add_(y)
 
 
 def linear_reference(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None = None, add: bool = False,
-    gated: bool = False,
+    gated: Activation | None = None,
 ) -> None:  # fmt: skip
     """The rule on a CPU: products of exactly `_CPU_ROWS` rows, the last of them filled up with zeros."""
     for start in range(0, x.shape[0], _CPU_ROWS):
@@ -209,7 +210,7 @@ _by_rule = {"cuda": linear_triton, "cpu": linear_reference}
 _agrees: dict[tuple[object, ...], bool] = {}
 
 
-def library_agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
+def library_agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: Activation | None) -> bool:
     """Whether the library's product of `num_rows` rows with a matrix of this shape has the bits of the rule.
 
     Found the first time by comparing the two on heavy-tailed rows, which waits for the device.
@@ -229,7 +230,7 @@ def library_agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    gated: bool = False,
+    gated: Activation | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows with a matrix; a row's bits depend on nothing but the row.
 
@@ -238,7 +239,7 @@ def linear(
         weight: [M, K], contiguous, in the dtype of x; with `gated` M / 2 rows of gates and then as many of ups.
         bias: [M] or None.
         residual: [N, M], contiguous, updated in place; it must not overlap x. Excludes `gated`.
-        gated: Return silu(gate) * up.
+        gated: Return activation(gate) * up.
 
     Returns:
         [N, M], or [N, M / 2] with `gated`, in the dtype of x; `residual` itself where there is one.

@@ -1,7 +1,8 @@
 """RMSNorm:  normed = weight * (x / sqrt(mean(x^2) + eps)).
 
-The mean is taken in fp32 and the normalised row is rounded to the model's dtype before the weight multiplies it, as in
-transformers. One program per row, so a row's bits do not depend on how many rows there are.
+The mean is taken in fp32. The normalised row is rounded to the model's dtype before the weight multiplies it, as in
+transformers' Llama; with an offset it is multiplied by offset + weight in fp32 and rounded once, as in Gemma (1) and
+OLMo (0). One program per row, so a row's bits do not depend on how many rows there are.
 """
 
 import torch
@@ -9,52 +10,88 @@ import torch
 from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, overlap_options, tl, triton
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Plain torch version of `rms_norm`."""
-    return weight * torch.nn.functional.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None
+) -> torch.Tensor:
+    """Plain torch version of `rms_norm`, of any outer dimensions; without a weight it is one."""
+    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    if weight is None or offset is None:
+        return normed.to(x.dtype) if weight is None else weight * normed.to(x.dtype)
+    return (normed * (offset + weight.float())).to(x.dtype)
 
 
 @jit
-def _rms_norm_kernel(x_ptr, weight_ptr, normed_ptr, width, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def weighted(normed, weight, offset, dtype, ROUNDS_FIRST: tl.constexpr):
+    """A normalised row times its weight, in fp32 of values of `dtype`."""
+    factor = weight.to(tl.float32)
+    if ROUNDS_FIRST:
+        normed = normed.to(dtype).to(tl.float32)
+    else:
+        factor += offset
+    return (normed * factor).to(dtype).to(tl.float32)
+
+
+@jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, out_stride, width, eps, offset,
+    BLOCK: tl.constexpr, ROUNDS_FIRST: tl.constexpr, ADDS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     if OVERLAP:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    out_ptrs = out_ptr + row * out_stride + columns
     if OVERLAP:
         gdc_launch_dependents()
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / width + eps)
-    normed = (x32 * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(normed_ptr + row * width + columns, normed.to(x.dtype), mask=inside)
+    normed = weighted(x32 * scale, weight, offset, x.dtype, ROUNDS_FIRST)
+    if ADDS:
+        normed += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, normed.to(x.dtype), mask=inside)
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, out: torch.Tensor | None = None,
+    add: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of `rms_norm`."""
-    assert x.is_contiguous() and weight.is_contiguous()
     rows, width = x.shape
-    normed = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
+    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape and weight.is_contiguous()
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(rows,)](
-            x, weight, normed, width, eps, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            x, weight, out, x.stride(0), out.stride(0), width, eps, offset or 0.0, BLOCK=block,
+            ROUNDS_FIRST=offset is None, ADDS=add, num_warps=min(16, max(1, block // 512)),
             **overlap_options(x.device),
         )  # fmt: skip
-    return normed
+    return out
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, out: torch.Tensor | None = None,
+    add: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Normalise rows.
 
     Args:
-        x: [N, H], contiguous.
+        x: [N, H], of any row stride.
         weight: [H].
         eps: Added to the mean square.
+        offset: Added to the weight, in fp32; None: the normalised row is rounded before the weight multiplies it.
+        out: [N, H], of any row stride, written; it may be `x` itself. None: new memory.
+        add: Whether the normed rows are added to what `out` has.
 
     Returns:
-        [N, H] in the dtype of x.
+        [N, H] in the dtype of x: `out` where there is one.
     """
-    run = rms_norm_triton if x.is_cuda else rms_norm_reference
-    return run(x, weight, eps)
+    if x.is_cuda:
+        return rms_norm_triton(x, weight, eps, offset=offset, out=out, add=add)
+    normed = rms_norm_reference(x, weight, eps, offset)
+    if out is None:
+        return normed
+    return out.add_(normed) if add else out.copy_(normed)

@@ -26,10 +26,10 @@ _BASE, _COMMITTED = 1, 4
 
 @dataclass(frozen=True)
 class StepRotation:
-    """How the rows of a step rotate: by position times `frequencies` [B, D/2] fp32, the result times `scaling`."""
+    """How the rows of a step rotate: by position times `frequencies` [B, P] fp32, the result times `scaling` [P]."""
 
     frequencies: torch.Tensor
-    scaling: float
+    scaling: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StepRows:
     `tokens` [B*T] int32. `positions` [B, T] int32, of the rows in their cache, -1 for padding, and `slots` [B*T] int32.
     `following` [B*T] int32, the sequence's position behind each row, whose token its logits say, and `ahead` [B] that
     of the last rows. `sequences` [B*T] int32: 0 to B - 1, T times each. `used` [B] int32: the `most_used` rows that
-    count, 0 for a sequence that stands still. `cos`, `sin` [B*T, D/2] fp32. `committed` [B] int32 and `ancestors`
+    count, 0 for a sequence that stands still. `cos`, `sin` [B*T, P] fp32. `committed` [B] int32 and `ancestors`
     [B, T, A] int32 of trees, as of `QueryRows`.
     """
 
@@ -185,10 +185,10 @@ def _step_at(window_ptr, start):
 
 @jit(do_not_specialize=("words", "start_stride", "count", "counted", "first", "last_token"))
 def _step_rows_kernel(
-    window_ptr, start_ptr, place_ptr, frequencies_ptr, layout_cache_positions_ptr, layout_positions_ptr, paths_ptr,
-    tokens_ptr, positions_ptr, cache_positions_ptr, following_ptr, ahead_ptr, slots_ptr, used_ptr, cos_ptr, sin_ptr,
-    committed_ptr, ancestors_ptr, words, start_stride, count, counted, first, last_token, scaling,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PLACED: tl.constexpr, SINCE: tl.constexpr, DEPTH: tl.constexpr,
+    window_ptr, start_ptr, place_ptr, frequencies_ptr, scaling_ptr, layout_cache_positions_ptr, layout_positions_ptr,
+    paths_ptr, tokens_ptr, positions_ptr, cache_positions_ptr, following_ptr, ahead_ptr, slots_ptr, used_ptr, cos_ptr,
+    sin_ptr, committed_ptr, ancestors_ptr, words, start_stride, count, counted, first, last_token,
+    PAIRS: tl.constexpr, PAIRS_BLOCK: tl.constexpr, PLACED: tl.constexpr, SINCE: tl.constexpr, DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -214,11 +214,13 @@ def _step_rows_kernel(
     last = row % count == count - 1
     tl.store(ahead_ptr + slot, following, mask=last)
     tl.store(used_ptr + slot, tl.where(goes_on, counted, 0), mask=last)
-    channel = tl.arange(0, HALF_BLOCK)
-    frequency = tl.load(frequencies_ptr + slot * HALF + channel, mask=channel < HALF, other=0.0)
+    pair = tl.arange(0, PAIRS_BLOCK)
+    inside = pair < PAIRS
+    frequency = tl.load(frequencies_ptr + slot * PAIRS + pair, mask=inside, other=0.0)
+    scaling = tl.load(scaling_ptr + pair, mask=inside, other=0.0)
     angle = tl.where(there, position - shift + turn, 0).to(tl.float32) * frequency
-    tl.store(cos_ptr + row * HALF + channel, tl.cos(angle) * scaling, mask=channel < HALF)
-    tl.store(sin_ptr + row * HALF + channel, tl.sin(angle) * scaling, mask=channel < HALF)
+    tl.store(cos_ptr + row * PAIRS + pair, tl.cos(angle) * scaling, mask=inside)
+    tl.store(sin_ptr + row * PAIRS + pair, tl.sin(angle) * scaling, mask=inside)
     if DEPTH > 0:
         level = tl.arange(0, DEPTH_BLOCK)
         above = tl.load(paths_ptr + row % count * DEPTH + level, mask=level < DEPTH, other=0)
@@ -298,23 +300,24 @@ def step_rows_triton(
     count, frequencies, paths = len(layout.cache_positions), rotation.frequencies, layout.ancestors
     _check_windows(window, start)
     assert layout.cache_positions.dtype == layout.positions.dtype == torch.int32 and layout.positions.shape == (count,)
-    half, depth = frequencies.shape[1], 0 if paths is None else paths.shape[1]
+    pairs, depth = frequencies.shape[1], 0 if paths is None else paths.shape[1]
     assert frequencies.dtype == torch.float32 and frequencies.is_contiguous() and len(frequencies) >= batch
+    assert rotation.scaling.dtype == torch.float32 and rotation.scaling.shape == (pairs,)
     assert place is None or (place.dtype == torch.int32 and place.is_contiguous() and len(place) >= batch)
     assert paths is None or (paths.dtype == torch.int32 and paths.is_contiguous() and len(paths) == count)
     # Memory of their own, not views of one block: kernels further on are compiled for pointers of one alignment.
     tokens, cache_positions, following, slots = (window.new_empty(batch * count) for _ in range(4))
     positions, ahead, used = window.new_empty(batch, count), window.new_empty(batch), window.new_empty(batch)
-    cos, sin = (frequencies.new_empty(batch * count, half) for _ in range(2))
+    cos, sin = (frequencies.new_empty(batch * count, pairs) for _ in range(2))
     committed = ancestors = None
     if depth:
         committed, ancestors = window.new_empty(batch), window.new_empty(batch, count, depth)
     _step_rows_kernel[(batch * count,)](
-        window, start, window if place is None else place, frequencies, layout.cache_positions, layout.positions,
-        window if paths is None else paths, tokens, positions, cache_positions, following, ahead, slots, used, cos, sin,
-        window if committed is None else committed, window if ancestors is None else ancestors, words, start.stride(0),
-        count, layout.counted, layout.first, last_token, rotation.scaling,
-        HALF=half, HALF_BLOCK=triton.next_power_of_2(half), PLACED=place is not None,
+        window, start, window if place is None else place, frequencies, rotation.scaling, layout.cache_positions,
+        layout.positions, window if paths is None else paths, tokens, positions, cache_positions, following, ahead,
+        slots, used, cos, sin, window if committed is None else committed, window if ancestors is None else ancestors,
+        words, start.stride(0), count, layout.counted, layout.first, last_token,
+        PAIRS=pairs, PAIRS_BLOCK=triton.next_power_of_2(pairs), PLACED=place is not None,
         SINCE=_COMMITTED if skip_committed else _BASE, DEPTH=depth, DEPTH_BLOCK=triton.next_power_of_2(max(1, depth)),
         num_warps=1,
     )  # fmt: skip

@@ -386,7 +386,7 @@ def measure_library_rows(device: torch.device) -> dict[str, int]:
     found, generator = {}, torch.Generator(device).manual_seed(0)
     for m, k in _MODEL_MATRICES:
         weight = torch.empty(m, k, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
-        heights = [rows for rows in LIBRARY_ROWS[device.type] if library_agrees(rows, weight, None, gated=False)]
+        heights = [rows for rows in LIBRARY_ROWS[device.type] if library_agrees(rows, weight, None, gated=None)]
         found[f"{m}x{k}"] = min(heights, default=0)
     return found
 

@@ -13,20 +13,36 @@ from offload_runtime.options import require_positive
 
 
 @dataclass(frozen=True)
+class Rope:
+    """A rotation of queries and keys: transformers' `rope_parameters`, and how many channels of a head they turn."""
+
+    parameters: Mapping[str, Any]
+    channels: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder: its layers from below, and what lies around them.
 
-    `rope_parameters` is transformers' dictionary of the same name. Caches hold keys and values of all layers in one
-    tensor, so that all have heads of one number and size.
+    Attributes:
+        layers: Caches hold keys and values of all of them in one tensor, so that all have heads of one number and size.
+        ropes: The rotations of the layers, whose pairs of channels follow one another among a row's angles.
+        embedding_multiplier: What embeddings are multiplied by, in the model's dtype; with `rounds_multiplier` it is
+            itself rounded to that.
+        logits_divisor, logits_cap: What logits are divided by; c of c tanh(logits / c).
     """
 
     architecture: str
     layers: tuple[DecoderLayer, ...]
     vocab_size: int
     max_position_embeddings: int
-    rope_parameters: Mapping[str, Any]
+    ropes: tuple[Rope, ...]
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
 
     def __post_init__(self) -> None:
         one = self.attention
@@ -42,11 +58,6 @@ class ModelConfig:
     def attention(self) -> Attention:
         """That of the first layer, whose sizes are all layers'."""
         return self.layers[0].attention
-
-    @property
-    def rms_norm_eps(self) -> float:
-        """What the final norm adds to the mean of squares, as those of all layers do."""
-        return self.layers[0].eps
 
     @property
     def num_layers(self) -> int:
@@ -67,6 +78,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Channels of a head."""
         return self.attention.head_dim
+
+    @cached_property
+    def num_angles(self) -> int:
+        """Angles of a row: one for each pair of channels of each rotation."""
+        return sum(rope.channels // 2 for rope in self.ropes)
 
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
+from offload_runtime_kernels.gated import Activation
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.rms_norm import rms_norm
-from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store
+from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, Rotation, rope_store
 
 
 class Tensor(NamedTuple):
@@ -59,7 +60,9 @@ class Weight(Protocol):
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
 
-    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
+    ) -> torch.Tensor:
         """x W^T + b, added to a residual or gated."""
 
 
@@ -85,12 +88,8 @@ class Rows(Protocol):
         """Positions and slots of the rows, [B, T]."""
 
     @property
-    def full(self) -> RopeRows:
-        """Rotation, and where keys and values go."""
-
-    @property
-    def plain(self) -> RopeRows:
-        """The same without rotation."""
+    def rope(self) -> RopeRows:
+        """How they are rotated, and where keys and values go."""
 
     @property
     def num_rows(self) -> int:
@@ -116,14 +115,15 @@ class Attention:
     Attributes:
         hidden_size: Channels of the residual stream, H.
         num_heads, num_kv_heads, head_dim: Query heads, heads of keys and values, channels of each, D.
-        eps: Of the norms of queries and keys.
+        eps, norm_offset: Of the norms, of the whole layer too; `rms_norm` says what they mean.
         scale: What the dot products of queries and keys are multiplied by; 0 stands for D ** -0.5.
         soft_cap: What logits are capped at softly, by a tanh; None leaves them.
         sinks: Whether each query head has a learnt logit that takes part in its softmax and has no value.
         window: Tokens that a sliding window reaches; None attends to all.
-        rotates: Whether queries and keys are rotated.
+        rotation: How queries and keys are rotated; None: not at all.
         qkv_bias, o_bias: Which projections have biases.
-        qk_norm: Whether each head's queries and keys are normed (RMS, [D]) before they are rotated.
+        qk_norm: Whether queries and keys are normed before they are rotated, each head by itself or all together.
+        fused: Whether a checkpoint has queries, keys and values as one matrix.
     """
 
     hidden_size: int
@@ -131,14 +131,16 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     eps: float
+    norm_offset: float | None = None
     scale: float = 0.0
     soft_cap: float | None = None
     sinks: bool = False
     window: int | None = None
-    rotates: bool = True
+    rotation: Rotation | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -177,21 +179,29 @@ class Attention:
         return self.qkv_size + 3 * self.q_size
 
     def tensors(self) -> Iterator[Tensor]:
-        """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D], `sinks` [query heads]."""
+        """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D] or of all heads, `sinks` [query
+        heads]."""
         qkv = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
         rows = {f"self_attn.{name}": count for name, count in qkv.items()}
+        rows = {"self_attn.qkv_proj": self.qkv_size} if self.fused else rows
         yield from _projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
-        for name in ("q", "k") if self.qk_norm else ():
-            yield Tensor(f"{name}_norm", f"self_attn.{name}_norm.weight", (self.head_dim,))
+        for name, size in (("q", self.q_size), ("k", self.kv_size)) if self.qk_norm else ():
+            shape = (self.head_dim if self.qk_norm == "head" else size,)
+            yield Tensor(f"{name}_norm", f"self_attn.{name}_norm.weight", shape)
         if self.sinks:
             yield Tensor("sinks", "self_attn.sinks", (self.num_heads,))
         yield from _projections("o", {"self_attn.o_proj": self.hidden_size}, self.q_size, bias=self.o_bias)
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
         """Project, rotate, store keys and values, and attend: [N, H] -> [N, q_size], before the output projection."""
-        qkv = weights["qkv"].linear(x)
-        norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, self.eps) if self.qk_norm else None
-        q = rope_store(qkv, rows.full if self.rotates else rows.plain, cache.store(layer), norm)
+        qkv, norm = weights["qkv"].linear(x), None
+        if self.qk_norm == "head":
+            norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, self.eps, self.norm_offset)
+        elif self.qk_norm == "all":
+            q, k, _ = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
+            for name, part in (("q_norm", q), ("k_norm", k)):
+                rms_norm(part, weights[name].dense, self.eps, offset=self.norm_offset, out=part)
+        q = rope_store(qkv, rows.rope, cache.store(layer), self.rotation, norm)
         q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
         sinks = weights["sinks"].dense if self.sinks else None
         params = AttentionParams(self.scale, self.window, self.soft_cap, sinks)
@@ -200,16 +210,20 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """silu(x W_gate) * (x W_up), projected back.
+    """activation(x W_gate) * (x W_up), projected back.
 
     Attributes:
         hidden_size, intermediate_size: Channels outside and inside.
+        activation: Of the gate.
         bias: Whether all three projections have biases.
+        fused: Whether a checkpoint has gate and up as one matrix.
     """
 
     hidden_size: int
     intermediate_size: int
+    activation: Activation = "silu"
     bias: bool = False
+    fused: bool = False
 
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
@@ -223,34 +237,50 @@ class GatedMLP:
     def tensors(self) -> Iterator[Tensor]:
         """`gate_up` [2I, H], gate rows first, `down` [H, I], and their biases."""
         rows = {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size}
+        rows = {"mlp.gate_up_proj": 2 * self.intermediate_size} if self.fused else rows
         yield from _projections("gate_up", rows, self.hidden_size, bias=self.bias)
         yield from _projections("down", {"mlp.down_proj": self.hidden_size}, self.intermediate_size, bias=self.bias)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[N, H] -> [N, I], before the output projection."""
-        return weights["gate_up"].linear(x, gated=True)
+        return weights["gate_up"].linear(x, gated=self.activation)
+
+
+class Norms(NamedTuple):
+    """The norms of a layer by their modules' names, which are their packed names too; None where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+USUAL_NORMS = Norms()
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Attention and an MLP, each behind a norm and added to the residual stream.
+    """Attention and an MLP, each normed before or after it or both, and added to the residual stream.
 
     Attributes:
         attention, mlp: The two blocks.
-        eps: Of the norms.
+        norms: What is normed.
+        residual_multiplier: What a block's result is multiplied by before it is added.
     """
 
     attention: Attention
     mlp: GatedMLP
-    eps: float
+    norms: Norms = USUAL_NORMS
+    residual_multiplier: float = 1.0
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those of both blocks, and `input_norm` and `post_norm` [H] before them."""
-        shape = (self.attention.hidden_size,)
-        yield Tensor("input_norm", "input_layernorm.weight", shape)
+        """Those of both blocks, and the norms [H] around them."""
+        shape, (before, after, before_mlp, after_mlp) = (self.attention.hidden_size,), self.norms
+        yield from (Tensor(name, f"{name}.weight", shape) for name in (before,) if name)
         yield from self.attention.tensors()
-        yield Tensor("post_norm", "post_attention_layernorm.weight", shape)
+        yield from (Tensor(name, f"{name}.weight", shape) for name in (after, before_mlp) if name)
         yield from self.mlp.tensors()
+        yield from (Tensor(name, f"{name}.weight", shape) for name in (after_mlp,) if name)
 
     def work(self, rows: int, context: int) -> Work:
         """What the layer does for the last `rows` of `context` tokens of a sequence."""
@@ -271,9 +301,20 @@ class DecoderLayer:
             rows: The pass.
             cache: Where keys and values live.
         """
-        mixed = self.attention.forward(
-            layer, rms_norm(residual, weights["input_norm"].dense, self.eps), weights, rows, cache
-        )
-        weights["o"].linear(mixed, residual=residual)
-        inner = self.mlp.forward(rms_norm(residual, weights["post_norm"].dense, self.eps), weights)
-        weights["down"].linear(inner, residual=residual)
+        (before, after, before_mlp, after_mlp), eps = self.norms, self.attention.eps
+        offset = self.attention.norm_offset
+        x = residual if before is None else rms_norm(residual, weights[before].dense, eps, offset=offset)
+        self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
+        x = residual if before_mlp is None else rms_norm(residual, weights[before_mlp].dense, eps, offset=offset)
+        self._add(residual, self.mlp.forward(x, weights), "down", after_mlp, weights)
+
+    def _add(self, residual: torch.Tensor, x: torch.Tensor, packed: str, norm: str | None, weights: Weights) -> None:
+        """Project a block's result back, norm and multiply it, and add it to the residual stream."""
+        if norm is None and self.residual_multiplier == 1:
+            weights[packed].linear(x, residual=residual)
+            return
+        out, attention = weights[packed].linear(x), self.attention
+        if norm is None:
+            residual.add_(out.mul_(self.residual_multiplier))
+        else:
+            rms_norm(out, weights[norm].dense, attention.eps, offset=attention.norm_offset, out=residual, add=True)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from offload_runtime_kernels.gated import Activation
+from offload_runtime_kernels.rope_store import Rotation
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import MOST, Fields, shown
+from offload_runtime.models.config import ModelConfig, Rope
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP
 
+# Names of one function each.
+_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh",)}
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _MOST_LAYERS, _MOST_HEAD_DIM = 1 << 8, 1 << 12  # the deepest models have 130 layers
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
@@ -26,42 +33,63 @@ def num_layers(fields: Fields) -> int:
     return fields.integer("num_hidden_layers", at_most=_MOST_LAYERS)
 
 
-def decoder_layers(
-    fields: Fields, *, windows: Sequence[int | None] | None = None, rotates: Sequence[bool] | None = None,
-    qkv_bias: bool = False, o_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
-) -> tuple[DecoderLayer, ...]:  # fmt: skip
-    """Layers of the usual sizes and names; those that are alike are one object.
-
-    Args:
-        fields: What the configuration says.
-        windows: The sliding window of each layer; None: all attend to everything.
-        rotates: Whether each rotates its queries and keys; None: all do.
-        qkv_bias, o_bias, mlp_bias, qk_norm: As of the layers.
-    """
-    count = num_layers(fields)
+def attention_of(fields: Fields) -> Attention:
+    """Attention of the usual sizes, all of whose channels are rotated."""
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden // num_heads, at_least=4, at_most=_MOST_HEAD_DIM)
     if head_dim % 2:
         fields.refuse("head_dim", head_dim, "an even number")  # pairs of channels are rotated
-    activation = fields.text("hidden_act")
-    if activation not in ("silu", "swish"):  # two names of one function
-        raise UnsupportedArchitectureError(
-            f"hidden activation {shown(activation)} is not supported: only silu is; choose another model"
-        )
-    eps, mlp = fields.number("rms_norm_eps", at_least=0, at_most=1), fields.integer("intermediate_size")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    kinds = list(zip(windows or (None,) * count, rotates or (True,) * count, strict=True))
-    made = {
-        (window, rotated): DecoderLayer(
-            Attention(
-                hidden, num_heads, num_kv_heads, head_dim, eps, window=window, rotates=rotated, qkv_bias=qkv_bias,
-                o_bias=o_bias, qk_norm=qk_norm,
-            ),
-            GatedMLP(hidden, mlp, bias=mlp_bias), eps,
+    eps = fields.number("rms_norm_eps", at_least=0, at_most=1)
+    return Attention(hidden, num_heads, num_kv_heads, head_dim, eps, rotation=Rotation(0, head_dim // 2))
+
+
+def mlp_of(fields: Fields, *, activation: Activation = "silu") -> GatedMLP:
+    """A gated MLP of the usual sizes, and of this activation."""
+    stated = fields.text("hidden_activation", fields.text("hidden_act"))
+    if stated not in _ACTIVATIONS[activation]:
+        raise UnsupportedArchitectureError(
+            f"hidden activation {shown(stated)} is not supported: only {' or '.join(_ACTIVATIONS[activation])} is; "
+            "choose another model"
         )
-        for window, rotated in dict.fromkeys(kinds)
-    }  # fmt: skip
-    return tuple(made[kind] for kind in kinds)
+    return GatedMLP(fields.integer("hidden_size"), fields.integer("intermediate_size"), activation)
+
+
+def decoder(
+    fields: Fields, layer: DecoderLayer, *, windows: Sequence[int | None] | None = None,
+    rotations: Sequence[Rotation | None] | None = None, ropes: tuple[Rope, ...] | None = None,
+) -> ModelConfig:  # fmt: skip
+    """A model of layers that differ in their windows and rotations at most; those that are alike are one object.
+
+    Args:
+        fields: What the configuration says.
+        layer: What all layers are.
+        windows: The sliding window of each; None: all are as `layer` says.
+        rotations: How each rotates its queries and keys; None: all do as `layer` says.
+        ropes: What they rotate by; None: what the configuration says of all.
+    """
+    count, one = num_layers(fields), layer.attention
+    kinds = list(zip(windows or (one.window,) * count, rotations or (one.rotation,) * count, strict=True))
+    made = {
+        (window, rotation): replace(layer, attention=replace(one, window=window, rotation=rotation))
+        for window, rotation in dict.fromkeys(kinds)
+    }
+    return ModelConfig(
+        architecture=fields.text("architecture"),
+        layers=tuple(made[kind] for kind in kinds),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        ropes=(rope(fields, one.head_dim),) if ropes is None else ropes,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        eos_token_ids=end_ids(fields),
+    )
+
+
+def end_ids(fields: Fields) -> tuple[int, ...]:
+    """Token ids that end an answer: a number, a list of numbers or nothing."""
+    value = fields.values.get("eos_token_id")
+    listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return tuple(Fields(fields.where, {"eos_token_id": listed}).items("eos_token_id", int))
 
 
 def sliding_window(fields: Fields) -> int | None:
@@ -117,30 +145,45 @@ def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:
             )
 
 
-def rope_parameters(fields: Fields, head_dim: int) -> dict[str, Any]:
+def rope(
+    fields: Fields, head_dim: int, stated: Mapping[str, Any] | None = None, *, types: Sequence[str] = ROPE_TYPES,
+    partial: bool = False,
+) -> Rope:  # fmt: skip
     """The rotary embedding in the form that transformers 5 writes, once it is something that layers rotate by; old
-    files have the keys `rope_scaling`, `rope_theta` and `type`."""
+    files have the keys `rope_scaling`, `rope_theta` and `type`.
+
+    Args:
+        fields: What the configuration says.
+        head_dim: Channels of a head.
+        stated: What it says of this rotation; None: of all.
+        types: Which the layers have.
+        partial: Whether only the first channels of a head may be rotated.
+    """
     values = fields.values
-    found = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    rope = {name: value for name, value in found.items() if value is not None}
-    rope.setdefault("rope_theta", values["rope_theta"])
-    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope.pop("mrope_section", None) and rope_type == "mrope":
-        rope_type = rope["rope_type"] = "default"
-    if rope_type not in ROPE_TYPES:
+    found = (fields.mapping("rope_scaling") or fields.mapping("rope_parameters")) if stated is None else stated
+    own = {name: value for name, value in found.items() if value is not None}
+    own.setdefault("rope_theta", values["rope_theta"])
+    rope_type = own.setdefault("rope_type", own.get("type", "default"))
+    if own.pop("mrope_section", None) and rope_type == "mrope":
+        rope_type = own["rope_type"] = "default"
+    if rope_type not in types:
         raise UnsupportedArchitectureError(
-            f"RoPE parameters of type {shown(rope_type)} are not supported: use a model with one of "
-            f"{', '.join(ROPE_TYPES)}"
+            f"RoPE parameters of type {shown(rope_type)} are not supported: use a model with one of {', '.join(types)}"
         )
-    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial is not None and partial != 1:
+    share, name = own.pop("partial_rotary_factor", None), "partial_rotary_factor"
+    share = values.get(name) if share is None else share
+    share = Fields(fields.where, {name: share}).number(name, 1.0, at_least=0, at_most=1)
+    if share != 1 and not partial:
         raise UnsupportedArchitectureError(
-            f"partial_rotary_factor is {shown(partial)}, and only 1 (the whole head is rotated) is supported: "
+            f"partial_rotary_factor is {share:g}, and only 1 (the whole head is rotated) is supported: "
             "choose another model"
         )
+    channels = int(head_dim * share)
+    if channels < 2 or channels % 2:
+        fields.refuse(name, share, f"a share of a head's {head_dim} channels that is an even number")
     if rope_type in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
-        lengths = (values.get(name), rope.get(name), values["max_position_embeddings"])
-        rope[name] = next((length for length in lengths if length is not None), None)
-    _check_rope_numbers(Fields(fields.where, rope), rope_type, head_dim)
-    return {**rope, "rope_theta": float(rope["rope_theta"])}  # as an integer it may be more than torch takes
+        lengths = (values.get(name), own.get(name), values["max_position_embeddings"])
+        own[name] = next((length for length in lengths if length is not None), None)
+    _check_rope_numbers(Fields(fields.where, own), rope_type, channels)
+    return Rope({**own, "rope_theta": float(own["rope_theta"])}, channels)  # an integer may be more than torch takes

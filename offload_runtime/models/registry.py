@@ -17,7 +17,6 @@ from offload_runtime.models.unsupported import unsupported_model
 
 if TYPE_CHECKING:
     from offload_runtime.models.config import ModelConfig
-    from offload_runtime.models.layers import DecoderLayer
 
 # By transformers' model_type, which is the name of the file: transformers' class, and llama.cpp's architectures.
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -45,14 +44,14 @@ class Family:
     """What a file of this folder says, as its `FAMILY`.
 
     Attributes:
-        layers: From what a configuration says, defaults included, to the layers.
+        model: From what a configuration says, defaults included, to the model.
         defaults: transformers' values for what a file leaves out, where they differ from those of all.
         text_sizes: What configurations of text parts leave out, which were saved as differences from these.
         gguf_interleaved: Whether llama.cpp rotates neighbouring channels, so that its converter has interleaved the
             rows of queries and keys.
     """
 
-    layers: Callable[[Fields], tuple[DecoderLayer, ...]]
+    model: Callable[[Fields], ModelConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_sizes: Mapping[str, int] = field(default_factory=dict)
     gguf_interleaved: bool = False
@@ -107,13 +106,6 @@ def require_family(fields: Fields) -> str:
     return family
 
 
-def end_ids(fields: Fields) -> tuple[int, ...]:
-    """Token ids that end an answer: a number, a list of numbers or nothing."""
-    value = fields.values.get("eos_token_id")
-    listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return tuple(Fields(fields.where, {"eos_token_id": listed}).items("eos_token_id", int))
-
-
 def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfig:
     """Translate the content of a `config.json`.
 
@@ -126,27 +118,15 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
         CheckpointError: A size is missing, or the values contradict each other.
     """
     name = require_family(Fields(reference, raw))
-    from offload_runtime.models.config import ModelConfig
-    from offload_runtime.models.reading import rope_parameters
-
     family = family_named(name)
     sizes = family.text_sizes if "text_part_of" in raw else {}
-    fields = Fields(reference, {**_DEFAULTS, **family.defaults, **sizes, **raw})
+    fields = Fields(reference, {**_DEFAULTS, **family.defaults, **sizes, **raw, "architecture": FAMILIES[name][0]})
     if "hidden_size" not in fields.values:  # what some repositories of GGUF files have beside them
         raise CheckpointError(
             f"{reference} has a config.json without sizes, as those of GGUF files may be: name the file, on a hub as "
             "org/name:Q4_K_M, or give a checkpoint with safetensors"
         )
     try:
-        layers = family.layers(fields)
-        return ModelConfig(
-            architecture=FAMILIES[name][0],
-            layers=layers,
-            vocab_size=fields.integer("vocab_size"),
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            rope_parameters=rope_parameters(fields, layers[0].attention.head_dim),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            eos_token_ids=end_ids(fields),
-        )
+        return family.model(fields)
     except OptionError as error:
         raise CheckpointError(f"{reference} describes an impossible model: {error}") from error

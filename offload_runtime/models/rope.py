@@ -11,11 +11,39 @@ from collections.abc import Sequence
 import torch
 
 from offload_runtime.memory import upload
-from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.config import ModelConfig, Rope
+
+
+class _Frequencies:
+    """Those of one rotation: [R/2] fp32 on the host, of a sequence of a length."""
+
+    def __init__(self, rope: Rope, config: ModelConfig) -> None:
+        self._parameters = dict(rope.parameters)
+        self.kind: str = self._parameters["rope_type"]
+        # Not at the top: transformers takes longer to import than a plan may take, and a model's own class much longer.
+        from transformers import PreTrainedConfig
+
+        self._hf_config = PreTrainedConfig(
+            hidden_size=rope.channels, num_attention_heads=1, num_key_value_heads=1, head_dim=rope.channels,
+            max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
+        )  # fmt: skip
+        original = self._parameters.get("original_max_position_embeddings")
+        lengths = {"dynamic": config.max_position_embeddings, "longrope": original}
+        self.short_length: int | None = lengths.get(self.kind)  # above this length the frequencies change
+
+    def of(self, length: int | None) -> tuple[torch.Tensor, float]:
+        """They, and what cosines and sines are multiplied by: the attention scaling."""
+        if self.kind == "default":  # transformers keeps this one inside each model
+            exponents = torch.arange(0, self._hf_config.head_dim, 2, dtype=torch.float) / self._hf_config.head_dim
+            return 1.0 / (float(self._parameters["rope_theta"]) ** exponents), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.kind](self._hf_config, torch.device("cpu"), seq_len=length)
+        return inv_freq.float(), float(scaling)
 
 
 class RopeTable:
-    """Cosines and sines of a model's rotary embedding.
+    """Cosines and sines of a model's rotary embeddings: P pairs of channels, of all of its rotations in a row.
 
     Args:
         config: The model's shape and rope parameters.
@@ -24,53 +52,45 @@ class RopeTable:
 
     Attributes:
         device: Where the angles are computed.
-        scaling: What cosines and sines are multiplied by: the attention scaling.
+        scaling: What cosines and sines are multiplied by, [P] fp32, device.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, *, fixed_length: int | None = None) -> None:
         self.device = device
-        self._parameters = dict(config.rope_parameters)
-        self._type: str = self._parameters["rope_type"]
-        # Not at the top: transformers takes longer to import than a plan may take, and a model's own class much longer.
-        from transformers import PreTrainedConfig
-
-        self._hf_config = PreTrainedConfig(
-            hidden_size=config.head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings, rope_parameters=self._parameters,
-        )  # fmt: skip
-        self._inv_freq, self.scaling = self._initialise(None)  # [D/2] fp32, device
-        original = self._parameters.get("original_max_position_embeddings")
-        lengths = {"dynamic": config.max_position_embeddings, "longrope": original}
-        self._short_length: int | None = lengths.get(self._type)  # above this length the frequencies change
+        self._each = [_Frequencies(rope, config) for rope in config.ropes]
+        self._fixed_length = fixed_length
+        found = [one.of(None) for one in self._each]
+        self.scaling = upload(torch.cat([torch.full_like(inv_freq, scaling) for inv_freq, scaling in found]), device)
+        self._inv_freq = upload(torch.cat([inv_freq for inv_freq, _ in found]), device)  # [P] fp32, device
         if fixed_length is not None:
-            self._inv_freq = self.frequencies(fixed_length)
-            self._short_length = None
+            self._inv_freq = self._made(fixed_length)
 
     def frequencies(self, length: int) -> torch.Tensor:
-        """Frequencies of a sequence of `length` tokens: [D/2] fp32, device. Never waits for the device."""
-        return self._initialise(length)[0] if self.frequency_set(length) else self._inv_freq
+        """Frequencies of a sequence of `length` tokens: [P] fp32, device. Never waits for the device."""
+        return self._made(length) if self.frequency_set(length) else self._inv_freq
 
     def angles(self, positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines for every row.
 
         Args:
             positions: [N] int32, device; negative for padding.
-            inv_freq: [D/2] or [N, D/2] fp32, device: the frequencies of all rows, or those of each.
+            inv_freq: [P] or [N, P] fp32, device: the frequencies of all rows, or those of each.
 
         Returns:
-            cos, sin: [N, D/2] fp32, device, multiplied by the attention scaling.
+            cos, sin: [N, P] fp32, device, multiplied by the attention scaling.
         """
         angle = positions.clamp_min(0).float()[:, None] * inv_freq
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
     def frequency_set(self, length: int) -> int:
         """Which frequencies a prompt of `length` tokens is rotated with: equal numbers mean equal frequencies."""
-        if self._short_length is None or length <= self._short_length:
+        if self._fixed_length is not None:
             return 0
-        return 1 if self._type == "longrope" else length
+        longer = {one.kind for one in self._each if one.short_length is not None and length > one.short_length}
+        return length if "dynamic" in longer else len(longer)
 
     def row_frequencies(self, host_positions: Sequence[int], prompt_length: int) -> torch.Tensor:
-        """Frequencies of rows: [D/2] fp32, device, or [N, D/2] where rows differ.
+        """Frequencies of rows: [P] fp32, device, or [N, P] where rows differ.
 
         Args:
             host_positions: Of the rows, on the host; negative for padding.
@@ -85,14 +105,8 @@ class RopeTable:
         row_of_set = {number: row for row, number in enumerate(length_of_set)}
         return tables[torch.tensor([row_of_set[number] for number in sets], device=self.device)]
 
-    def _initialise(self, length: int | None) -> tuple[torch.Tensor, float]:
-        if self._type == "default":  # transformers keeps this one inside each model
-            exponents = torch.arange(0, self._hf_config.head_dim, 2, dtype=torch.float) / self._hf_config.head_dim
-            return upload(1.0 / (float(self._parameters["rope_theta"]) ** exponents), self.device), 1.0
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[self._type](self._hf_config, torch.device("cpu"), seq_len=length)
-        return upload(inv_freq.float(), self.device), float(scaling)
+    def _made(self, length: int) -> torch.Tensor:
+        return upload(torch.cat([one.of(length)[0] for one in self._each]), self.device)
 
 
 class RowFrequencies:
@@ -104,7 +118,7 @@ class RowFrequencies:
         rows: How many there are.
 
     Attributes:
-        tensor: [R, D/2] fp32, device.
+        tensor: [R, P] fp32, device.
     """
 
     def __init__(self, rope: RopeTable, rows: int) -> None:

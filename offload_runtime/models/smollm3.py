@@ -1,17 +1,22 @@
 """SmolLM3: Llama's layers, of which some do not rotate, and those may slide."""
 
+from dataclasses import replace
+
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import decoder_layers, num_layers, windows_by_type
+from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, windows_by_type
 from offload_runtime.models.registry import Family
 
 
-def _layers(fields: Fields) -> tuple[DecoderLayer, ...]:
+def _model(fields: Fields) -> ModelConfig:
     rotates, bias = _rotates(fields), fields.flag("attention_bias")
+    attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
+    layer = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
+    rotations = [attention.rotation if rotated else None for rotated in rotates]
     windows = windows_by_type(fields, [not rotated for rotated in rotates])
-    mlp_bias = fields.flag("mlp_bias")
-    return decoder_layers(fields, windows=windows, rotates=rotates, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    return decoder(fields, layer, windows=windows, rotations=rotations)
 
 
 def _rotates(fields: Fields) -> tuple[bool, ...]:
@@ -26,7 +31,7 @@ def _rotates(fields: Fields) -> tuple[bool, ...]:
 
 
 FAMILY = Family(
-    _layers,
+    _model,
     {
         "num_key_value_heads": 4, "eos_token_id": 128001, "tie_word_embeddings": True, "rope_theta": 2000000.0,
         "no_rope_layer_interval": 4,

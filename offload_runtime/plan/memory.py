@@ -657,7 +657,7 @@ class RunPlan:
             return 0
         target, config = self.target, self.target.config
         rows = min(target.chunk_tokens, target.context_tokens)
-        sizes = [config.hidden_size * target.dtype.itemsize, *[4 * config.head_dim + 32] * (self.num_cards - 1)]
+        sizes = [config.hidden_size * target.dtype.itemsize, *[8 * config.num_angles + 32] * (self.num_cards - 1)]
         pieces = -(-target.context_tokens // rows) + (target.batch if target.mixes else 0)
         return pieces * sum(1 << (rows * size - 1).bit_length() for size in sizes)
 

@@ -107,11 +107,14 @@ def resolve_context(tokens: int | None, config: ModelConfig, *, kv: str) -> int:
 
 def longest_context(config: ModelConfig) -> int:
     """Tokens that the model's positions reach, its RoPE scaling included."""
-    rope, longest = config.rope_parameters, config.max_position_embeddings
-    if rope["rope_type"] == "yarn":
-        original = rope.get("original_max_position_embeddings") or longest
-        return max(longest, int(original * rope["factor"]))
-    return int(longest * rope["factor"]) if rope["rope_type"] == "dynamic" else longest
+    longest = config.max_position_embeddings
+    for rope in (rope.parameters for rope in config.ropes):
+        if rope["rope_type"] == "yarn":
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            longest = max(longest, int(original * rope["factor"]))
+        elif rope["rope_type"] == "dynamic":
+            longest = max(longest, int(config.max_position_embeddings * rope["factor"]))
+    return longest
 
 
 def check_window(window: int, config: ModelConfig) -> None:

@@ -26,11 +26,15 @@ class Decoder:
         self.embedding = shared["embedding"]
         self.lm_head = shared.get("lm_head", shared["embedding"])
         self.final_norm: torch.Tensor = shared["final_norm"].dense
+        self._multiplier = config.embedding_multiplier
+        if config.rounds_multiplier:
+            self._multiplier = torch.tensor(self._multiplier, dtype=self.final_norm.dtype).item()
         self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
 
     def embed(self, rows: PassRows) -> torch.Tensor:
         """The residual stream at the bottom: [N, H]."""
-        return self.embedding.rows(rows.tokens)
+        embedded = self.embedding.rows(rows.tokens)
+        return embedded if self._multiplier == 1 else embedded.mul_(self._multiplier)
 
     def layer(self, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache) -> None:
         """Run one layer, which adds to the residual stream [N, H]."""
@@ -38,4 +42,9 @@ class Decoder:
 
     def head(self, residual: torch.Tensor) -> torch.Tensor:
         """Logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last layer."""
-        return self.lm_head.linear(rms_norm(residual, self.final_norm, self.config.rms_norm_eps))
+        own, attention = self.config, self.config.attention
+        normed = rms_norm(residual, self.final_norm, attention.eps, offset=attention.norm_offset)
+        logits = self.lm_head.linear(normed)
+        if own.logits_divisor != 1:
+            logits = logits.div_(own.logits_divisor)
+        return logits if own.logits_cap is None else logits.div_(own.logits_cap).tanh_().mul_(own.logits_cap)

@@ -207,7 +207,7 @@ def captured_pass_shape(shape: PassShape, capacity_tokens: int) -> PassShape:
 def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
     """Device bytes of the CUDA graphs of a target's passes, of what they read and write, and of what they allocate."""
     rows = CAPTURED_ROWS
-    inputs = 4 * (packed_words(PassShape(rows, 1, rows, 0).sizes) + rows * config.head_dim // 2)
+    inputs = 4 * (packed_words(PassShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     return step_graph_bytes(config.num_layers) + inputs + rows * config.vocab_size * element_bytes + activations
 
@@ -286,6 +286,6 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, bat
         nbytes += step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
         # What a `DraftTree` has besides the cache and what a step computes on its way.
         outputs = (rows + (MOST_GREEDY_STEPS + 1) * batch) * 2 * CHILDREN
-        words = tree_input_words(batch) + outputs + rows * config.head_dim // 2
+        words = tree_input_words(batch) + outputs + rows * config.num_angles
         nbytes += 4 * words + rows * config.vocab_size * element_bytes
     return nbytes

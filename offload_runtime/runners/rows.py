@@ -139,13 +139,12 @@ class PassShape(NamedTuple):
 class PassRows:
     """Device tensors that describe the B x T rows of a pass; absent rows have position -1.
 
-    `tokens` [B*T] int32; `query` is of shape (B, T); `full` rotates, `plain` is the same without rotation (layers
-    without positions).
+    `tokens` [B*T] int32; `query` is of shape (B, T); `rope` says how they are rotated and where keys and values go.
     """
 
     tokens: torch.Tensor
     query: QueryRows
-    full: RopeRows
+    rope: RopeRows
 
     @classmethod
     def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> PassRows:
@@ -161,11 +160,6 @@ class PassRows:
             step.tokens, query, RopeRows(step.cos, step.sin, step.positions.view(-1), step.cache_positions, step.slots)
         )
 
-    @cached_property
-    def plain(self) -> RopeRows:
-        """The rows without rotation, for layers without positions."""
-        return replace(self.full, cos=None, sin=None)
-
     @property
     def num_rows(self) -> int:
         """B * T."""
@@ -175,14 +169,14 @@ class PassRows:
         """The same rows, which are on `source`, for another card. Arguments as of `transfer`."""
         if source == target:
             return self
-        parts = {part: _tensors(getattr(self, part)) for part in ("query", "full")}
+        parts = {part: _tensors(getattr(self, part)) for part in ("query", "rope")}
         tensors = [tensor for part in parts.values() for tensor in part.values()]
         tokens, *rest = transfer([self.tokens, *tensors], source, target, buffers, piece)
         moved = iter(rest)
-        query, full = (
+        query, rope = (
             replace(getattr(self, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()
         )
-        return PassRows(tokens, query, full)
+        return PassRows(tokens, query, rope)
 
 
 def _tensors(part: QueryRows | RopeRows) -> dict[str, torch.Tensor]:
@@ -228,7 +222,7 @@ class RowBuilder:
         Args:
             shape: Of the pass.
             words: Its packed parts, and perhaps others behind them.
-            frequencies: [D/2] or [B*T, D/2] fp32, device: of all rows, or of each.
+            frequencies: [P] or [B*T, P] fp32, device: of all rows, or of each.
             rope_shift: As of `build`, or of each row (int32, device).
         """
         tokens, positions, cache_positions, owners, slots, committed, ancestors = unpack(words, shape.sizes)

@@ -80,7 +80,7 @@ def workspace_bytes(
     tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     stream = tokens * config.hidden_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
-    angles = 4 * tokens * config.head_dim // 2 * 4  # cos, sin and their making, fp32
+    angles = 4 * tokens * config.num_angles * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
     passing = chunk * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
@@ -419,7 +419,7 @@ class CapturedPasses:
         logits = window_pass(self._decoder, self._layers, self._cache, rows)
         self._logits[:count].copy_(logits)
         if sampling is not None:
-            tokens = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.full.slots)
+            tokens = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
             copy_words(tokens.view(torch.int32), self._tokens_pinned[:count].view(torch.int32))
 
     def _tokens(self, count: int) -> list[int]:

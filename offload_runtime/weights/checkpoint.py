@@ -21,7 +21,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.fields import Fields, shortened
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.registry import end_ids
+from offload_runtime.models.reading import end_ids
 from offload_runtime.params import SamplingParams
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import StoredTensor

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from offload_runtime_kernels.gated import Activation
+from offload_runtime_kernels.gated import gated as gated_product
 from offload_runtime_kernels.linear import linear
-from offload_runtime_kernels.swiglu import swiglu
 
 from offload_runtime.weights.staging import Staging
 
@@ -75,7 +76,9 @@ class Weight:
         """Decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
         return self.stored.index_select(0, index)
 
-    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
+    ) -> torch.Tensor:
         """x W^T + b, added to a residual or gated: `offload_runtime_kernels.linear.linear`, which describes the
         arguments. A row's bits depend on nothing but the row."""
         return linear(x, self.dense, bias=self.bias, residual=residual, gated=gated)
@@ -137,14 +140,16 @@ class StackedWeight(Weight):
         part.take(index, out)
         return out
 
-    def linear(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
+    ) -> torch.Tensor:
         height, row_bytes = self.shape[0], self.shape[1] * self.dtype.itemsize
         if x.is_cuda and x.dtype.itemsize == 2 and len(x) <= min(part.most_rows for part in self.parts):
             out = x.new_empty(len(x), height) if residual is None else residual
             for part in self.parts:
                 bias = None if self.bias is None else self.bias[part.start : part.end]
                 part.multiply(x, out[:, part.start : part.end], bias, add=residual is not None)
-            return swiglu(out) if gated else out
+            return gated_product(out, gated) if gated else out
         step = height if self.scratch is None else self.scratch.nbytes // row_bytes
         if step >= height:
             return super().linear(x, residual=residual, gated=gated)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offload_runtime_kernels.rms_norm import rms_norm_reference, rms_norm_triton
+from offload_runtime_kernels.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
 
 from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poisoned_outputs, random_tensor
 
 EPS = 1e-5
 
 
-def _check(rows: int, width: int, *, dtype: torch.dtype) -> None:
+def _check(rows: int, width: int, *, dtype: torch.dtype, offset: float | None = None) -> None:
     x = random_tensor(rows, width, seed=1, dtype=dtype, scale=3.0)
     weight = random_tensor(width, seed=3, dtype=dtype)
-    expected, before = rms_norm_reference(x, weight, EPS), x.clone()
+    expected, before = rms_norm_reference(x, weight, EPS, offset), x.clone()
     with poisoned_outputs():
-        normed = rms_norm_triton(x, weight, EPS)
+        normed = rms_norm_triton(x, weight, EPS, offset=offset)
     assert torch.equal(x, before)
     # Sums in another order and rsqrt move the normalised value across at most one rounding boundary, and the product
     # with the weight is rounded once more: three roundings between them, in fp32 a few more for the sum itself.
@@ -27,8 +27,30 @@ def _check(rows: int, width: int, *, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 77), (5, 576), (2, 1030)])
-def test_matches_reference(rows: int, width: int) -> None:
-    _check(rows, width, dtype=torch.float32)
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+def test_matches_reference(rows: int, width: int, offset: float | None) -> None:
+    _check(rows, width, dtype=torch.float32, offset=offset)
+
+
+def test_it_adds_to_a_stream_and_norms_a_part_of_longer_rows_in_place() -> None:
+    x, weight = random_tensor(3, 100, seed=1), random_tensor(40, seed=2)
+    part, stream = x[:, 30:70], random_tensor(3, 40, seed=3)
+    expected, before = rms_norm_reference(part, weight, EPS, 1.0), x.clone()
+    for run in (rms_norm, rms_norm_triton):
+        total = stream.clone()
+        assert run(part, weight, EPS, offset=1.0, out=total, add=True) is total
+        assert_within(total, stream + expected, atol=1e-6)
+        rows = before.clone()
+        run(rows[:, 30:70], weight, EPS, offset=1.0, out=rows[:, 30:70])
+        assert_within(rows[:, 30:70], expected, atol=1e-6)
+        assert torch.equal(rows[:, :30], before[:, :30]) and torch.equal(rows[:, 70:], before[:, 70:])
+
+
+@pytest.mark.gpu
+def test_an_offset_is_added_in_fp32_and_rounded_once() -> None:
+    x, weight = random_tensor(4, 64, seed=1, dtype=torch.bfloat16), random_tensor(64, seed=2, dtype=torch.bfloat16)
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    assert_within(rms_norm_triton(x, weight, EPS, offset=1.0), normed * (1 + weight.double()), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -36,6 +58,7 @@ def test_matches_reference(rows: int, width: int) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (17, 77), (33, 576), (9, 4096), (3, 5120)])
 def test_matches_reference_in_half_precision(rows: int, width: int, dtype: torch.dtype) -> None:
     _check(rows, width, dtype=dtype)
+    _check(rows, width, dtype=dtype, offset=1.0)
 
 
 def test_eps_matters_for_a_tiny_row() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
-from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, rope_store_reference, rope_store_triton
+from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, Rotation, rope_store_reference, rope_store_triton
 
 from tests.helpers.kernel_conditions import (
     KERNEL_DEVICE,
@@ -26,40 +26,46 @@ def _ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=KERNEL_DEVICE)
 
 
-def _rows(head_dim: int, *, rotate: bool) -> RopeRows:
+def _rows(head_dim: int) -> RopeRows:
     """Seven rows over three sequences, two of them padding, which name a slot that holds something."""
     positions = _ints(4, 9, -1, 0, 700, -1, 3)
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2, device=KERNEL_DEVICE) / head_dim)
     angle = positions.clamp_min(0)[:, None] * inv_freq
     return RopeRows(
-        cos=1.1 * angle.cos() if rotate else None,
-        sin=1.1 * angle.sin() if rotate else None,
+        cos=1.1 * angle.cos(),
+        sin=1.1 * angle.sin(),
         positions=positions,
         cache_positions=_ints(4, 300, 0, 0, 511, 4, 256),
         slots=_ints(0, 0, 0, 1, 2, 0, 1),
     )
 
 
-def _check(num_heads: int, num_kv_heads: int, head_dim: int, *, rotate: bool, norm: bool, dtype: torch.dtype) -> None:
-    rows = _rows(head_dim, rotate=rotate)
+def _check(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, rotation: Rotation | None, dtype: torch.dtype,
+    norm: bool = False, offset: float | None = None, of_values: bool = False,
+) -> None:  # fmt: skip
+    rows = _rows(head_dim)
     # Two rows more than positions: the height of the matrix product is padded.
     qkv = random_tensor(9, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
     head_norm = None
     if norm:
         q_weight, k_weight = (random_tensor(head_dim, seed=seed, dtype=dtype) for seed in (2, 3))
-        head_norm = HeadNorm(q_weight, k_weight, 1e-5)
+        head_norm = HeadNorm(q_weight, k_weight, 1e-5, offset, of_values)
     # Every other block of a larger memory, with values far from keys: the outer dimensions may be strided.
     shape = (2, NUM_SEQUENCES, 2 * NUM_BLOCKS, num_kv_heads, BLOCK_TOKENS, head_dim)
     memory = random_tensor(*shape, seed=4, dtype=dtype)
     expected, actual = (KVBlocks(m.permute(1, 2, 0, 3, 4, 5)[:, ::2]) for m in (memory, memory.clone()))
-    expected_q = rope_store_reference(qkv, rows, expected, head_norm)
+    expected_q = rope_store_reference(qkv, rows, expected, rotation, head_norm)
     with poisoned_outputs():
-        q = rope_store_triton(qkv, rows, actual, head_norm)
+        q = rope_store_triton(qkv, rows, actual, rotation, head_norm)
     # Products with cos and sin cancel, so the error is relative to the head's largest value: a few roundings of it.
     bound = max(float(t.abs().max()) for t in (expected_q, memory)) * UNIT_ROUNDOFF[dtype]
     assert_within(q, expected_q, atol=bound * (8 if dtype == torch.float32 else 4))
     assert_within(actual.data[:, :, 0], expected.data[:, :, 0], atol=bound * (8 if dtype == torch.float32 else 4))
-    assert torch.equal(actual.data[:, :, 1], expected.data[:, :, 1])
+    if of_values:
+        assert_within(actual.data[:, :, 1], expected.data[:, :, 1], atol=bound * 8)
+    else:
+        assert torch.equal(actual.data[:, :, 1], expected.data[:, :, 1])
     assert bool((q[rows.positions < 0] == 0).all())
 
 
@@ -67,27 +73,47 @@ def _check(num_heads: int, num_kv_heads: int, head_dim: int, *, rotate: bool, no
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (3, 1), (7, 1)])
 def test_matches_reference(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    _check(num_heads, num_kv_heads, head_dim, rotate=True, norm=False, dtype=torch.float32)
+    _check(num_heads, num_kv_heads, head_dim, rotation=Rotation(0, head_dim // 2), dtype=torch.float32)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("rotation", [None, Rotation(0, 40), Rotation(9, 20), Rotation(4, 20, True)])
 @pytest.mark.parametrize("norm", [True, False])
-def test_layers_without_rotation_and_with_head_norms(rotate: bool, norm: bool) -> None:
-    _check(6, 2, 80, rotate=rotate, norm=norm, dtype=torch.float32)
+def test_layers_without_rotation_and_with_head_norms(rotation: Rotation | None, norm: bool) -> None:
+    _check(6, 2, 80, rotation=rotation, norm=norm, dtype=torch.float32)
 
 
-Store = Callable[[torch.Tensor, RopeRows, KVBlocks, HeadNorm | None], torch.Tensor]
+@pytest.mark.parametrize("rotation", [Rotation(3, 12), Rotation(0, 40, True)])
+def test_norms_with_an_offset_and_of_values(rotation: Rotation) -> None:
+    _check(6, 2, 80, rotation=rotation, norm=True, offset=1.0, of_values=True, dtype=torch.float32)
+
+
+def test_pairs_are_halves_or_neighbours_of_the_channels_that_are_rotated() -> None:
+    """By the definition: those behind them pass, and the angles begin at their column."""
+    rows, qkv = _rows(16), random_tensor(7, 3 * 16, seed=5)
+    for rotation, first, second in (
+        (Rotation(2, 3), [0, 1, 2], [3, 4, 5]), (Rotation(2, 3, True), [0, 2, 4], [1, 3, 5])
+    ):  # fmt: skip
+        kv = KVBlocks(torch.zeros(NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE))
+        expected = qkv[:, :16].clone()
+        cos, sin = rows.cos[:, 2:5], rows.sin[:, 2:5]
+        expected[:, first] = qkv[:, first] * cos - qkv[:, second] * sin
+        expected[:, second] = qkv[:, second] * cos + qkv[:, first] * sin
+        found = rope_store_reference(qkv, rows, kv, rotation)[:, 0]
+        assert_within(found[rows.positions >= 0], expected[rows.positions >= 0], atol=1e-6)
+
+
+Store = Callable[[torch.Tensor, RopeRows, KVBlocks, Rotation | None], torch.Tensor]
 stores = pytest.mark.parametrize("store", [rope_store_reference, rope_store_triton])
 
 
 @stores
 def test_writes_only_the_slots_of_real_rows(store: Store) -> None:
-    rows = _rows(16, rotate=True)
+    rows = _rows(16)
     qkv = random_tensor(7, 4 * 16, seed=5)
     shape = (NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16)
     data = torch.full(shape, float("nan"), device=KERNEL_DEVICE)
-    store(qkv, rows, KVBlocks(data), None)
+    store(qkv, rows, KVBlocks(data), Rotation(0, 8))
     written = data.isfinite()
     assert int(written.sum()) == 5 * 2 * 16
     for row, (sequence, block, cache_position) in zip(
@@ -99,9 +125,7 @@ def test_writes_only_the_slots_of_real_rows(store: Store) -> None:
 
 @stores
 def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> None:
-    rows = replace(
-        _rows(16, rotate=False), cache_positions=_ints(4 * 256, 5 * 256 + 7, 0, 6 * 256, 7 * 256 + 1, 0, 7 * 256)
-    )
+    rows = replace(_rows(16), cache_positions=_ints(4 * 256, 5 * 256 + 7, 0, 6 * 256, 7 * 256 + 1, 0, 7 * 256))
     qkv = random_tensor(7, 4 * 16, seed=5)
     # Blocks 4 to 7 from the beginning, and in rings that begin with block 6 and, of five blocks, with 5.
     for first_block, num_blocks, places in ((4, 5, (0, 1, 2, 3)), (0, 3, (1, 2, 0, 1)), (0, 5, (4, 0, 1, 2))):
@@ -122,7 +146,7 @@ def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> Non
 @stores
 def test_batch_rows_may_be_one_row_expanded(store: Store) -> None:
     """As a prefill's workspace, which any sequence may name."""
-    rows = replace(_rows(16, rotate=False), slots=_ints(*[2] * 7), cache_positions=_ints(0, 1, 0, 2, 300, 0, 4))
+    rows = replace(_rows(16), slots=_ints(*[2] * 7), cache_positions=_ints(0, 1, 0, 2, 300, 0, 4))
     qkv = random_tensor(7, 4 * 16, seed=5)
     data = torch.zeros(1, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE)
     with warnings.catch_warnings():
@@ -136,8 +160,9 @@ def test_batch_rows_may_be_one_row_expanded(store: Store) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_matches_reference_in_half_precision(head_dim: int, dtype: torch.dtype) -> None:
-    for rotate, norm in ((True, False), (True, True), (False, False)):
-        _check(6, 2, head_dim, rotate=rotate, norm=norm, dtype=dtype)
+    whole, part = Rotation(0, head_dim // 2), Rotation(4, head_dim // 4, True)
+    for rotation, norm, offset in ((whole, False, None), (whole, True, None), (part, True, 1.0), (None, False, None)):
+        _check(6, 2, head_dim, rotation=rotation, norm=norm, offset=offset, dtype=dtype)
 
 
 @pytest.mark.gpu
@@ -155,7 +180,7 @@ def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
             angle[rows].cos(), angle[rows].sin(), places[rows].clone(), places[rows].clone(),
             torch.zeros_like(places[rows]),
         )  # fmt: skip
-        q = rope_store_triton(qkv[rows].clone(), where, kv, HeadNorm(weight, weight, 1e-6))
+        q = rope_store_triton(qkv[rows].clone(), where, kv, Rotation(0, head_dim // 2), HeadNorm(weight, weight, 1e-6))
         return q, torch.stack(kv.at(torch.zeros_like(where.cache_positions), where.cache_positions))
 
     q_together, kv_together = run(slice(0, num_rows))

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from kernel_cases.case import Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels import linear as kernel
+from offload_runtime_kernels.gated import Activation
 from offload_runtime_kernels.linear import linear_library
 
 
@@ -23,7 +24,7 @@ class Product:
     name: str
     m: int
     k: int
-    gated: bool = False
+    gated: Activation | None = None
     residual: bool = False
 
 
@@ -31,7 +32,7 @@ def layer_products(model: str, hidden: int, qkv: int, inner: int, vocab: int) ->
     """The four products of a layer and the head."""
     return [
         Product(model, "qkv", qkv, hidden), Product(model, "o", hidden, hidden, residual=True),
-        Product(model, "gate_up", 2 * inner, hidden, gated=True),
+        Product(model, "gate_up", 2 * inner, hidden, gated="silu"),
         Product(model, "down", hidden, inner, residual=True), Product(model, "head", vocab, hidden),
     ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Kernels that go over rows: norms, gates, rotations, the choice of tokens, at the shapes of 7B and 70B Llamas.
 
-Bounds are: of RMSNorm reading rows and writing them once; of SwiGLU reading gate and up and writing the result; of the
+Bounds are: of RMSNorm reading rows and writing them once; of gates reading gate and up and writing the result; of the
 rotation reading the fused projection and writing queries, keys and values; of the choice reading the logits.
 """
 
@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
+from offload_runtime_kernels.gated import gated_reference, gated_triton
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton, noise_keys
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.rms_norm import rms_norm_reference, rms_norm_triton
-from offload_runtime_kernels.rope_store import RopeRows, rope_store_reference, rope_store_triton
-from offload_runtime_kernels.swiglu import swiglu_reference, swiglu_triton
+from offload_runtime_kernels.rope_store import RopeRows, Rotation, rope_store_reference, rope_store_triton
 
 _ROWS = (1, 64, 512, 4096)
 
@@ -30,14 +30,14 @@ def make_rms_norm(rows: int, width: int) -> Case:
     )  # fmt: skip
 
 
-def make_swiglu(rows: int, width: int) -> Case:
+def make_gated(rows: int, width: int) -> Case:
     """`rows` rows of `width` gates and as many ups."""
     moved_bytes = 3 * rows * width * 2
     count = num_inputs(moved_bytes)
     gate_up = random_bf16(count, rows, 2 * width)
     return Case(
-        configuration={"rows": rows, "width": width}, kernel=lambda i: swiglu_triton(gate_up[i]),
-        reference=lambda i: swiglu_reference(gate_up[i]), num_inputs=count, moved_bytes=moved_bytes,
+        configuration={"rows": rows, "width": width}, kernel=lambda i: gated_triton(gate_up[i], "silu"),
+        reference=lambda i: gated_reference(gate_up[i], "silu"), num_inputs=count, moved_bytes=moved_bytes,
     )  # fmt: skip
 
 
@@ -50,12 +50,13 @@ def make_rope_store(rows: int, num_heads: int, num_kv_heads: int) -> Case:
     kv = KVBlocks(random_bf16(1, -(-rows // BLOCK_TOKENS), 2, num_kv_heads, BLOCK_TOKENS, HEAD_DIM))
     angle = torch.rand(rows, HEAD_DIM // 2, device=DEVICE)
     places = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    rotation = Rotation(0, HEAD_DIM // 2)
     where = RopeRows(angle.cos(), angle.sin(), places, places, torch.zeros_like(places))
     return Case(
         configuration={"rows": rows, "num_heads": num_heads, "num_kv_heads": num_kv_heads},
-        kernel=lambda i: rope_store_triton(qkv[i], where, kv, None),
-        reference=lambda i: rope_store_reference(qkv[i], where, kv, None), num_inputs=count, moved_bytes=moved_bytes,
-        reference_in_graph=False,
+        kernel=lambda i: rope_store_triton(qkv[i], where, kv, rotation),
+        reference=lambda i: rope_store_reference(qkv[i], where, kv, rotation), num_inputs=count,
+        moved_bytes=moved_bytes, reference_in_graph=False,
     )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def make_gumbel_argmax(rows: int, vocab: int, temperature: float) -> Case:
 
 CASES: Cases = {
     "rms_norm": [partial(make_rms_norm, rows, width) for width in (4096, 8192) for rows in _ROWS],
-    "swiglu": [partial(make_swiglu, rows, 11008) for rows in _ROWS],
+    "gated": [partial(make_gated, rows, 11008) for rows in _ROWS],
     "rope_store": [partial(make_rope_store, rows, *heads) for heads in ((32, 32), (64, 8)) for rows in _ROWS],
     "gumbel_argmax": [
         partial(make_gumbel_argmax, rows, vocab, temperature)

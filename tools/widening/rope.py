@@ -20,10 +20,10 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     hf_config = transformers.LlamaConfig(
         hidden_size=config.hidden_size, num_attention_heads=config.attention.num_heads,
         num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.ropes[0].parameters),
     )  # fmt: skip
     functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
-    inv_freq, scaling = functions[config.rope_parameters["rope_type"]](hf_config, torch.device("cpu"))
+    inv_freq, scaling = functions[config.ropes[0].parameters["rope_type"]](hf_config, torch.device("cpu"))
     return inv_freq.float(), float(scaling)
 
 
@@ -38,7 +38,7 @@ def _widened_yarn(config: ModelConfig) -> dict[str, Any]:
     on the ramp (j * s - low * s) / (high * s - low * s) is the small head's value: to the last bit of fp32 for s a
     power of two, otherwise up to rounding.
     """
-    rope, small_dim = dict(config.rope_parameters), config.head_dim
+    rope, small_dim = dict(config.ropes[0].parameters), config.head_dim
     theta = float(rope["rope_theta"])
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
@@ -73,7 +73,7 @@ def widened_rope(config: ModelConfig, large_dim: int) -> dict[str, Any]:
     Raises:
         UnsupportedArchitectureError: A scaling that depends on the head dimension and the length at once.
     """
-    rope = dict(config.rope_parameters)
+    rope = dict(config.ropes[0].parameters)
     kind, step = rope["rope_type"], large_dim // config.head_dim
     if kind in _KEPT_TYPES or step == 1:
         return rope

@@ -70,7 +70,7 @@ def check_architecture(config: ModelConfig) -> None:
         "biases": attention.qkv_bias or attention.o_bias or mlp.bias,
         "norms of queries and keys": attention.qk_norm,
         "sliding windows": any(window is not None for window in config.layer_windows),
-        "layers without rotary positions": not all(layer.attention.rotates for layer in config.layers),
+        "layers without rotary positions": not all(layer.attention.rotation for layer in config.layers),
     }
     found = [name for name, present in extras.items() if present]
     if found:

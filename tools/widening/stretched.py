@@ -55,7 +55,7 @@ def _stretched_config(
     hf_config, changes = source.hf_config, dict[str, Any]()
     if rope is not None:
         _check_words(rope)
-        changes["rope_parameters"] = {"rope_theta": source.config().rope_parameters["rope_theta"], **rope}
+        changes["rope_parameters"] = {"rope_theta": source.config().ropes[0].parameters["rope_theta"], **rope}
     try:
         if max_position_embeddings is not None:
             changes["max_position_embeddings"] = max_position_embeddings
@@ -63,7 +63,7 @@ def _stretched_config(
             changes["max_position_embeddings"] = int(rope["factor"] * rope["original_max_position_embeddings"])
         described = type(hf_config).from_dict(copy.deepcopy(hf_config.to_dict() | changes))
         config = model_config_from_json(described.to_dict(), "config.json")
-        if config.rope_parameters["rope_type"] != "default":
+        if config.ropes[0].parameters["rope_type"] != "default":
             frequencies(config)
     except Exception as error:  # transformers' validation raises errors of many libraries; each means the same here
         raise OptionError(
