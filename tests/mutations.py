@@ -102,8 +102,8 @@ MUTATIONS = (
     ),
     Mutation(
         "position: siblings of a tree do not share theirs",
-        "offload_runtime/runners/rows.py",
-        "positions += [start + depth for depth in window.depths] + [-1] * padding",
+        "offload_runtime/core.py",
+        "positions += [start + depth for depth in tree.depths] + [-1] * padding",
         "positions += [*range(start, start + count)] + [-1] * padding",
         _IDENTITY,
     ),
@@ -198,8 +198,8 @@ MUTATIONS = (
     ),
     Mutation(
         "penalties: a row does not count the tokens of its own path",
-        "offload_runtime/runners/rows.py",
-        "found[at + above - 1] = window.tokens[t]",
+        _TARGET,
+        "found[at + above - 1] = tree.tokens[t]",
         "found[at + above - 1] = -1",
         ("tests/test_penalties.py::test_deep_windows_and_trees_count_the_tokens_of_their_own_paths[some]",),
     ),

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import CapturedPasses, ModelRunner, decided
+from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.graphs import CAPTURED_ROWS
-from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling
+from tests.helpers.assembly import prefill, verify
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, reset, same
 from tests.helpers.models import random_tokens
@@ -45,26 +46,26 @@ def runner(request: pytest.FixtureRequest, device: dict[str, Any]) -> Iterator[M
 def captured(runner: ModelRunner) -> CapturedPasses:
     layers = runner.streamer.resident_layers()
     assert layers is not None
-    return CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
+    return CapturedPasses(runner.decoder, layers, runner.cache, runner.rope)
 
 
 def read_prompts(runner: ModelRunner) -> None:
     for sequence, length in enumerate(LENGTHS):
-        runner.prefill(sequence, random_tokens(length, seed=sequence))
+        prefill(runner, sequence, random_tokens(length, seed=sequence))
 
 
-def random_window(generator: random.Random, most: int) -> Window:
+def random_window(generator: random.Random, most: int) -> TokenTree:
     tokens = tuple(generator.randrange(100) for _ in range(generator.randint(1, most)))
     if generator.random() < 0.5:
-        return Window(tokens)
-    return Window(tokens, tuple(generator.randrange(-1, node) for node in range(len(tokens))))
+        return TokenTree(tokens)
+    return TokenTree(tokens, tuple(generator.randrange(-1, node) for node in range(len(tokens))))
 
 
-def random_passes(seed: int) -> list[tuple[list[Window], list[int]]]:
+def random_passes(seed: int) -> list[dict[int, TokenTree]]:
     generator, passes = random.Random(seed), []
     for _ in range(30):
         sequences = generator.sample(range(3), generator.randint(1, 3))
-        passes.append(([random_window(generator, generator.choice((1, 3, 12))) for _ in sequences], sequences))
+        passes.append({slot: random_window(generator, generator.choice((1, 3, 12))) for slot in sequences})
     return passes
 
 
@@ -73,21 +74,21 @@ def kv_of(runner: ModelRunner) -> list[torch.Tensor]:
     found = []
     for layer in range(runner.decoder.config.num_layers):
         for sequence in range(3):
-            positions = torch.arange(runner.cache.length(sequence), device=runner.rows.rope.device)
+            positions = torch.arange(runner.cache.length(sequence), device=runner.rope.device)
             found += runner.cache.store(layer).at(positions.new_tensor([sequence]), positions)
     return [side.clone() for side in found]
 
 
-def play(runner: ModelRunner, passes: Sequence[tuple[list[Window], list[int]]]) -> list[torch.Tensor]:
+def play(runner: ModelRunner, passes: Sequence[dict[int, TokenTree]]) -> list[torch.Tensor]:
     """Logits of passes behind each of which a path is committed, and the keys and values that they leave."""
     reset(runner)
     read_prompts(runner)
     found = []
-    for windows, sequences in passes:
-        found.append(runner.verify(windows, sequences).clone())
-        for window, sequence in zip(windows, sequences, strict=True):
+    for windows in passes:
+        found.append(verify(runner, windows).clone())
+        for sequence, window in windows.items():
             path, last = list[int](), 0
-            for node, parent in enumerate(window.parents or range(-1, len(window.tokens) - 1)):
+            for node, parent in enumerate(window.parents):
                 if node == 0 or parent == last:
                     path, last = [*path, node], node
             runner.cache.commit_path(sequence, path)
@@ -102,7 +103,7 @@ def test_captured_passes_say_what_others_say(runner: ModelRunner, seed: int) -> 
     runner.captured = captured(runner)
     for _ in range(2):  # the second time most of them are replayed
         assert all(map(same, expected, play(runner, passes)))
-    if runner.rows.rope.device.type == "cuda":
+    if runner.rope.device.type == "cuda":
         assert runner.captured.graphs.num_graphs > 3
 
 
@@ -115,23 +116,22 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
     """Rows that fill up windows are between those of tokens, and each token has its position's noise."""
     made = assemble("llama-gqa", batch=3, **device)
     runner = made.runner
-    sampling = SlotSampling.of(numbered(params, 3), runner.rows.rope.device)
-    wide = ([Window((3,) * (CAPTURED_ROWS + 1))], [1])
+    sampling = SlotSampling.of(numbered(params, 3), runner.rope.device)
     read_prompts(runner)
-    passes = [([Window((7,))], [2]), *random_passes(3), wide]
-    expected = []
-    for windows, sequences in passes:
-        committed = [runner.cache.length(sequence) for sequence in sequences]
-        expected.append(decided(runner.verify(windows, sequences), sampling, windows, sequences, committed))
-    said = [[one.tokens(), one.firsts, one.logits.clone()] for one in expected]
+    passes = [{2: TokenTree((7,))}, *random_passes(3), {1: TokenTree((3,) * (CAPTURED_ROWS + 1))}]
+
+    def taken(windows: dict[int, TokenTree]) -> dict[int, tuple[list[int], torch.Tensor]]:
+        batch = runner.forward(Batch(windows), sampling)
+        assert batch.tokens is not None
+        tokens, rows = batch.tokens(), zip(windows.items(), batch.firsts, strict=True)
+        parts = {slot: slice(first, first + len(window)) for (slot, window), first in rows}
+        return {slot: (tokens[part], batch.logits[part].clone()) for slot, part in parts.items()}
+
+    expected = [taken(windows) for windows in passes]
     runner.captured = captured(runner)
     for _ in range(3):
-        for (windows, sequences), (tokens, firsts, logits) in zip(passes, said, strict=True):
-            runner.verify(windows[:1], sequences[:1])  # whose tokens nobody asks for
-            decision = runner.decide(windows, sequences, sampling)
-            found = decision.tokens()
-            for window, first, own in zip(windows, firsts, decision.firsts, strict=True):
-                count = len(window.tokens)
-                assert found[own : own + count] == tokens[first : first + count]
-                assert same(decision.logits[own : own + count], logits[first : first + count])
+        for windows, said in zip(passes, expected, strict=True):
+            verify(runner, dict([*windows.items()][:1]))  # nobody asks for its tokens
+            for slot, (tokens, logits) in taken(windows).items():
+                assert tokens == said[slot][0] and same(logits, said[slot][1])
     made.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from offload_runtime.config import SpeculationOptions
+from offload_runtime.core import Batch
 from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.conversation import Reply
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.runners import ModelRunner
-from offload_runtime.runners.rows import Window
+from offload_runtime.runners import ModelRunner, decide
+from offload_runtime.sampling import SlotSampling
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_engine_endings import interrupted, working_with
 
@@ -39,23 +40,23 @@ class SpiedRunner(ModelRunner):
     """A target that remembers the tokens that go through its prefill, and which ends the text once if it is told to."""
 
     def __init__(self, runner: ModelRunner, end: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens)
         self.prefilled: list[list[int]] = []
         self.end, self.end_at = end, -1  # the token, and where in a sequence nothing else is likely
 
-    def prefill(self, sequence: int, tokens: Sequence[int], *args: Any) -> torch.Tensor:
-        self.prefilled.append(list(tokens))
-        return super().prefill(sequence, tokens, *args)
-
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        logits = super().verify(windows, sequences)
-        behind = [
-            self.cache.length(sequence) + 1 + depth
-            for window, sequence in zip(windows, sequences, strict=True)
-            for depth in window.depths
-        ]
-        ends = torch.tensor(behind)[:, None] == self.end_at
-        return logits.masked_fill(ends & (torch.arange(logits.shape[1]) == self.end), 1e9)
+    def forward(self, batch: Batch, sampling: SlotSampling | None = None, **options: Any) -> Batch:
+        self.prefilled += [list(tokens) for tokens in batch.prompts.values()]
+        committed = [self.cache.length(slot) for slot in batch.trees]
+        super().forward(batch, None if committed else sampling, **options)
+        if committed:
+            starts = zip(batch.trees.values(), committed, strict=True)
+            behind = [start + 1 + depth for tree, start in starts for depth in tree.depths]
+            ends = torch.tensor(behind)[:, None] == self.end_at
+            likely = ends & (torch.arange(batch.logits.shape[1]) == self.end)
+            batch.logits = batch.logits.masked_fill(likely, 1e9)
+            assert sampling is not None
+            decide(batch, sampling, committed)
+        return batch
 
 
 class Spy:

@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from offload_runtime import EndEvent, GenerationParams, GenerationResult, SamplingParams, Scheduler
-from offload_runtime.speculation import Choice, Controller
+from offload_runtime.core import DraftBudget
+from offload_runtime.speculation import Controller
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
 FIRST, LAST = 2, 319
@@ -70,12 +71,12 @@ def test_a_copying_request_is_copied_behind_seventy_in_which_n_grams_failed(coun
 def test_however_dear_a_row_is_a_copy_is_tried_at_once(row_s: float, known: bool) -> None:
     """Behind texts in which each proposal failed, by times that are what they are expected to be."""
 
-    def seconds(choice: Choice, *_: int) -> float:
+    def seconds(choice: DraftBudget, *_: int) -> float:
         return 1 + row_s * choice.size
 
     controller = Controller(["ngram", "unigram", "copy"], seconds if known else None)
 
-    def play(limits: dict[str, int], *, comes_true: bool) -> Choice:
+    def play(limits: dict[str, int], *, comes_true: bool) -> DraftBudget:
         choice = controller.choose(SamplingParams(), limits)
         path = range(choice.size) if comes_true else ()
         controller.observe(SamplingParams(), choice, [path], tokens=1.0 + len(path), seconds=seconds(choice))

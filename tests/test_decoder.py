@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload_runtime.core import TokenTree
 from offload_runtime.runners import ModelRunner
-from offload_runtime.runners.rows import Window
 from offload_runtime.weights import open_checkpoint
-from tests.helpers.assembly import make_runner
+from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.models import (
     BUILDERS,
     LENGTH_DEPENDENT_BUILDERS,
@@ -39,7 +39,7 @@ def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float 
 
 
 def _window_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
-    return runner.verify([Window(tuple(tokens))], [sequence])
+    return verify(runner, {sequence: TokenTree(tuple(tokens))})
 
 
 def _step_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     made = make_runner(open_checkpoint(tmp_path), buffers=2)
     runner = made.runner
     _assert_logits(_window_logits(runner, tokens), expected)
-    _assert_logits(runner.prefill(0, tokens[:37]), expected[36:37])
+    _assert_logits(prefill(runner, 0, tokens[:37]), expected[36:37])
     _assert_logits(_step_logits(runner, tokens[37:40]), expected[37:40])
     _assert_logits(_window_logits(runner, tokens[40:]), expected[40:])
     # Rejected: other tokens were tried, then the last committed ones are taken back and come again.
@@ -68,7 +68,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     runner.cache.truncate(0, 33)
     _assert_logits(_window_logits(runner, tokens[33:45]), expected[33:45])
     runner.cache.commit(0, 4)
-    _assert_logits(runner.prefill(0, tokens[37:50]), expected[49:50])
+    _assert_logits(prefill(runner, 0, tokens[37:50]), expected[49:50])
     made.close()
 
 
@@ -78,7 +78,7 @@ def test_length_dependent_rope_matches_transformers_across_the_boundary(name: st
     model, tokens = random_model(name), random_tokens(prompt_length + 9)
     expected = cached_logits(model, [tokens[:prompt_length], *([token] for token in tokens[prompt_length:])])
     made = make_runner(model)
-    _assert_logits(made.runner.prefill(0, tokens[:prompt_length]), expected[:1])
+    _assert_logits(prefill(made.runner, 0, tokens[:prompt_length]), expected[:1])
     _assert_logits(_step_logits(made.runner, tokens[prompt_length:]), expected[1:])
     made.runner.cache.truncate(0, prompt_length)  # the same steps as one window
     _assert_logits(_window_logits(made.runner, tokens[prompt_length:]), expected[1:])
@@ -92,10 +92,10 @@ def test_tree_matches_transformers_with_a_dense_mask(name: str) -> None:
     nodes = random_tokens(len(PARENTS), seed=2)
     made = make_runner(model)
     for sequence, prompt in enumerate(prompts):
-        made.runner.prefill(sequence, prompt)
+        prefill(made.runner, sequence, prompt)
     window = getattr(model.config, "sliding_window", None) if name == "mistral-window" else None
     # Beside the tree a shorter chain: rows of one pass may differ in kind.
-    logits = made.runner.verify([Window(tuple(nodes), PARENTS), Window(tuple(nodes[:4]))], [0, 1])
+    logits = verify(made.runner, {0: TokenTree(tuple(nodes), PARENTS), 1: TokenTree(tuple(nodes[:4]))})
     _assert_logits(logits[: len(nodes)], tree_logits(model, prompts[0], nodes, PARENTS, window=window))
     _assert_logits(logits[len(nodes) :], all_logits(model, prompts[1] + nodes[:4])[-4:])
     made.close()
@@ -107,10 +107,10 @@ def test_matches_transformers_on_the_gpu(name: str) -> None:
     model, tokens = random_model(name), random_tokens(50)
     expected = all_logits(model, tokens)
     made = make_runner(model, buffers=2, device=CUDA)
-    _assert_logits(made.runner.prefill(0, tokens[:37]), expected[36:37], most=GPU_ERROR)
+    _assert_logits(prefill(made.runner, 0, tokens[:37]), expected[36:37], most=GPU_ERROR)
     _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
-    tree = made.runner.verify([Window(tuple(tokens[37:46]), (-1, 0, 1, 2, 3, 4, 5, 6, 7))], [0])
-    _assert_logits(tree, expected[37:46], most=GPU_ERROR)
+    tree = verify(made.runner, {0: TokenTree((*tokens[37:46], 5), (-1, 0, 1, 2, 3, 4, 5, 6, 7, 7))})
+    _assert_logits(tree[:9], expected[37:46], most=GPU_ERROR)
     made.close()
 
 
@@ -123,7 +123,7 @@ def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str) -> 
         runner = make_runner(
             model, buffers=buffers, chunk_tokens=128, capacity_tokens=512, device=CUDA, dtype=BF16
         ).runner
-        runner.prefill(0, tokens[:250])
+        prefill(runner, 0, tokens[:250])
         return runner
 
     stepped = _step_logits(make(0), tokens[250:])
@@ -134,5 +134,5 @@ def test_window_tree_and_residency_do_not_change_a_bit_on_the_gpu(name: str) -> 
     for depth in range(1, 30):
         parents += [2 * depth - 1, 2 * depth - 1]
     nodes = [tokens[250 + index // 2] if index % 2 else 5 for index in range(60)]
-    tree = runner.verify([Window(tuple(nodes), tuple(parents))], [0])
+    tree = verify(runner, {0: TokenTree(tuple(nodes), tuple(parents))})
     assert torch.equal(tree[1::2], stepped[:30])

@@ -83,7 +83,7 @@ def interrupted(model: LoadedModel, after: int) -> LoadedModel:
     """The same model, in which Ctrl-C comes once: within the layer that follows so many."""
     runner = model.runner
     decoder = InterruptedDecoder(model, ctrl_c(after))
-    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens))
+    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens))
 
 
 def first_places(said: list[int]) -> list[int]:

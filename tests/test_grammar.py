@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import ErrorEvent, Runtime, Scheduler
 from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, token_masks
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
-from offload_runtime.runners import decided
-from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from offload_runtime.weights import open_checkpoint
+from tests.helpers.assembly import tokens_behind
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, one_thread, refuse_weights  # noqa: F401
 from tests.helpers.schemas import assert_valid
 from tests.test_tokenizers import EXPECTED, metadata_of, written
@@ -216,16 +216,16 @@ def test_masks_of_many_rows_are_those_of_the_cpu(compiler: GrammarCompiler, devi
     """Of more rows than are filtered together, in bf16; behind each of a chain's rows the text goes on as it may."""
     text = byte_level_tokenizer().encode('{"name":"' + "fox" * 20)
     asked = {"json_schema": {"type": "object", "additionalProperties": {"type": "string"}}}
-    matcher, window = matcher_of(compiler, text[:1], **asked), Window(tuple(text))
+    matcher, window = matcher_of(compiler, text[:1], **asked), TokenTree(tuple(text))
     logits = torch.randn(len(text), 333, generator=torch.Generator().manual_seed(1)).bfloat16()
     sampling = SlotSampling.of([SamplingParams(0.7, seed=3)], torch.device(device))
     sampling.assign(0, SamplingParams(0.7, seed=3), matcher)
-    tokens = decided(logits.to(device), sampling, [window], [0], [9]).tokens()
+    tokens = tokens_behind(logits.to(device), sampling, {0: window}, [9])
     for row, token in enumerate(tokens):
         mask = mask_behind(compiler, text[: row + 1], device, **asked)
         alone = SlotSampling.of([SamplingParams(0.7, seed=3)], torch.device("cpu"))
         row_logits = masked(logits[row : row + 1], mask.cpu()[None])
-        assert decided(row_logits, alone, [Window((0,))], [0], [9 + row]).tokens() == [token]
+        assert tokens_behind(row_logits, alone, {0: TokenTree((0,))}, [9 + row]) == [token]
 
 
 @pytest.mark.parametrize("name", [

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload_runtime.copy.queue import ThreadCopyEngine
+from offload_runtime.core import TokenTree
 from offload_runtime.runners import ModelRunner
-from offload_runtime.runners.rows import Window
-from tests.helpers.assembly import HostKV
+from tests.helpers.assembly import HostKV, prefill, verify
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread, without_host_memory  # noqa: F401
 from tests.helpers.kv_runners import CAPACITY, MODELS, assemble, delays, reset, same
@@ -47,13 +47,13 @@ def test_any_history_of_windows_commits_and_cuts(pair: tuple[ModelRunner, ModelR
             count = data.draw(st.integers(1, 600))
             if length + count > CAPACITY - 50:
                 continue
-            assert same(*(runner.prefill(0, random_tokens(count, seed=step)) for runner in pair))
+            assert same(*(prefill(runner, 0, random_tokens(count, seed=step)) for runner in pair))
         elif length:
             count = data.draw(st.integers(1, 40))
             if length + count > CAPACITY:
                 continue
-            window = Window(tuple(random_tokens(count, seed=step)))
-            assert same(*(runner.verify([window], [0]) for runner in pair))
+            window = TokenTree(tuple(random_tokens(count, seed=step)))
+            assert same(*(verify(runner, {0: window}) for runner in pair))
             accepted = data.draw(st.integers(0, count))
             for cache in caches:
                 cache.commit(0, accepted)
@@ -70,19 +70,19 @@ def test_an_interrupted_prefill_leaves_the_session_as_it_was(
     """Wherever in the ring its last blocks come to lie."""
     reset(*pair)
     for runner in pair:
-        runner.prefill(0, random_tokens(kept))
+        prefill(runner, 0, random_tokens(kept))
 
     def stop(done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pair[1].prefill(0, random_tokens(more, seed=1), stop)
+        prefill(pair[1], 0, random_tokens(more, seed=1), stop)
     assert pair[1].cache.length(0) == kept
-    window = Window(tuple(random_tokens(9)))
-    assert same(*(runner.verify([window], [0]) for runner in pair))
-    assert same(*(runner.prefill(0, random_tokens(400, seed=2)) for runner in pair))
-    assert same(*(runner.verify([window], [0]) for runner in pair))
+    window = TokenTree(tuple(random_tokens(9)))
+    assert same(*(verify(runner, {0: window}) for runner in pair))
+    assert same(*(prefill(runner, 0, random_tokens(400, seed=2)) for runner in pair))
+    assert same(*(verify(runner, {0: window}) for runner in pair))
 
 
 @pytest.mark.gpu
@@ -94,19 +94,19 @@ def test_bits_on_the_gpu(name: str) -> None:
     host = assemble(name, host_kv=HostKV(buffers=3, resident_layers=(2,)), buffers=2, resident=(1,), **gpu)
     pair = (device.runner, host.runner)
     for runner in pair:
-        runner.prefill(0, random_tokens(700))
-        runner.prefill(1, random_tokens(300, seed=1))
+        prefill(runner, 0, random_tokens(700))
+        prefill(runner, 1, random_tokens(300, seed=1))
     for step in range(12):
-        windows = [Window(tuple(random_tokens(count, seed=step))) for count in (1 + 3 * step, 40 - 3 * step)]
-        assert same(*(runner.verify(windows, [0, 1]) for runner in pair))
+        windows = [TokenTree(tuple(random_tokens(count, seed=step))) for count in (1 + 3 * step, 40 - 3 * step)]
+        assert same(*(verify(runner, dict(enumerate(windows))) for runner in pair))
         for runner in pair:
             runner.cache.commit(0, 1 + 3 * step)
             runner.cache.commit(1, 30 - 2 * step)
     parents = (-1, 0, 0, 1, 1, 2, 4, 6, 7)
-    assert same(*(runner.verify([Window(tuple(random_tokens(9)), parents)], [0]) for runner in pair))
+    assert same(*(verify(runner, {0: TokenTree(tuple(random_tokens(9)), parents)}) for runner in pair))
     for runner in pair:
         runner.cache.truncate(0, 400)
-        runner.prefill(0, random_tokens(200, seed=3))
-    assert same(*(runner.verify([Window((1, 2, 3))], [0]) for runner in pair))
+        prefill(runner, 0, random_tokens(200, seed=3))
+    assert same(*(verify(runner, {0: TokenTree((1, 2, 3))}) for runner in pair))
     device.close()
     host.close()

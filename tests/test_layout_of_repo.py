@@ -26,6 +26,7 @@ PROFILES = "offload_runtime_profiles"
 
 # What each module may import besides itself, and those that are free to all. A folder is one module.
 MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
     "config": set(),
     "params": set(),
     "options": set(),
@@ -59,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     PROFILES: set(),
 }  # fmt: skip
-FREE_TO_ALL = {"config", "errors", "fields", "files", "options", "params", "sizes"}
+FREE_TO_ALL = {"config", "core", "errors", "fields", "files", "options", "params", "sizes"}
 WITHOUT_PROJECT_IMPORTS = {"errors", KERNELS, PROFILES}
 
 

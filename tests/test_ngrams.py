@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import (
-    DraftRequest,
     NgramLookup,
     NgramProposer,
-    Proposal,
 )
 from offload_runtime.speculation.calibration import MatchRates
 
@@ -70,7 +69,7 @@ def chances_by_search(tokens: Sequence[int], depth: int, rates: MatchRates) -> d
     return chances
 
 
-def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
+def paths_of(proposal: TokenTree) -> list[tuple[int, ...]]:
     """Of every node the tokens down to it."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
@@ -98,9 +97,9 @@ def test_a_tree_holds_the_most_probable_continuations(shown: list[list[int]], de
             lookup.catch_up(tokens, anew=True)
         guesses = lookup.tree(tokens, depth, nodes)
         expected = chances_by_search(tokens, depth, rates)
-        paths = paths_of(guesses.proposal)
+        paths = paths_of(guesses.tree)
         assert len(set(paths)) == len(paths) == min(nodes, len(expected))
-        assert set(guesses.proposal.sources) <= {"ngram"}
+        assert set(guesses.tree.sources) <= {"ngram"}
         found = [expected[path] for path in paths]
         assert found == pytest.approx(sorted(expected.values(), reverse=True)[: len(found)])
         for path, chance, given_parent in zip(paths, found, guesses.log_probabilities, strict=True):
@@ -113,7 +112,7 @@ def test_a_chain_is_what_followed_the_longest_match(shown: list[list[int]], coun
     starts = starts_by_search(tokens)
     best = max(starts, key=lambda start: (starts[start], start), default=None)
     expected = () if best is None else continued(tokens, best, count)
-    assert NgramLookup().chain(tokens, count) == Proposal.chain(expected, "ngram")
+    assert NgramLookup().chain(tokens, count) == TokenTree.chain(expected, "ngram")
 
 
 def test_a_sequence_that_was_cut_between_generations_is_noticed() -> None:
@@ -121,19 +120,19 @@ def test_a_sequence_that_was_cut_between_generations_is_noticed() -> None:
     proposer, params = NgramProposer(), SamplingParams()
     before, after = [1, 2, 9, 1, 2, 5, 5, 5, 5, 5, 1, 2], [1, 2, 8, 1, 2, 7, 7, 5, 5, 5, 5, 1, 2]
     proposer.join(0, params)
-    assert proposer.propose([DraftRequest(0, before, 1)])[0].tokens == (5,)
+    budgets = {0: DraftBudget("ngram", 1)}
+    assert proposer.propose({0: before}, budgets)[0].tokens == (5,)
     proposer.join(0, params)
-    assert proposer.propose([DraftRequest(0, after, 1)])[0].tokens == (7,)
-    assert proposer.propose([DraftRequest(0, after[:5], 1)])[0].tokens == (8,)
+    assert proposer.propose({0: after}, budgets)[0].tokens == (7,)
+    assert proposer.propose({0: after[:5]}, budgets)[0].tokens == (8,)
 
 
 def test_every_sequence_is_looked_up_in_its_own_text() -> None:
     proposer, texts = NgramProposer(), {2: [7, 8, 9, 7, 8], 0: [1, 2, 3, 1, 2]}
     proposer.prepare(2, texts[2][:3])
-    requests = [
-        DraftRequest(sequence, tokens, count) for (sequence, tokens), count in zip(texts.items(), (2, 1), strict=True)
-    ]
-    assert [proposal.tokens for proposal in proposer.propose(requests)] == [(9, 7), (3,)]
-    assert proposer.propose([DraftRequest(0, texts[0], 2, 9)])[0].tokens == (3, 1), "as deep as a turn says"
-    others = proposer.propose([DraftRequest(0, texts[2], 1), DraftRequest(1, [7, 8, 9], 1)])
-    assert [proposal.tokens for proposal in others] == [(9,), ()]
+    one = DraftBudget("ngram", 1)
+    proposals = proposer.propose(texts, {2: DraftBudget("ngram", 2), 0: one})
+    assert {slot: proposal.tokens for slot, proposal in proposals.items()} == {2: (9, 7), 0: (3,)}
+    assert proposer.propose(texts, {0: DraftBudget("ngram", 2, 9)})[0].tokens == (3, 1), "as deep as a turn says"
+    others = proposer.propose({0: texts[2], 1: [7, 8, 9]}, {0: one, 1: one})
+    assert [proposal.tokens for proposal in others.values()] == [(9,), ()]

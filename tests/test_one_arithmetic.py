@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime.runners import ModelRunner, Prompt
-from offload_runtime.runners.rows import Window
-from tests.helpers.assembly import HostKV
+from offload_runtime.core import Batch, TokenTree
+from offload_runtime.runners import ModelRunner
+from tests.helpers.assembly import HostKV, prefill, verify
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import assemble, reset, same
 from tests.helpers.models import random_tokens
@@ -23,7 +23,7 @@ from tests.helpers.models import random_tokens
 # On a GPU so many that whole prompts, and what is kept of them, are attended to split after split.
 LENGTH, KEPT = (1150, 1090) if torch.cuda.is_available() else (700, 530)
 TOKENS = random_tokens(LENGTH)
-BEHIND = Window(tuple(random_tokens(5, seed=9)))  # sees the keys and values of all that came before
+BEHIND = TokenTree(tuple(random_tokens(5, seed=9)))  # sees the keys and values of all that came before
 MATES = [random_tokens(count, seed=count) for count in (300, 41)]
 MODELS = ["llama-gqa", "mistral-window", "qwen3", "smollm3"]
 
@@ -39,7 +39,7 @@ class Seen:
 
     @classmethod
     def of(cls, runner: ModelRunner, slot: int, last: torch.Tensor) -> Seen:
-        behind = runner.verify([BEHIND], [slot])
+        behind = verify(runner, {slot: BEHIND})
         kv = None
         if not hasattr(runner.cache, "blocks"):  # those on the host lie in pieces
             positions = torch.arange(LENGTH, device=last.device)
@@ -63,7 +63,7 @@ def in_chunks(step: int) -> Callable[[ModelRunner, int], torch.Tensor]:
     """Read in pieces of so many tokens."""
 
     def read(runner: ModelRunner, slot: int) -> torch.Tensor:
-        return replace(runner, chunk_tokens=step).prefill(slot, TOKENS)
+        return prefill(replace(runner, chunk_tokens=step), slot, TOKENS)
 
     return read
 
@@ -72,10 +72,10 @@ def in_windows(start: int, widths: Sequence[int]) -> Callable[[ModelRunner, int]
     """Read a prompt of `start` tokens, then windows whose widths take turns, behind which some is cut off."""
 
     def read(runner: ModelRunner, slot: int) -> torch.Tensor:
-        last, turn = runner.prefill(slot, TOKENS[:start]), 0
+        last, turn = prefill(runner, slot, TOKENS[:start]), 0
         while (done := runner.cache.length(slot)) < LENGTH:
             width, turn = min(widths[turn % len(widths)], LENGTH - done), turn + 1
-            last = runner.verify([Window((*TOKENS[done : done + width], 7, 8))], [slot])[width - 1 : width]
+            last = verify(runner, {slot: TokenTree((*TOKENS[done : done + width], 7, 8))})[width - 1 : width]
             runner.cache.commit(slot, width)
         return last
 
@@ -84,20 +84,20 @@ def in_windows(start: int, widths: Sequence[int]) -> Callable[[ModelRunner, int]
 
 def kept_and_read_on(runner: ModelRunner, slot: int) -> torch.Tensor:
     """A conversation's next turn: what was there stays, what is new is a prompt of its own."""
-    runner.prefill(slot, TOKENS[:200])
-    runner.verify([Window(tuple(TOKENS[200:217]))], [slot])
+    prefill(runner, slot, TOKENS[:200])
+    verify(runner, {slot: TokenTree(tuple(TOKENS[200:217]))})
     runner.cache.commit(slot, 17)
-    runner.prefill(slot, TOKENS[217:KEPT])
-    return runner.prefill(slot, TOKENS[KEPT:])
+    prefill(runner, slot, TOKENS[217:KEPT])
+    return prefill(runner, slot, TOKENS[KEPT:])
 
 
 def behind_another_turn(runner: ModelRunner, slot: int) -> torch.Tensor:
     """A turn was answered, and said anew otherwise."""
-    runner.prefill(slot, [*TOKENS[:KEPT], *random_tokens(120, seed=4)])
-    runner.verify([Window((1, 2, 3))], [slot])
+    prefill(runner, slot, [*TOKENS[:KEPT], *random_tokens(120, seed=4)])
+    verify(runner, {slot: TokenTree((1, 2, 3))})
     runner.cache.commit(slot, 2)
     runner.cache.truncate(slot, KEPT)
-    return runner.prefill(slot, TOKENS[KEPT:])
+    return prefill(runner, slot, TOKENS[KEPT:])
 
 
 def interrupted_and_repeated(runner: ModelRunner, slot: int) -> torch.Tensor:
@@ -107,19 +107,19 @@ def interrupted_and_repeated(runner: ModelRunner, slot: int) -> torch.Tensor:
         if done == 2:
             raise KeyboardInterrupt
 
-    runner.prefill(slot, TOKENS[:KEPT])
+    prefill(runner, slot, TOKENS[:KEPT])
     with pytest.raises(KeyboardInterrupt):
-        runner.prefill(slot, TOKENS[KEPT:], stop)
+        prefill(runner, slot, TOKENS[KEPT:], stop)
     runner.cache.truncate(slot, KEPT)
-    return runner.prefill(slot, TOKENS[KEPT:])
+    return prefill(runner, slot, TOKENS[KEPT:])
 
 
 def along_a_tree(runner: ModelRunner, slot: int) -> torch.Tensor:
     """The last tokens are a path through a tree of others."""
-    runner.prefill(slot, TOKENS[: LENGTH - 4])
+    prefill(runner, slot, TOKENS[: LENGTH - 4])
     right = TOKENS[LENGTH - 4 :]
-    window = Window((right[0], 5, right[1], 6, right[2], 9, right[3]), (-1, 0, 0, 1, 2, 2, 4))
-    logits = runner.verify([window], [slot])
+    window = TokenTree((right[0], 5, right[1], 6, right[2], 9, right[3]), (-1, 0, 0, 1, 2, 2, 4))
+    logits = verify(runner, {slot: window})
     runner.cache.commit_path(slot, [0, 2, 4, 6])
     return logits[6:7]
 
@@ -128,13 +128,13 @@ def beside_others(runner: ModelRunner, slot: int) -> torch.Tensor:
     """Read in a batch, every window wider or narrower than its mates'."""
     others = [other for other in range(3) if other != slot]
     for other, tokens in zip(others, MATES, strict=True):
-        runner.prefill(other, tokens)
-    last = runner.prefill(slot, TOKENS[: LENGTH - 30])
+        prefill(runner, other, tokens)
+    last = prefill(runner, slot, TOKENS[: LENGTH - 30])
     for step, width in enumerate((1, 9, 20)):
         done = runner.cache.length(slot)
-        windows = {slot: Window(tuple(TOKENS[done : done + width]))}
-        windows |= {other: Window(tuple(random_tokens(1 + 8 * step + other, seed=step))) for other in others}
-        rows = runner.verify(list(windows.values()), list(windows))
+        windows = {slot: TokenTree(tuple(TOKENS[done : done + width]))}
+        windows |= {other: TokenTree(tuple(random_tokens(1 + 8 * step + other, seed=step))) for other in others}
+        rows = verify(runner, windows)
         last = rows[width - 1 : width]
         for sequence, window in windows.items():
             runner.cache.commit(sequence, len(window.tokens))
@@ -144,12 +144,12 @@ def beside_others(runner: ModelRunner, slot: int) -> torch.Tensor:
 def beside_windows(runner: ModelRunner, slot: int) -> torch.Tensor:
     """Read in two turns by passes that verify windows of others, and read another prompt."""
     first, second = (other for other in range(3) if other != slot)
-    runner.prefill(first, MATES[0])
-    tree = Window((5, 6, 7, 8), (-1, 0, 0, 1))
-    runner.read([Prompt(slot, TOKENS[:KEPT]), Prompt(second, MATES[1])], [tree], [first])
+    prefill(runner, first, MATES[0])
+    tree = TokenTree((5, 6, 7, 8), (-1, 0, 0, 1))
+    runner.forward(Batch({first: tree}, {slot: TOKENS[:KEPT], second: MATES[1]}))
     runner.cache.commit_path(first, [0, 2])
-    windows = [Window((9,)), Window(tuple(MATES[0][:12]))]
-    return runner.read([Prompt(slot, TOKENS[KEPT:])], windows, [first, second])[-1:]
+    windows = {first: TokenTree((9,)), second: TokenTree(tuple(MATES[0][:12]))}
+    return runner.forward(Batch(windows, {slot: TOKENS[KEPT:]})).logits[-1:]
 
 
 WAYS: dict[str, Callable[[ModelRunner, int], torch.Tensor]] = {
@@ -181,7 +181,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def expected(name: str, device: dict[str, Any]) -> Seen:
     """The whole prompt in one piece."""
     made = assemble(name, chunk_tokens=LENGTH, **device)
-    seen = Seen.of(made.runner, 0, made.runner.prefill(0, TOKENS))
+    seen = Seen.of(made.runner, 0, prefill(made.runner, 0, TOKENS))
     made.close()
     return seen
 
@@ -208,9 +208,9 @@ def test_bits_do_not_depend_on_who_shares_the_pass_of_a_prompt(runner: ModelRunn
     """Nor do those of the windows and of the other prompt."""
     reset(runner)
     assert Seen.of(runner, 1, beside_windows(runner, 1)).is_as(expected)
-    windows = [Window((9, 10, 11)), Window((4,))]
-    beside = runner.verify(windows, [0, 2]).clone()
+    windows = {0: TokenTree((9, 10, 11)), 2: TokenTree((4,))}
+    beside = verify(runner, windows).clone()
     reset(runner)
-    runner.prefill(0, [*MATES[0], 5, 7])
-    runner.prefill(2, MATES[1])
-    assert same(runner.verify(windows, [0, 2]), beside)
+    prefill(runner, 0, [*MATES[0], 5, 7])
+    prefill(runner, 2, MATES[1])
+    assert same(verify(runner, windows), beside)

@@ -18,13 +18,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.runners import decided
-from offload_runtime.runners.rows import Window, paths_below_roots
+from offload_runtime.runners.target import paths_below_roots
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
+from tests.helpers.assembly import tokens_behind
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401
 from tests.helpers.models import random_tokens
 from tests.helpers.sampling import noise
@@ -145,12 +146,12 @@ def played(device: str) -> tuple[torch.Tensor, list[int]]:
     generator = torch.Generator().manual_seed(8)
     sampling = SlotSampling.of(GPU_PARAMS, torch.device(device))
     prompts = torch.randint(500, (4, 200), generator=generator).tolist()
-    windows = [Window(tuple(random_tokens(12, seed=slot)), (-1, *range(5), 0, 6, 7, 8, 2, 10)) for slot in range(4)]
+    windows = [TokenTree(tuple(random_tokens(12, seed=slot)), (-1, *range(5), 0, 6, 7, 8, 2, 10)) for slot in range(4)]
     logits = (3 * torch.randn(48, 32_000, generator=generator)).bfloat16().to(device)
     for slot, prompt in enumerate(prompts):
         sampling.adjustments.begin(slot, prompt)
         sampling.adjustments.see(slot, [*prompt, *random_tokens(40, seed=slot), windows[slot].tokens[0]])
-    tokens = decided(logits, sampling, windows, range(4), [241] * 4).tokens()
+    tokens = tokens_behind(logits, sampling, dict(enumerate(windows)), [241] * 4)
     owners = torch.arange(4, device=device).repeat_interleave(12)
     paths = torch.tensor(paths_below_roots(windows), device=device).view(48, -1)
     return sampling.adjustments.apply(logits, owners, paths).cpu(), tokens

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
@@ -27,9 +28,9 @@ from offload_runtime.plan import (
     plan_or_refuse,
     plan_run,
 )
-from offload_runtime.runners.rows import Window
 from offload_runtime.sizes import GB
 from offload_runtime.weights import ModelLayout, describe_model
+from tests.helpers.assembly import prefill, verify
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
@@ -208,10 +209,10 @@ def placements(deep_target: Path) -> Iterator[tuple[str, dict[str, Any], tuple[b
 def passes_bytes(runtime: Runtime, tokens: int, rows: int) -> int:
     """What one decoding pass behind `tokens` tokens streams, as the streamer counts it."""
     runner = runtime.engine.target.runner
-    runner.prefill(0, [index % 300 for index in range(tokens)])
-    runner.verify([Window((1,) * rows)], [0])  # plans made before the blocks were written are used up
+    prefill(runner, 0, [index % 300 for index in range(tokens)])
+    verify(runner, {0: TokenTree((1,) * rows)})  # plans made before the blocks were written are used up
     before = runner.streamer.bytes_begun
-    runner.verify([Window((1,) * rows)], [0])
+    verify(runner, {0: TokenTree((1,) * rows)})
     return runner.streamer.bytes_begun - before
 
 

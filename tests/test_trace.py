@@ -18,10 +18,11 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.copy import CopyEngine
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
 from offload_runtime.kv import HostKVCache
-from offload_runtime.speculation import DraftRequest, NgramProposer, Proposal, Proposer, WithNgrams, drafting
+from offload_runtime.speculation import Budgets, NgramProposer, Proposer, Texts, WithNgrams, drafting
 from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
@@ -184,8 +185,8 @@ class InterruptedProposer(WithNgrams):
         super().__init__(draft, NgramProposer())
         self._propose = raising(KeyboardInterrupt(), after=after, then=super().propose)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        proposals: list[Proposal] = self._propose(requests)
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        proposals: dict[int, TokenTree] = self._propose(texts, budgets)
         return proposals
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from offload_runtime.cli.app import app
 from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
 from offload_runtime.config import RuntimeConfig
+from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.rows import Window
 from offload_runtime.verify import Fit
 from offload_runtime.verify.equality import verify_identity
 from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
@@ -53,15 +53,15 @@ def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
 def misread(runtime: Runtime, patch: pytest.MonkeyPatch) -> None:
     """The last token of every longer window is read as another one; plain decoding has no such windows."""
     runner = runtime.engine.target.runner
-    honest = runner.verify
+    honest = runner.forward
 
-    def verify_others(windows: Sequence[Window], slots: Sequence[int]) -> torch.Tensor:
-        others = [
-            window if len(window.tokens) < 3 else replace(window, tokens=(*window.tokens[:-1], 7)) for window in windows
-        ]
-        return honest(others, slots)
+    def read_others(batch: Batch, *args: Any, **options: Any) -> Batch:
+        for slot, tree in batch.trees.items():
+            if len(tree) >= 3:
+                batch.trees = {**batch.trees, slot: replace(tree, tokens=(*tree.tokens[:-1], 7))}
+        return honest(batch, *args, **options)
 
-    patch.setattr(runner, "verify", verify_others)
+    patch.setattr(runner, "forward", read_others)
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ from offload_runtime_kernels.coded_bf16 import CODED
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import SpeculationOptions
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
-from offload_runtime.runners.rows import Window
 from offload_runtime.weights import (
     CheckpointSource,
     MatricesNotCodable,
     checkpoint_tensors,
     load_weights,
 )
-from tests.helpers.assembly import in_memory, make_runner
+from tests.helpers.assembly import in_memory, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 
@@ -114,10 +114,10 @@ def logits(
         device=torch.device(device), dtype=BF16,
     )  # fmt: skip
     tokens = random_tokens(30)
-    prefill = made.runner.prefill(0, tokens[:20])
-    window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
+    last = prefill(made.runner, 0, tokens[:20])
+    window = verify(made.runner, {0: TokenTree(tuple(tokens[20:]))})
     made.close()
-    return torch.cat([prefill, window])
+    return torch.cat([last, window])
 
 
 WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]

@@ -18,14 +18,14 @@ from offload_runtime_kernels.linear import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.plan import MachineFigures, plan_run
-from offload_runtime.runners.rows import Window
 from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from offload_runtime.weights.encodings.gguf_rows import GgufRows
-from tests.helpers.assembly import first_layers, make_runner
+from tests.helpers.assembly import first_layers, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import load_plain, random_tokens, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
@@ -121,10 +121,10 @@ def logits(
         dtype=dtype,
     )
     tokens = random_tokens(30)
-    prefill = made.runner.prefill(0, tokens[:20])
-    window = made.runner.verify([Window(tuple(tokens[20:]))], [0])
+    last = prefill(made.runner, 0, tokens[:20])
+    window = verify(made.runner, {0: TokenTree(tuple(tokens[20:]))})
     made.close()
-    return torch.cat([prefill, window])
+    return torch.cat([last, window])
 
 
 @pytest.mark.few(4)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
+from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import RetrievalCache
@@ -21,7 +22,6 @@ from offload_runtime.runners.token_window import DeviceWindow
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.speculation import (
     DraftProposer,
-    DraftRequest,
     NgramProposer,
     Proposer,
     StepWorth,
@@ -145,7 +145,8 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: 
     def take_step(slots: Sequence[SamplingParams], length: int) -> None:
         for slot, params in enumerate(slots):
             proposer.join(slot, params)
-        proposer.propose([DraftRequest(slot, [0] * length, gamma=1) for slot in range(len(slots))])
+        texts = {slot: [0] * length for slot in range(len(slots))}
+        proposer.propose(texts, dict.fromkeys(texts, DraftBudget("chain", 1)))
         for slot in range(len(slots)):
             proposer.leave(slot)
 
@@ -158,6 +159,6 @@ def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: 
     # A step puts its tree and two more tokens behind a text.
     longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - len(proposer.trees[0]) - 2)
     for length in warm_up_lengths(longest):
-        target.prefill(0, [0] * (length - 1))
+        target.forward(Batch(prompts={0: [0] * (length - 1)}))
         take_step(WARM_UP_SAMPLINGS[:1], length)
         target.cache.truncate(0, 0)

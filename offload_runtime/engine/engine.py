@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.pass_meter import PassMeter
 from offload_runtime.engine.prefix_cache import PrefixCache
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.sessions import SavedPrefixes, SessionCache, session_caches
-from offload_runtime.engine.windows import WindowChooser, WindowLimits
+from offload_runtime.engine.windows import WindowChooser
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
@@ -37,9 +38,8 @@ from offload_runtime.kv import BlockStore
 from offload_runtime.memory import DeviceBudget, current_device
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
-from offload_runtime.runners.rows import Window
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
-from offload_runtime.speculation import Controller, Cost, PromptRequest, Proposer, StepResult, run_step
+from offload_runtime.speculation import Controller, Cost, Proposer, StepResult, run_step
 from offload_runtime.trace import TraceRecorder
 
 # Who "proposed" the token that the target adds to those accepted.
@@ -101,7 +101,7 @@ class Engine:
         proposer: Guesses, for as many sequences as were planned for.
         sampling: How each slot's tokens are chosen.
         budgets: Ledgers of the cards.
-        limits: What there is room to propose.
+        free_nodes: Proposals of a window that make no pass longer.
         controller: Chooses windows.
         plan: What lives where, as it turned out.
         cost: Predicted seconds of a step, with the link as fast as it was measured; None where nothing is known of the
@@ -124,7 +124,7 @@ class Engine:
     proposer: Proposer
     sampling: SlotSampling
     budgets: tuple[DeviceBudget, ...]
-    limits: WindowLimits
+    free_nodes: int
     controller: Controller
     plan: RunPlan
     cost: Cost | None
@@ -150,7 +150,7 @@ class Engine:
             self.prefix_cache = PrefixCache(self.target, self._num_slots, store, prefixes)
         self.owner = owner
         self._chooser = WindowChooser(
-            self.limits, self.proposer, self.controller, self.target.runner.cache, self.recorder
+            self.plan, self.free_nodes, self.proposer, self.controller, self.target.runner.cache, self.recorder
         )
         self._passes_before = self._meter.passes
         self._has_read = False  # the last step was that of prompts alone, where they cannot share one
@@ -215,12 +215,12 @@ class Engine:
         if not reading and not running:
             return outputs
         started_s, windows = time.perf_counter(), self._chooser.choose(running)
-        prompts = [PromptRequest(one.slot, one.sequence, self._chooser.speculates(one)) for one in reading]
         stepping = [*running, *reading]
         try:
             with device_errors(self.device):
                 results = run_step(
-                    self.target.runner, self.sampling, self.proposer, windows.asked, prompts=prompts,
+                    self.target.runner, self.sampling, self.proposer, {one.slot: one.sequence for one in stepping},
+                    windows.asked, prepared=[one.slot for one in reading if self._chooser.speculates(one)],
                     logprobs={one.slot: one.params.logprobs for one in stepping if one.params.logprobs is not None},
                     on_layer=None if on_layer is None else lambda done, of: on_layer(done * len(reading), of),
                     recorder=self.recorder, with_logits=with_logits,
@@ -236,7 +236,7 @@ class Engine:
         for request in reading:
             request.first_token_s = ended_s
             self._meter.begin(request)
-        outputs += [self._push(one, result, ended_s) for one, result in zip(stepping, results, strict=True)]
+        outputs += [self._push(one, results[one.slot], ended_s) for one in stepping]
         return outputs
 
     def _admit(self) -> list[StepOutput]:
@@ -284,19 +284,20 @@ class Engine:
         Raises `ContextLengthError`, for prompts whose keys are rotated by their length.
         """
         target, tokens, slot = self.target, request.sequence, request.slot
-        runner, last, size = target.runner, len(tokens) - 1, 1 + self.limits.most_nodes
+        runner, last, size = target.runner, len(tokens) - 1, 1 + max(self.plan.request.max_gamma, self.plan.tree_room)
         if target.rope.frequency_set(len(tokens)) != target.rope.frequency_set(1):
             most = "this model rotates the keys of longer prompts by their length"
             raise ContextLengthError(f"prompt_logprobs of {len(tokens)} tokens cannot be had: {most}")
         runner.cache.truncate(slot, 0)
         request.num_kept = 0
         if last:
-            request.prompt_logprobs += token_logprobs(runner.prefill(slot, tokens[:1]), tokens[1:2], count)
+            first = runner.forward(Batch(prompts={slot: tokens[:1]}))
+            request.prompt_logprobs += token_logprobs(first.logits, tokens[1:2], count)
         for start in range(1, last, size):
             window = tokens[start : min(start + size, last)]
-            logits = runner.verify([Window(tuple(window))], [slot])
+            behind = runner.forward(Batch({slot: TokenTree(tuple(window))}))
             following = tokens[start + 1 : start + 1 + len(window)]
-            request.prompt_logprobs += token_logprobs(logits, following, count)
+            request.prompt_logprobs += token_logprobs(behind.logits, following, count)
             runner.cache.commit_path(slot, range(len(window)))
 
     def _push(self, request: Request, result: StepResult, now_s: float) -> StepOutput:

@@ -24,13 +24,14 @@ from offload_runtime import memory
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
+from offload_runtime.core import DraftBudget
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.emulation import require_link, require_memory
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.windows import WindowLimits
+from offload_runtime.engine.windows import largest_windows
 from offload_runtime.errors import require
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
@@ -47,7 +48,7 @@ from offload_runtime.memory import (
 from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
-from offload_runtime.speculation import Choice, Controller
+from offload_runtime.speculation import Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
 
@@ -260,10 +261,9 @@ def _load(
             plan, target, drafter, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
         )  # fmt: skip
         free = max(0, min(config.max_gamma, free_rows - 1))
-        windows = WindowLimits(config.max_gamma, config.gamma, config.tree_nodes, plan.tree_room, free)
         placed = plan.with_target(target.plan)
 
-        def cost(choice: Choice, num_sequences: int, length_tokens: int) -> float:
+        def cost(choice: DraftBudget, num_sequences: int, length_tokens: int) -> float:
             return planning.predicted_step_s(
                 placed, figures, proposals=choice.size, drafted=choice.drafts, in_tree=choice.mode == "tree",
                 num_sequences=num_sequences, length_tokens=length_tokens,
@@ -274,8 +274,11 @@ def _load(
         target.runner.streamer.recorders = recorders
         return Engine(
             target, drafter, tokenizer, eos_token_ids, target_source.generation_fields, proposer,
-            SlotSampling(batch, device), tuple(budgets), windows,
-            controller=Controller(windows.by_mode, known_cost, streamed=target.link_peak_gbps is not None),
+            SlotSampling(batch, device), tuple(budgets), free,
+            controller=Controller(
+                largest_windows(config.max_gamma, plan.tree_room), known_cost,
+                streamed=target.link_peak_gbps is not None,
+            ),
             plan=placed, cost=known_cost, placement=describe_placement(target, plan, budgets, emulation),
             emulated=None if emulation is None else emulation.name,
             recorder=recorder, resources=undo.pop_all(),

@@ -17,6 +17,7 @@ from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.copy.schedule import CardRing, LayerStreamer
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError
 from offload_runtime.kv import DeviceKVCache, HostKVCache, HostKVCard
@@ -29,8 +30,6 @@ from offload_runtime.models.rope import RopeTable
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, ModelRunner
 from offload_runtime.runners.decoder import Decoder
-from offload_runtime.runners.rows import RowBuilder, Window
-from offload_runtime.runners.target import Layers, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.weights import (
     CheckpointSource,
@@ -207,7 +206,7 @@ def load_models(
     target = load(target_source, plan.target, cards, name="target")
     runner, layers = target.runner, target.runner.streamer.resident_layers()
     if on_gpu and plan.captured_bytes and layers is not None:
-        runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rows)
+        runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rope)
     return target, draft and replace(draft, shared=shared)
 
 
@@ -286,7 +285,7 @@ def connect_model(
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
-    runner = ModelRunner(decoder, streamer, cache, RowBuilder(rope), plan.chunk_tokens)
+    runner = ModelRunner(decoder, streamer, cache, rope, plan.chunk_tokens)
     return LoadedModel(runner, weights, rope, tuple(loaded), plan)
 
 
@@ -336,22 +335,18 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     def layers() -> Iterator[tuple[int, Weights]]:
         return islice(runner.streamer.layers(), max(firsts) + 1)
 
-    def verify(window: Window, layers: Layers) -> torch.Tensor:
-        cache.begin_window([0], [len(window.tokens)])
-        return window_pass(runner.decoder, layers, cache, runner.rows.build([window], [cache.length(0)], [0]))
-
     for layer in layers():
         for count in TILE_ROWS if layer[0] in firsts else ():
             if count <= cache.capacity_tokens:
-                verify(Window((0,) * count), [layer])
-    runner.prefill(0, [0] * tokens, layers=layers())
+                runner.forward(Batch({0: TokenTree((0,) * count)}), layers=[layer])
+    runner.forward(Batch(prompts={0: [0] * tokens}), layers=layers())
     rows = min(TILE_ROWS[-1], cache.capacity_tokens - tokens)
-    window, branches = Window((0,) * rows), trees and rows > 2
+    window, branches = TokenTree((0,) * rows), trees and rows > 2
     if branches:
         if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too
-            verify(window, layers())
-        window = Window(window.tokens, (-1, *(0,) * (rows - 1)))
-    logits = verify(window, layers())
+            runner.forward(Batch({0: window}), layers=layers())
+        window = TokenTree(window.tokens, (-1, *(0,) * (rows - 1)))
+    logits = runner.forward(Batch({0: window}), layers=layers()).logits
     if branches:
         cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), dtype=torch.int32, device=logits.device)

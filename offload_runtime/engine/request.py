@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import PreTokenizedString, pre_tokenizers
 
+from offload_runtime.core import DraftBudget
 from offload_runtime.engine.chat_template import ChatTemplate, MessageError
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import ContextLengthError, OptionError, require
@@ -21,7 +22,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import is_of_type, require_unicode
 from offload_runtime.params import GenerationParams
 from offload_runtime.sampling import TokenLogprobs
-from offload_runtime.speculation import Acceptance, Choice, Tally
+from offload_runtime.speculation import Acceptance, Tally
 from offload_runtime.weights import sampling_defaults
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
@@ -343,7 +344,7 @@ class Request:
         self.result: GenerationResult | None = None  # once it has left the engine
         # What it took so far: seconds on one clock, 0 for what has not come yet.
         self.started_s = self.first_token_s = self.last_token_s = 0.0
-        self.steps: list[tuple[Choice, int, int]] = []  # of every step its choice, sequences and their mean length
+        self.steps: list[tuple[DraftBudget, int, int]] = []  # of every step its choice, sequences and their mean length
         self.tally = Tally()
         self.logprobs: list[TokenLogprobs] = []  # of the answer's tokens, where they are wanted
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens behind the first, likewise

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_runtime.config import RuntimeConfig
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.engine.engine import Engine, StepOutput, device_errors
 from offload_runtime.engine.load import load_runtime
@@ -30,6 +31,7 @@ from offload_runtime.engine.sessions import (
 )
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.token_stream import TokenStream
+from offload_runtime.engine.windows import settle
 from offload_runtime.errors import BudgetError, require
 from offload_runtime.kv import BlockStore
 from offload_runtime.models.config import ModelConfig
@@ -38,7 +40,6 @@ from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
-from offload_runtime.runners.rows import Window
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Proposer
 from offload_runtime.trace import write_trace
@@ -381,15 +382,15 @@ class Runtime(AbstractContextManager["Runtime"]):
             with self._locked():
                 self._require_current(self._call is call)
                 with device_errors(self.device):
-                    windows = [Window(tuple(tokens[:-1]))] if len(tokens) > 1 else []
-                    behind = [self.engine.target.runner.verify([window], [0]) for window in windows]
+                    batches = [Batch({0: TokenTree(tuple(tokens[:-1]))})] if len(tokens) > 1 else []
+                    behind = [self.engine.target.runner.forward(batch).logits for batch in batches]
             yield torch.cat([*first, *behind])[: len(tokens)]
 
     def _request(self, tokens: list[int], params: GenerationParams, *, speculate: bool) -> Request:
         """A request for a prompt of this runtime and its options. Raises `OptionError`."""
         self._require_open()
         matcher = self._room.check(params)
-        self.engine.limits.settle(params, self.engine.proposer)
+        settle(self.engine.plan, self.engine.proposer, params)
         return Request(tokens, params, self.tokenizer, self.engine.eos_token_ids, speculate=speculate, matcher=matcher)
 
     def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:

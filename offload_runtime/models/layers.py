@@ -18,6 +18,7 @@ from offload_runtime_kernels.gated import Activation
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.rms_norm import rms_norm
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, Rotation, rope_store
+from offload_runtime_kernels.window_steps import StepRows
 
 
 class Tensor(NamedTuple):
@@ -80,20 +81,38 @@ class LayerCache(Protocol):
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
 
-class Rows(Protocol):
-    """The rows of a pass, as a layer sees them: who they are to attention, and how they are rotated and stored."""
+@dataclass(frozen=True)
+class Rows:
+    """The B x T rows of a pass as a layer sees them, in device tensors; absent rows have position -1.
 
-    @property
-    def query(self) -> QueryRows:
-        """Positions and slots of the rows, [B, T]."""
+    Attributes:
+        tokens: [B * T] int32.
+        query: Positions and slots of the rows, [B, T].
+        rope: How they are rotated, and where keys and values go.
+    """
 
-    @property
-    def rope(self) -> RopeRows:
-        """How they are rotated, and where keys and values go."""
+    tokens: torch.Tensor
+    query: QueryRows
+    rope: RopeRows
+
+    @classmethod
+    def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> Rows:
+        """Return rows whose tokens and positions only the device knows; fit for a CUDA graph.
+
+        Args:
+            step: The rows; negative positions are padding.
+            slots: [B] int32, device, 0 to B - 1.
+            max_length: At least the largest position or cache position + 1.
+        """
+        query = QueryRows(step.positions, slots, max_length, step.committed, step.ancestors, step.used, step.most_used)
+        return cls(
+            step.tokens, query, RopeRows(step.cos, step.sin, step.positions.view(-1), step.cache_positions, step.slots)
+        )
 
     @property
     def num_rows(self) -> int:
         """B * T."""
+        return self.tokens.shape[0]
 
 
 def _projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bool) -> Iterator[Tensor]:

@@ -22,12 +22,12 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
+from offload_runtime.core import depths_of
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.memory import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.plan.request import MachineFigures, device_type_of
 from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
-from offload_runtime.runners.rows import depths_of
 from offload_runtime.sizes import GB
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.

@@ -20,5 +20,5 @@ from offload_runtime.runners.guess_tree import (
     most_guess_rows,
     num_guesses,
 )
-from offload_runtime.runners.target import CapturedPasses, Decision, ModelRunner, OnLayer, Prompt, decided
+from offload_runtime.runners.target import CapturedPasses, ModelRunner, OnLayer, decide
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput, WindowOutput, device_window_bytes

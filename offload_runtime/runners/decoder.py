@@ -7,8 +7,7 @@ from offload_runtime_kernels.rms_norm import rms_norm
 
 from offload_runtime.memory import LayerPartition
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import LayerCache, Weights
-from offload_runtime.runners.rows import PassRows
+from offload_runtime.models.layers import LayerCache, Rows, Weights
 
 
 class Decoder:
@@ -31,12 +30,12 @@ class Decoder:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.final_norm.dtype).item()
         self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
 
-    def embed(self, rows: PassRows) -> torch.Tensor:
+    def embed(self, rows: Rows) -> torch.Tensor:
         """The residual stream at the bottom: [N, H]."""
         embedded = self.embedding.rows(rows.tokens)
         return embedded if self._multiplier == 1 else embedded.mul_(self._multiplier)
 
-    def layer(self, index: int, weights: Weights, residual: torch.Tensor, rows: PassRows, cache: LayerCache) -> None:
+    def layer(self, index: int, weights: Weights, residual: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Run one layer, which adds to the residual stream [N, H]."""
         self.config.layers[index].forward(index, residual, weights, rows, cache)
 

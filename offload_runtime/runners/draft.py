@@ -16,12 +16,12 @@ from offload_runtime_kernels.window_steps import StepLayout, StepRotation, StepR
 
 from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.memory import overwrite
+from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, excluded_ids
 from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.guess_tree import GuessTree
-from offload_runtime.runners.rows import PassRows
 from offload_runtime.runners.target import ModelRunner, window_pass
 from offload_runtime.runners.token_window import DeviceWindow, WindowInput
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
@@ -34,7 +34,7 @@ class DraftModel:
     Everything is enqueued on the current stream, which must be the same, or made to wait, from call to call.
 
     Args:
-        runner: Of the small model. If its cache is a `StreamingDraftCache`, its `RowBuilder` needs a
+        runner: Of the small model. If its cache is a `StreamingDraftCache`, it needs a
             `RopeTable(config, device, fixed_length=cache.capacity_tokens)`.
         vocab_size: What the draft may propose are ids below this,
         excluded: but for these, which mean something else in the target, or nothing.
@@ -68,8 +68,8 @@ class DraftModel:
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
-        self.frequencies = RowFrequencies(runner.rows.rope, batch)
-        self._rotation = StepRotation(self.frequencies.tensor, runner.rows.rope.scaling)
+        self.frequencies = RowFrequencies(runner.rope, batch)
+        self._rotation = StepRotation(self.frequencies.tensor, runner.rope.scaling)
         # The rows of a later step of a chain, and of the first.
         self._chains = [StepLayout.chain(-count, count, device) for count in (1, REWRITTEN_TOKENS)]
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
@@ -138,10 +138,10 @@ class DraftModel:
         return min(in_cache, self.window.capacity - REWRITTEN_TOKENS)
 
     def propose(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `texts`; fewer at the end of the context
+        """Up to `counts[s]` tokens that may follow `texts[s]`, for each s of `counts`; fewer at the end of the context
         or where logits are NaN. As many steps as the longest answer has tokens."""
-        asked = {s: most for s, tokens in texts.items() if (most := min(counts[s], self.room(len(tokens)))) > 0}
-        proposals: dict[int, list[int]] = {slot: [] for slot in texts}
+        asked = {s: most for s, count in counts.items() if (most := min(count, self.room(len(texts[s])))) > 0}
+        proposals: dict[int, list[int]] = {slot: [] for slot in counts}
         if not asked:
             return proposals
         for slot in asked:
@@ -248,7 +248,7 @@ class DraftModel:
             start, layout, self._rotation, last_token=self.texts.last_token,
             place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
-        rows = PassRows.of_step(step, self._slots[: self.window.num_rows], max_length=reach)
+        rows = Rows.of_step(step, self._slots[: self.window.num_rows], max_length=reach)
         runner = self.runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         if self._excluded is not None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.kv.device import StreamingDraftCache, kept_positions
-from offload_runtime.runners.rows import Window
 from offload_runtime.runners.target import ModelRunner
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
@@ -128,7 +128,7 @@ class DraftKVState:
             self.streaming.reset(slot, start)
             positions = kept_positions(target, start, sink_tokens)
             if positions:
-                self._runner.prefill(slot, self._clamped([tokens[position] for position in positions]))
+                self._prefill(slot, [tokens[position] for position in positions])
         else:
             if start > self.starts[slot]:
                 self._let_go(slot, cached, start)
@@ -157,22 +157,27 @@ class DraftKVState:
         assert cache is not None
         self._set_length(slot, len(tokens))
         cache.move(slot, start)
-        sinks = Window(tuple(self._clamped(tokens[: cache.sink_tokens])))
         cache.begin_window([slot], [0])  # over what is in the cache already
-        rows = self._runner.rows.build([sinks], [0], [slot], rope_shift=cache.rope_shifts[slot])
-        self._runner.run_rows(rows)
+        self._run(slot, tokens[: cache.sink_tokens], 0)
 
     def _feed(self, slot: int, tokens: Sequence[int]) -> None:
         """Put tokens behind those in the cache."""
-        cache, new = self._runner.cache, self._clamped(tokens)
-        if len(new) > CATCH_UP_TOKENS:
-            self._runner.prefill(slot, new)
-        elif new:
-            cache.begin_window([slot], [len(new)])
-            committed, shift = cache.length(slot), self.rope_shifts[slot]
-            rows = self._runner.rows.build([Window(tuple(new))], [committed], [slot], rope_shift=shift)
-            self._runner.run_rows(rows)
-            cache.commit(slot, len(new))
+        cache = self._runner.cache
+        if len(tokens) > CATCH_UP_TOKENS:
+            self._prefill(slot, tokens)
+        elif tokens:
+            cache.begin_window([slot], [len(tokens)])
+            self._run(slot, tokens, cache.length(slot))
+            cache.commit(slot, len(tokens))
+
+    def _prefill(self, slot: int, tokens: Sequence[int]) -> None:
+        """Read tokens as a prompt."""
+        self._runner.forward(Batch(prompts={slot: self._clamped(tokens)}))
+
+    def _run(self, slot: int, tokens: Sequence[int], committed: int) -> None:
+        """Write the keys of tokens in a row at these positions of the cache."""
+        chain = TokenTree(tuple(self._clamped(tokens)))
+        self._runner.run_rows(self._runner.rows([chain], [committed], [slot], rope_shift=self.rope_shifts[slot]))
 
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
         """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
+from offload_runtime.core import BatchShape
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.memory import packed_words, unpack
@@ -37,8 +38,7 @@ from offload_runtime.runners.graphs import (
     tree_input_sizes,
     tree_input_words,
 )
-from offload_runtime.runners.rows import PassShape
-from offload_runtime.runners.target import ModelRunner, window_pass
+from offload_runtime.runners.target import ModelRunner, device_rows, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.trace import TraceRecorder
 
@@ -132,7 +132,7 @@ class DraftTree:
         self._device = device = cache.store(0).data.device
         self._excluded = excluded_ids(excluded, device)
         self._sampling, self._greedy = SlotSampling(batch, device), SlotSampling(batch, device)
-        self._rope = runner.rows.rope
+        self._rope = runner.rope
         captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
         self.graphs = StepGraphs(device if captured else torch.device("cpu"))
         self._fixed_shapes = device.type == "cuda" if fixed_shapes is None else fixed_shapes
@@ -278,15 +278,15 @@ class DraftTree:
             committed=end,
         )
 
-    def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> PassShape:
+    def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> BatchShape:
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
         reach = max(max(line.positions) for line in lines) + 1 + further
-        shape = PassShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
+        shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
         if not self._fixed_shapes:
             return shape
         return captured_shape(shape, width=width, capacity_tokens=self._cache.capacity_tokens)
 
-    def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: PassShape) -> None:
+    def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
         """Write what the next step is about to where it will fetch it."""
         if self._is_running:  # the step before was interrupted
             self._wait()
@@ -321,17 +321,17 @@ class DraftTree:
             torch.cuda.current_stream(self._device).synchronize()
         self._is_running = False
 
-    def _parts(self, shape: PassShape) -> list[torch.Tensor]:
+    def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
         """The inputs of a step, in the order of `tree_input_sizes`."""
         return unpack(self._inputs, tree_input_sizes(shape))
 
-    def _key(self, make: Callable[[PassShape], None], shape: PassShape) -> Hashable:
+    def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
         return make.__name__, shape, self._sampling.graph_key
 
-    def _run(self, make: Callable[[PassShape], None], shape: PassShape) -> None:
+    def _run(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
         self.graphs.run(self._key(make, shape), partial(make, shape))
 
-    def _nodes_step(self, shape: PassShape) -> None:
+    def _nodes_step(self, shape: BatchShape) -> None:
         """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no
         tensor of the host but those that never move."""
         words = packed_words(tree_input_sizes(shape))
@@ -341,7 +341,7 @@ class DraftTree:
         self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
         self._show(0, shape.num_rows)
 
-    def _greedy_step(self, shape: PassShape) -> None:
+    def _greedy_step(self, shape: BatchShape) -> None:
         """Go on from each sequence's last row with its best child, whose keys go to the next of its greedy positions;
         its own children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
         batch, num_rows, answer = shape.batch, shape.num_rows, self._last_outputs[: shape.batch]
@@ -364,17 +364,17 @@ class DraftTree:
         """Write some of the outputs to where the host finds them."""
         copy_words(self._outputs[first:last].view(-1), self._outputs_pinned[first:last].view(-1))
 
-    def _pass(self, shape: PassShape) -> None:
+    def _pass(self, shape: BatchShape) -> None:
         """Feed the rows; their logits are in `_logits` then."""
         runner, frequencies = self._runner, self._frequencies.tensor[: shape.num_rows]
         shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
-        rows = runner.rows.rows(shape, self._inputs, frequencies, rope_shift=shifts)
+        rows = device_rows(shape, self._inputs, self._rope, frequencies, shifts)
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         self._logits[: shape.num_rows].copy_(logits)
         if self._excluded is not None:
             self._logits[: shape.num_rows].index_fill_(1, self._excluded, -torch.inf)
 
-    def _choose(self, shape: PassShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
+    def _choose(self, shape: BatchShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
         """Write the best children of some rows."""
         parts = self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]

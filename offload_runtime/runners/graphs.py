@@ -13,9 +13,9 @@ import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.core import BatchShape
 from offload_runtime.memory import packed_words
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.runners.rows import PassShape
 
 # Deepest node below the text.
 MOST_DEPTH = 256
@@ -193,7 +193,7 @@ def captured_width(width: int) -> int:
     return min(1 << (width - 1).bit_length(), -(-width // _PRODUCT_ROWS) * _PRODUCT_ROWS)
 
 
-def captured_pass_shape(shape: PassShape, capacity_tokens: int) -> PassShape:
+def captured_pass_shape(shape: BatchShape, capacity_tokens: int) -> BatchShape:
     """The shape that a pass over windows is rounded up to where each is a CUDA graph.
 
     Args:
@@ -201,13 +201,13 @@ def captured_pass_shape(shape: PassShape, capacity_tokens: int) -> PassShape:
         capacity_tokens: Of a sequence with its window.
     """
     depth = CAPTURED_ROWS if shape.depth else 0  # of trees one: each number of shapes is multiplied by it
-    return PassShape(shape.batch, captured_width(shape.width), depth, graph_reach(shape.reach, capacity_tokens))
+    return BatchShape(shape.batch, captured_width(shape.width), depth, graph_reach(shape.reach, capacity_tokens))
 
 
 def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
     """Device bytes of the CUDA graphs of a target's passes, of what they read and write, and of what they allocate."""
     rows = CAPTURED_ROWS
-    inputs = 4 * (packed_words(PassShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
+    inputs = 4 * (packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     return step_graph_bytes(config.num_layers) + inputs + rows * config.vocab_size * element_bytes + activations
 
@@ -232,7 +232,7 @@ def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int,
     return max(_LEAST_ROWS, rows) * row * element_bytes + (logits if has_head else 0)
 
 
-def captured_shape(shape: PassShape, *, width: int, capacity_tokens: int) -> PassShape:
+def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> BatchShape:
     """The shape that a step over trees is rounded up to where every shape is a CUDA graph: few rows or all, by powers
     of two.
 
@@ -242,21 +242,21 @@ def captured_shape(shape: PassShape, *, width: int, capacity_tokens: int) -> Pas
         capacity_tokens: Of a text and a path behind it.
     """
     reach = graph_reach(max(shape.reach, _LEAST_REACH), capacity_tokens)
-    return PassShape(shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, MOST_DEPTH, reach)
+    return BatchShape(shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, MOST_DEPTH, reach)
 
 
-def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[PassShape]:
+def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[BatchShape]:
     """The shapes of steps about one text, or about several of about the same length: what is captured at load."""
     reaches = [_LEAST_REACH]
     while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
         reaches.append(2 * reaches[-1])
     return [
-        captured_shape(PassShape(batch, rows, MOST_DEPTH, reach), width=width, capacity_tokens=capacity_tokens)
+        captured_shape(BatchShape(batch, rows, MOST_DEPTH, reach), width=width, capacity_tokens=capacity_tokens)
         for reach in reaches for rows in sorted({1, width})
     ]  # fmt: skip
 
 
-def tree_input_sizes(shape: PassShape) -> list[int]:
+def tree_input_sizes(shape: BatchShape) -> list[int]:
     """Integers of each part of the inputs of a step over trees: those of a pass; of each sequence its start, RoPE shift
     and last row; slots of the spines by step; how many of their steps have been made."""
     return [*shape.sizes, *[shape.batch] * 3, MOST_GREEDY_STEPS * shape.batch, 1]
@@ -264,7 +264,7 @@ def tree_input_sizes(shape: PassShape) -> list[int]:
 
 def tree_input_words(batch: int) -> int:
     """Of the largest step of so many sequences or fewer."""
-    return packed_words(tree_input_sizes(PassShape(batch, -(-STEP_ROWS // batch), MOST_DEPTH, 0)))
+    return packed_words(tree_input_sizes(BatchShape(batch, -(-STEP_ROWS // batch), MOST_DEPTH, 0)))
 
 
 def tree_positions(tree_nodes: int) -> int:

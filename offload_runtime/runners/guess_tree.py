@@ -13,7 +13,7 @@ from itertools import pairwise, starmap
 import torch
 from offload_runtime_kernels.window_steps import StepLayout, TreeLinks
 
-from offload_runtime.runners.rows import depths_of
+from offload_runtime.core import depths_of
 
 # Of what a draft's likelier children leave over, the next one is right about so often.
 _NEXT_CHILD = 0.3

@@ -17,13 +17,12 @@ from offload_runtime_kernels.window_steps import StepRotation
 
 from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Weights
+from offload_runtime.models.layers import Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.guess_tree import GuessTree
-from offload_runtime.runners.rows import PassRows
 from offload_runtime.runners.target import window_pass
 from offload_runtime.runners.token_window import DeviceWindow, device_window_bytes
 from offload_runtime.sampling import SlotSampling, sample
@@ -105,7 +104,7 @@ class RetrievalVerifier:
         """Captured: no tensor of the host."""
         window = self.window
         step = window.rows(window.end, tree.verified, self._rotation, last_token=self._last_token, skip_committed=True)
-        rows = PassRows.of_step(step, self._slots[: window.num_rows], max_length=self._max_tokens_with_draft)
+        rows = Rows.of_step(step, self._slots[: window.num_rows], max_length=self._max_tokens_with_draft)
         logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.slots)
         # Where the target says something else it mostly is what comes next here.

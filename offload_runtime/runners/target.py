@@ -6,24 +6,28 @@ crosses the link once per pass, however long the prompt is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate, chain, groupby
-from typing import NamedTuple
+from itertools import accumulate, groupby
 
 import torch
+from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.copy_words import copy_words
+from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.kv import KVCache
 from offload_runtime.memory import (
     Card,
     LayerPartition,
     Transfer,
+    TransferBuffers,
     aligned_bytes,
     current_device,
     pack,
@@ -36,11 +40,10 @@ from offload_runtime.memory import (
     upload,
 )
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import LayerCache, Weights
-from offload_runtime.models.rope import RowFrequencies
+from offload_runtime.models.layers import LayerCache, Rows, Weights
+from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.runners.decoder import Decoder
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
-from offload_runtime.runners.rows import PassRows, PassShape, RowBuilder, Window, paths_below_roots
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
@@ -87,26 +90,6 @@ def workspace_bytes(
     return stream * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
 
 
-class Prompt(NamedTuple):
-    """Tokens, at least one, that a pass puts behind the committed ones of a sequence; only the last one decides."""
-
-    slot: int
-    tokens: Sequence[int]
-
-
-class Decision(NamedTuple):
-    """What a pass over windows and prompts says, which has been enqueued.
-
-    `logits` [at least N, V] are on the compute device, until the next pass begins. `firsts` are the rows of the
-    windows' first tokens, behind which those of the others follow, and of the prompts' last ones. `tokens` waits
-    for the current stream, and gives the one behind each row, -1 for NaN; it is to be called before the next pass.
-    """
-
-    logits: torch.Tensor
-    firsts: Sequence[int]
-    tokens: Callable[[], list[int]]
-
-
 @dataclass(eq=False)
 class ModelRunner:
     """Runs passes of one model.
@@ -115,197 +98,145 @@ class ModelRunner:
         decoder: The maths.
         streamer: The weights, resident or streamed.
         cache: Keys and values; the runner owns what is committed to it.
-        rows: Builder of the pass's rows.
+        rope: The model's rotary table, on the compute device.
         chunk_tokens: Pieces that a prompt is worked on in.
-        recorder: Whoever wants a trace of the passes sets it.
-        captured: Runs windows as CUDA graphs; set where all that they need is on the device and there is room for it.
+        recorder: Of a trace, if there is one.
+        captured: Runs trees as CUDA graphs; set where all that they need is on the device and there is room for it.
     """
 
     decoder: Decoder
     streamer: LayerStreamer
     cache: KVCache
-    rows: RowBuilder
+    rope: RopeTable
     chunk_tokens: int
     recorder: TraceRecorder | None = None
     captured: CapturedPasses | None = None
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The most tokens of all prompts that a pass reads."""
+        return most_prompt_tokens(self.chunk_tokens, self.cache.capacity_tokens)
+
     @torch.inference_mode()
-    def prefill(
-        self, slot: int, tokens: Sequence[int], on_layer: OnLayer | None = None, *,
-        layers: Layers | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Put a prompt, or the rest of one, into the cache and commit it.
+    def forward(self, batch: Batch, sampling: SlotSampling | None = None, *, layers: Layers | None = None) -> Batch:
+        """Enqueue one pass over a batch on the current stream; never waits.
 
         Args:
-            sequence: Batch row in the cache; its committed tokens come before these.
-            tokens: At least one.
-            on_layer: Told of each layer.
-            layers: The weights of the first layers, where the pass is to end there; None: of all.
+            batch: More than one prompt, or trees with prompts, take a cache that `mixes`, and several prompts are no
+                more than `most_prompt_tokens`.
+            sampling: How the tokens of every slot are chosen; None where they are not asked for. Where there are
+                penalties it has seen all tokens up to the first of each tree, and so have the matchers of grammars.
+                Where only temperature and noise count they are part of a captured pass; filters, penalties and masks
+                are kernels of many kinds, each of which would need graphs of its own.
+            layers: The weights of some layers, where the pass is about them alone; None for all.
 
         Returns:
-            Logits of the last token, [1, V] on the compute device.
+            The batch, with its logits, and with its tokens where they are asked for.
 
         Raises:
             ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
         """
+        prompts, slots = batch.prompts, batch.slots
+        widths, lengths = [len(tree) for tree in batch.trees.values()], [len(tokens) for tokens in prompts.values()]
+        assert slots and all(widths) and all(lengths), "every slot has a token"
         if self.recorder is not None:
             self.recorder.begin_pass(self.streamer.bytes_begun)
-        self.cache.begin_prefill(slot, len(tokens))
-        pieces = self._pieces(Prompt(slot, tokens), row=0)
-        (residual,) = self._run(pieces, [len(pieces) - 1], on_layer, layers)
-        logits = self.decoder.head(residual[-1:])
-        self.cache.end_prefill(slot, len(tokens))
-        self._end([], [len(tokens)])
-        return logits
+        alone = len(slots) == len(prompts) == 1
+        if alone:
+            self.cache.begin_prefill(slots[0], lengths[0])
+        else:
+            assert not prompts or self.cache.mixes
+            self.cache.begin_window(slots, widths + lengths)
+        committed = [self.cache.length(slot) for slot in slots]
+        captured = None if prompts or layers is not None else self.captured
+        if captured is None or not captured.run(batch, committed, sampling, self.recorder):
+            batch.firsts = [0, *accumulate([*widths, *(1 for _ in prompts)])][:-1]
+            batch.logits = self._logits(batch, committed, layers, alone=alone)
+        for slot, length in zip(prompts, lengths, strict=True):
+            (self.cache.end_prefill if alone else self.cache.commit)(slot, length)
+        if self.recorder is not None:
+            kind, tokens, others = ("verify", widths, lengths) if widths else ("prefill", lengths, [])
+            self.recorder.end_pass(kind, tokens, self.streamer.bytes_begun, others)
+        if sampling is not None and batch.tokens is None:
+            decide(batch, sampling, committed)
+        return batch
+
+    def _logits(self, batch: Batch, committed: Sequence[int], layers: Layers | None, *, alone: bool) -> torch.Tensor:
+        """Return [N, V], a row for each token of the trees and for the last of each prompt. The cache calls a prompt
+        that is `alone` its batch row 0."""
+        trees, pieces, last = [*batch.trees.values()], list[Rows](), list[int]()
+        for (slot, tokens), start in zip(batch.prompts.items(), committed[len(trees) :], strict=True):
+            for at in range(0, len(tokens), self.chunk_tokens):
+                chunk, end = TokenTree(tuple(tokens[at : at + self.chunk_tokens])), start + len(tokens)
+                pieces.append(self.rows([chunk], [start + at], [0 if alone else slot], prompt_length=end))
+            last.append(len(pieces) - 1)
+        if trees:
+            pieces.append(self.rows(trees, committed[: len(trees)], [*batch.trees]))
+            last.append(len(pieces) - 1)
+        residuals = self._run(pieces, last, batch.on_layer, layers, prompts=bool(batch.prompts))
+        of_trees = _present(residuals.pop(), trees) if trees else []
+        decisive = [*of_trees, *(residual[-1:] for residual in residuals)]
+        return self.decoder.head(decisive[0] if len(decisive) == 1 else torch.cat(decisive))
 
     def _run(
-        self, pieces: list[PassRows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None = None
+        self, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None, *, prompts: bool
     ) -> list[torch.Tensor]:
-        """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
-        in_blocks = layers is None and self.decoder.partition.in_blocks
+        """Return residual streams behind the last layer, [N, H], of the pieces of these numbers."""
+        in_blocks = prompts and layers is None and self.decoder.partition.in_blocks
         if in_blocks and not self.streamer.num_streamed and not self.cache.prefills_by_layer:
             with _over_cards(self.decoder.partition):
                 return _run_blocks(self.decoder, self.streamer, self.cache, pieces, kept, on_layer)
         layers = self.streamer.layers() if layers is None else layers
         return _run_layers(self.decoder, layers, self.cache, pieces, kept, on_layer)
 
-    def _pieces(self, prompt: Prompt, *, row: int) -> list[PassRows]:
-        """The rows of a prompt, which the pass calls batch row `row` of the cache."""
-        assert prompt.tokens
-        start, step, tokens = self.cache.length(prompt.slot), self.chunk_tokens, prompt.tokens
-        return [
-            self.rows.build(
-                [Window(tuple(tokens[at : at + step]))], [start + at], [row], prompt_length=start + len(tokens)
-            )
-            for at in range(0, len(tokens), step)
-        ]  # fmt: skip
-
-    @property
-    def most_prompt_tokens(self) -> int:
-        """Of all prompts that a pass reads."""
-        return most_prompt_tokens(self.chunk_tokens, self.cache.capacity_tokens)
-
-    @torch.inference_mode()
-    def read(
-        self, prompts: Sequence[Prompt], windows: Sequence[Window] = (), slots: Sequence[int] = (),
-        on_layer: OnLayer | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """One pass that puts prompts into the cache and commits them, and over windows of other sequences, which it
-        does not. More than one prompt alone takes a cache that `mixes`.
+    def rows(
+        self, trees: Sequence[TokenTree], committed: Sequence[int], slots: Sequence[int], *, prompt_length: int = 0,
+        rope_shift: int = 0,
+    ) -> Rows:  # fmt: skip
+        """Lay out trees behind so many committed tokens of slots and upload them.
 
         Args:
-            prompts: At least one; of several no more than `most_prompt_tokens`.
-            windows: As of `verify`, and `sequences`.
-            on_layer: As of `prefill`.
-
-        Returns:
-            Logits [N + P, V] on the compute device, a row for each token of the windows and for the last of each
-            prompt.
-
-        Raises:
-            ContextLengthError, BudgetError: The cache has no room. Nothing was committed.
+            trees: Of any lengths.
+            committed: Tokens of each slot in the cache.
+            slots: Batch rows of the cache.
+            prompt_length: Of the prompt that this is a piece of, by which some models rotate; 0 for others.
+            rope_shift: Rotates as if every position were so much larger.
         """
-        if len(prompts) == 1 and not windows:
-            return self.prefill(*prompts[0], on_layer)
-        assert self.cache.mixes
-        widths, lengths = ([len(one.tokens) for one in many] for many in (windows, prompts))
-        committed = self._begin([*slots, *(prompt.slot for prompt in prompts)], widths + lengths)
-        pieces = [self._pieces(prompt, row=prompt.slot) for prompt in prompts]
-        last = [count - 1 for count in accumulate(map(len, pieces))]
-        if windows:
-            pieces.append([self.rows.build(windows, committed[: len(windows)], slots)])
-            last.append(last[-1] + 1)
-        residuals = self._run([*chain(*pieces)], last, on_layer)
-        decisive = [residual[-1:] for residual in residuals[: len(prompts)]]
-        if windows:
-            height = len(residuals[-1])
-            decisive.insert(0, _present(residuals[-1], range(0, height, height // len(windows)), windows))
-        logits = self.decoder.head(torch.cat(decisive))
-        for prompt in prompts:
-            self.cache.commit(prompt.slot, len(prompt.tokens))
-        self._end(widths, lengths)
-        return logits
+        shape = BatchShape.of(trees, committed)
+        parts = shape.lay_out(trees, committed, slots)
+        frequencies = self.rope.row_frequencies(parts[1], prompt_length)
+        return device_rows(shape, upload(pack(parts), self.rope.device), self.rope, frequencies, rope_shift or None)
 
     @torch.inference_mode()
-    def verify(self, windows: Sequence[Window], slots: Sequence[int]) -> torch.Tensor:
-        """One pass over a window per sequence; nothing is committed.
-
-        Args:
-            windows: Tokens behind each sequence's committed ones.
-            sequences: Their batch rows in the cache, all different.
-
-        Returns:
-            Logits [N, V] on the compute device, a row for each token, those of one window behind those of the other.
-
-        Raises:
-            ContextLengthError, BudgetError: The cache has no room for a window.
-        """
-        lengths = [len(window.tokens) for window in windows]
-        committed = self._begin(slots, lengths)
-        captured, recorder = self.captured, self.recorder
-        decision = None if captured is None else captured.run(windows, committed, slots, recorder=recorder)
-        if decision is not None:
-            logits = _present(decision.logits, decision.firsts, windows)
-        else:
-            logits = self.run_rows(self.rows.build(windows, committed, slots))
-            if len(logits) > sum(lengths):
-                logits = _present(logits, range(0, len(logits), len(logits) // len(windows)), windows)
-        self._end(lengths, [])
-        return logits
-
-    def decide(
-        self, windows: Sequence[Window], slots: Sequence[int], sampling: SlotSampling,
-        prompts: Sequence[Prompt] = (), on_layer: OnLayer | None = None,
-    ) -> Decision:  # fmt: skip
-        """One pass over a window per sequence, and the token behind each of its rows; nothing of them is committed.
-        Enqueued on the current stream; never waits. Prompts of other sequences may be read by the same pass, and the
-        token behind each is decided.
-
-        Arguments and errors as of `verify` and `read`, and:
-
-        Args:
-            sampling: How the tokens of every sequence are chosen; where there are penalties it has seen all tokens up
-                to the first of each window, and so have the matchers of grammars. Where only temperature and noise
-                count they are part of a captured pass; filters, penalties and masks are kernels of many kinds, each of
-                which would need graphs of its own.
-        """
-        if prompts:
-            logits = self.read(prompts, windows, slots, on_layer)
-            committed = [self.cache.length(slot) for slot in slots]
-            committed += [self.cache.length(prompt.slot) - 1 for prompt in prompts]
-            windows, owners = [*windows, *(Window((0,)) for _ in prompts)], (prompt.slot for prompt in prompts)
-            return decided(logits, sampling, windows, [*slots, *owners], committed)
-        if self.captured is not None and sampling.is_plain:
-            lengths = [len(window.tokens) for window in windows]
-            committed = self._begin(slots, lengths)
-            decision = self.captured.run(windows, committed, slots, sampling, self.recorder)
-            if decision is not None:
-                self._end(lengths, [])
-                return decision
-        logits = self.verify(windows, slots)
-        return decided(logits, sampling, windows, slots, [self.cache.length(slot) for slot in slots])
-
-    def _begin(self, slots: Sequence[int], lengths: list[int]) -> list[int]:
-        """A pass of so many tokens behind sequences begins: the committed tokens of each."""
-        if self.recorder is not None:
-            self.recorder.begin_pass(self.streamer.bytes_begun)
-        self.cache.begin_window(slots, lengths)
-        return [self.cache.length(slot) for slot in slots]
-
-    def _end(self, widths: list[int], prompts: list[int]) -> None:
-        """It has been enqueued, with windows and prompts of so many tokens."""
-        if self.recorder is not None:
-            kind, tokens, others = ("verify", widths, prompts) if widths else ("prefill", prompts, [])
-            self.recorder.end_pass(kind, tokens, self.streamer.bytes_begun, others)
-
-    @torch.inference_mode()
-    def run_rows(self, rows: PassRows) -> torch.Tensor:
-        """One pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
+    def run_rows(self, rows: Rows) -> torch.Tensor:
+        """Run one pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
         return window_pass(self.decoder, self.streamer.layers(), self.cache, rows)
 
 
-def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassRows) -> torch.Tensor:
-    """One decoding pass over prepared rows. Commits nothing and never waits for the device.
+def device_rows(
+    shape: BatchShape, words: torch.Tensor, rope: RopeTable, frequencies: torch.Tensor,
+    rope_shift: int | torch.Tensor | None = None,
+) -> Rows:  # fmt: skip
+    """Return the rows that the host has laid out; fit for a CUDA graph.
+
+    Args:
+        shape: Of the pass.
+        words: Its packed parts, int32 on the device, and perhaps others behind them.
+        rope: Of the model.
+        frequencies: [P] or [B*T, P] fp32, device: of all rows, or of each.
+        rope_shift: How much larger the positions are by which all rows rotate, or each row does (int32, device).
+    """
+    tokens, positions, cache_positions, owners, slots, committed, ancestors = unpack(words, shape.sizes)
+    cos, sin = rope.angles(positions if rope_shift is None else positions + rope_shift, frequencies)
+    query = QueryRows(
+        positions.view(shape.batch, -1), slots, shape.reach, committed=committed if shape.depth else None,
+        ancestors=ancestors.view(shape.batch, -1, shape.depth) if shape.depth else None,
+    )  # fmt: skip
+    return Rows(tokens, query, RopeRows(cos, sin, positions, cache_positions, owners))
+
+
+def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows) -> torch.Tensor:
+    """Run one decoding pass over prepared rows. Commits nothing and never waits for the device.
 
     Args:
         decoder: The maths.
@@ -320,51 +251,69 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: PassR
     return decoder.head(residual)
 
 
-def decided(
-    logits: torch.Tensor, sampling: SlotSampling, windows: Sequence[Window], slots: Sequence[int],
-    committed: Sequence[int],
-) -> Decision:  # fmt: skip
-    """The token behind each row of logits [N, V] of windows behind so many committed tokens.
+def decide(batch: Batch, sampling: SlotSampling, committed: Sequence[int]) -> None:
+    """Choose the token behind each row of a batch's logits, whose slots had so many committed tokens.
 
     A row's noise is that of the position behind it, so siblings share it, and its penalties and its grammar's mask are
-    by the tokens of its own path. Of these `sampling` has seen all up to the first of each window, behind which the
+    by the tokens of its own path. Of these `sampling` has seen all up to the first of each tree, behind which the
     others are. Masks are computed now, while the device works on the logits.
     """
-    positions = [start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]
-    owners = [slot for window, slot in zip(windows, slots, strict=True) for _ in window.tokens]
-    below = paths_below_roots(windows) if sampling.adjustments.penalised else None
+    # Of a prompt only the last token has a row, as if it were a tree by itself.
+    trees = [*batch.trees.values(), *(TokenTree(tuple(tokens[-1:])) for tokens in batch.prompts.values())]
+    read = [0] * len(batch.trees) + [len(tokens) - 1 for tokens in batch.prompts.values()]
+    starts = [start + more + 1 for start, more in zip(committed, read, strict=True)]
+    positions = [start + depth for tree, start in zip(trees, starts, strict=True) for depth in tree.depths]
+    owners = [slot for slot, tree in zip(batch.slots, trees, strict=True) for _ in tree.tokens]
+    below = paths_below_roots(trees) if sampling.adjustments.penalised else None
     parts = [positions, owners, *([] if below is None else [below])]
-    rows = unpack(upload(pack(parts), logits.device), [len(part) for part in parts])
+    rows = unpack(upload(pack(parts), batch.logits.device), [len(part) for part in parts])
     paths = None if below is None else rows[2].view(len(positions), -1)
-    firsts = [0, *accumulate(len(window.tokens) for window in windows[:-1])]
-    matchers, masks = [sampling.matchers.get(slot) for slot in slots], None
+    matchers, masks = [sampling.matchers.get(slot) for slot in batch.slots], None
     if any(matchers):
-        masks = token_masks(matchers, [(window.tokens, window.all_parents) for window in windows], logits.device)
-    return Decision(logits, firsts, sample(logits, sampling, rows[0], rows[1], paths, masks).tolist)
+        masks = token_masks(matchers, [(tree.tokens, tree.parents) for tree in trees], batch.logits.device)
+    batch.firsts = [0, *accumulate(len(tree) for tree in trees[:-1])]
+    batch.tokens = sample(batch.logits, sampling, rows[0], rows[1], paths, masks).tolist
 
 
-def _present(rows: torch.Tensor, firsts: Sequence[int], windows: Sequence[Window]) -> torch.Tensor:
-    """A copy of the rows that windows have tokens for, [N, …] of [at least B * T, …], by their first rows."""
-    pairs = zip(firsts, windows, strict=True)
-    return torch.cat([rows[first : first + len(window.tokens)] for first, window in pairs])
+def paths_below_roots(trees: Sequence[TokenTree]) -> array[int]:
+    """Return [R, A] int32, flat, A at least 1: of each row of trees the tokens of its path behind the tree's first one,
+    as far as itself; -1 behind them."""
+    depth = max(1, *(max(tree.depths) for tree in trees))
+    found, first = array("i", [-1]) * (depth * sum(map(len, trees))), 0
+    for tree in trees:
+        for t, (parent, above) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+            if above:
+                at, origin = (first + t) * depth, (first + parent) * depth
+                found[at : at + above - 1] = found[origin : origin + above - 1]
+                found[at + above - 1] = tree.tokens[t]
+        first += len(tree)
+    return found
+
+
+def _present(rows: torch.Tensor, trees: Sequence[TokenTree]) -> list[torch.Tensor]:
+    """Return the rows [at least B * T, …] that trees have tokens for, each tree's or all of them at once."""
+    width = len(rows) // len(trees)
+    if all(len(tree) == width for tree in trees):
+        return [rows]
+    return [rows[first * width :][: len(tree)] for first, tree in enumerate(trees)]
 
 
 class CapturedPasses:
-    """Passes over windows of a model that has everything on the device, as CUDA graphs.
+    """Passes over trees of a model that has everything on the device, as CUDA graphs.
 
     Launched one by one, the kernels of a layer take a host longer than a layer of few rows takes the device. Each shape
-    of a pass is a graph, and windows are filled up to the next one.
+    of a pass is a graph, and trees are filled up to the next one.
 
     Args:
         decoder: The maths.
         layers: The weights: (layer index, named weights), in order.
         cache: Keys and values, all on the device.
-        rows: Builder of the passes' rows.
+        rope: The model's rotary table.
     """
 
-    def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rows: RowBuilder) -> None:
-        self._decoder, self._layers, self._cache, self._rows = decoder, layers, cache, rows
-        self._device, most = rows.rope.device, PassShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0)
+    def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rope: RopeTable) -> None:
+        self._decoder, self._layers, self._cache, self._rope = decoder, layers, cache, rope
+        self._device, most = rope.device, BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0)
         self.graphs = StepGraphs(self._device)
         # What passes read and write; the tensors never move. A pass begins by fetching what the host has written to
         # page-locked memory, and ends by writing its tokens there.
@@ -374,48 +323,46 @@ class CapturedPasses:
         self._tokens_pinned = torch.zeros(CAPTURED_ROWS, dtype=torch.int64, pin_memory=locked)
         self._words_host, self._tokens_host = self._words_pinned.numpy(), self._tokens_pinned.numpy()
         self._is_running = False  # the last pass may not have fetched its words yet
-        self._frequencies = RowFrequencies(rows.rope, CAPTURED_ROWS)
+        self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
     def run(
-        self, windows: Sequence[Window], committed: Sequence[int], slots: Sequence[int],
-        sampling: SlotSampling | None = None, recorder: TraceRecorder | None = None,
-    ) -> Decision | None:  # fmt: skip
-        """A pass over windows behind so many committed tokens, which the cache has room for. A trace has its layers as
-        one span.
-
-        Args:
-            windows: As of `ModelRunner.verify`, and `sequences`.
-            committed: Of each of the sequences.
-            sampling: As of `ModelRunner.decide`; a plain one. None: no tokens are asked for.
-            recorder: Of a trace, if there is one.
+        self, batch: Batch, committed: Sequence[int], sampling: SlotSampling | None, recorder: TraceRecorder | None
+    ) -> bool:
+        """Run a pass over a batch without prompts, which the cache has room for, and note its logits in it, and its
+        tokens where `sampling` is plain. A trace has its layers as one span.
 
         Returns:
-            Windows have rows of their own that fill them up; None for passes of more than `CAPTURED_ROWS`, which are
-            not captured.
+            Whether it was run: passes of more than `CAPTURED_ROWS`, with those that fill them up, are not captured.
         """
-        shape = captured_pass_shape(PassShape.of(windows, committed), self._cache.max_tokens_with_draft)
+        trees = [*batch.trees.values()]
+        shape = captured_pass_shape(BatchShape.of(trees, committed), self._cache.max_tokens_with_draft)
         if shape.num_rows > CAPTURED_ROWS:
-            return None
-        assert sampling is None or sampling.is_plain
-        parts = shape.lay_out(windows, committed, slots)
+            return False
+        plain = sampling if sampling is not None and sampling.is_plain else None
+        parts = shape.lay_out(trees, committed, batch.slots)
         words = pack_words(parts)
-        if self._is_running:  # nobody has asked for its tokens
+        if self._is_running:  # the tokens of the last pass were not asked for
             self._wait()
         self._is_running = True
         self._words_host[: len(words)] = words
         self._frequencies.set_rows(parts[1])
         with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
-            self.graphs.run((shape, sampling), partial(self._pass, shape, sampling))
-        firsts = range(0, shape.num_rows, shape.width)
-        return Decision(self._logits, firsts, partial(self._tokens, shape.num_rows))
+            self.graphs.run((shape, plain), partial(self._pass, shape, plain))
+        batch.firsts, batch.logits = range(0, shape.num_rows, shape.width), self._logits
+        if plain is not None:
+            batch.tokens = partial(self._tokens, shape.num_rows)
+        else:
+            batch.firsts = [0, *accumulate(map(len, trees[:-1]))]
+            batch.logits = torch.cat(_present(self._logits[: shape.num_rows], trees))
+        return True
 
     @torch.inference_mode()
-    def _pass(self, shape: PassShape, sampling: SlotSampling | None) -> None:
-        """Captured: no tensor of the host but those that never move."""
+    def _pass(self, shape: BatchShape, sampling: SlotSampling | None) -> None:
+        """Run the pass; captured: no tensor of the host but those that never move."""
         count, words = shape.num_rows, packed_words(shape.sizes)
         copy_words(self._words_pinned[:words], self._words[:words])
-        rows = self._rows.rows(shape, self._words, self._frequencies.tensor[:count])
+        rows = device_rows(shape, self._words, self._rope, self._frequencies.tensor[:count])
         logits = window_pass(self._decoder, self._layers, self._cache, rows)
         self._logits[:count].copy_(logits)
         if sampling is not None:
@@ -423,7 +370,7 @@ class CapturedPasses:
             copy_words(tokens.view(torch.int32), self._tokens_pinned[:count].view(torch.int32))
 
     def _tokens(self, count: int) -> list[int]:
-        """Behind the first rows of the pass that was run last. Waits for it."""
+        """Return those behind the first rows of the pass that was run last. Waits for it."""
         self._wait()
         found: list[int] = self._tokens_host[:count].tolist()
         return found
@@ -435,7 +382,7 @@ class CapturedPasses:
 
 
 def _run_layers(
-    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], kept: Sequence[int],
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
     on_layer: OnLayer | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
@@ -454,7 +401,7 @@ def _run_layers(
     return [residuals[piece] for piece in kept]
 
 
-def _residual_buffers(decoder: Decoder, pieces: list[PassRows], device: torch.device) -> Sequence[torch.Tensor]:
+def _residual_buffers(decoder: Decoder, pieces: list[Rows], device: torch.device) -> Sequence[torch.Tensor]:
     """Where the residual stream of each piece lies on a device, uint8: all of them one piece of memory, of which the
     allocator loses nothing in between."""
     row_bytes = decoder.config.hidden_size * decoder.final_norm.dtype.itemsize
@@ -462,7 +409,7 @@ def _residual_buffers(decoder: Decoder, pieces: list[PassRows], device: torch.de
     return torch.empty(sum(lengths), dtype=torch.uint8, device=device).split(lengths)
 
 
-def _embedded(decoder: Decoder, pieces: list[PassRows], destinations: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _embedded(decoder: Decoder, pieces: list[Rows], destinations: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The residual streams of the pieces at the bottom, [N, H], one after the other in this memory."""
     for rows, destination in zip(pieces, destinations, strict=True):
         embedded = decoder.embed(rows)
@@ -470,7 +417,7 @@ def _embedded(decoder: Decoder, pieces: list[PassRows], destinations: Sequence[t
 
 
 def _run_layers_on_cards(
-    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[PassRows], kept: Sequence[int], on_layer: OnLayer
+    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer
 ) -> list[torch.Tensor]:
     """The same where the layers are on several cards.
 
@@ -505,7 +452,7 @@ def _run_layers_on_cards(
 
 
 def _run_blocks(
-    decoder: Decoder, streamer: LayerStreamer, cache: LayerCache, pieces: list[PassRows],
+    decoder: Decoder, streamer: LayerStreamer, cache: LayerCache, pieces: list[Rows],
     kept: Sequence[int], on_layer: OnLayer | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
@@ -544,8 +491,8 @@ def _over_cards(partition: LayerPartition) -> Iterator[None]:
 
 
 def _begin_on_cards(
-    decoder: Decoder, pieces: list[PassRows]
-) -> tuple[dict[Card, list[PassRows]], dict[Card, Sequence[torch.Tensor]], list[Transfer]]:
+    decoder: Decoder, pieces: list[Rows]
+) -> tuple[dict[Card, list[Rows]], dict[Card, Sequence[torch.Tensor]], list[Transfer]]:
     """For every card the rows of each piece and where its residual stream lands there, uint8; and the streams, [N, H],
     on the way to the card of the first layer.
 
@@ -554,9 +501,9 @@ def _begin_on_cards(
     """
     partition = decoder.partition
     first, buffers = partition.cards[0], partition.transfer_buffers
-    rows_of, destinations = dict[Card, list[PassRows]](), dict[Card, Sequence[torch.Tensor]]()
+    rows_of, destinations = dict[Card, list[Rows]](), dict[Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
-        rows_of[card] = [rows.to_card(first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
+        rows_of[card] = [_moved(rows, first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
         with current_device(card.device):
             destinations[card] = _residual_buffers(decoder, pieces, card.device)
     in_transit = [
@@ -564,3 +511,22 @@ def _begin_on_cards(
         for piece, residual in enumerate(_embedded(decoder, pieces, destinations[first]))
     ]
     return rows_of, destinations, in_transit
+
+
+def _moved(rows: Rows, source: Card, target: Card, buffers: TransferBuffers, piece: Hashable) -> Rows:
+    """Return rows, which are on `source`, for another card. Arguments as of `transfer`."""
+    if source == target:
+        return rows
+    parts = {part: _tensors(getattr(rows, part)) for part in ("query", "rope")}
+    tensors = [tensor for part in parts.values() for tensor in part.values()]
+    tokens, *rest = transfer([rows.tokens, *tensors], source, target, buffers, piece)
+    moved = iter(rest)
+    query, rope = (
+        replace(getattr(rows, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()
+    )
+    return Rows(tokens, query, rope)
+
+
+def _tensors(part: QueryRows | RopeRows) -> dict[str, torch.Tensor]:
+    """Return the fields that are tensors."""
+    return {one.name: value for one in fields(part) if isinstance(value := getattr(part, one.name), torch.Tensor)}

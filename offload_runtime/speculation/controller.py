@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
 
+from offload_runtime.core import DraftBudget
 from offload_runtime.params import SamplingParams
 
 # Proposals of a window: gamma of a chain, nodes of a tree. Finer steps would tell less than the noise of times.
@@ -46,39 +46,18 @@ _MARGIN = 0.02
 _SHORT_TOKENS = 1024
 
 
-class Choice(NamedTuple):
-    """How a step is played.
-
-    `mode` is a way to propose: `ngram` (what the text has said before behind its ending), `unigram` (the same where
-    only its last token occurred before), `copy` (where many tokens did: what followed them, in a row), `chain` (a
-    draft's tokens in a row, or those of TriForce), `tree` (a draft's candidates and n-grams, the most probable ones).
-    `size` counts the proposals.
-    """
-
-    mode: str
-    size: int
-
-    @property
-    def drafts(self) -> bool:
-        """Whether anybody has to compute for it: looking up takes no time."""
-        return self.mode in ("chain", "tree")
-
-    def __str__(self) -> str:
-        return f"{self.mode} {self.size}" if self.size else self.mode
-
-
-def _as_timed(choice: Choice) -> Choice:
+def _as_timed(choice: DraftBudget) -> DraftBudget:
     """A choice whose steps take as long: copies are n-grams."""
-    return Choice("ngram", choice.size) if choice.mode == COPY else choice
+    return DraftBudget("ngram", choice.size) if choice.mode == COPY else choice
 
 
 # Which of `SIZES` is the largest within one.
 _index: Callable[[int], int] = cache(lambda size: bisect_right(SIZES, size) - 1)
 # No proposals at all.
-PLAIN = Choice("plain", 0)
+PLAIN = DraftBudget("plain", 0)
 
 # Seconds to expect of a step of so many sequences of so many tokens each.
-Cost = Callable[[Choice, int, int], float]
+Cost = Callable[[DraftBudget, int, int], float]
 
 
 def size_for(count: int) -> int:
@@ -91,7 +70,7 @@ def size_within(count: int) -> int:
     return SIZES[_index(count)]
 
 
-def guessed_cost(choice: Choice, *, streamed: bool = False) -> float:
+def guessed_cost(choice: DraftBudget, *, streamed: bool = False) -> float:
     """Plain steps that a step may take where nobody knows the machine.
 
     A draft's tokens cost, rows hardly do; beside what is streamed neither costs much.
@@ -108,7 +87,7 @@ class AcceptanceModel:
     are ordered by probability, which falls like 1 / number.
 
     Args:
-        mode: As of `Choice`.
+        mode: As of `DraftBudget`.
     """
 
     def __init__(self, mode: str) -> None:
@@ -184,15 +163,15 @@ class LatencyModel:
         doubted: What is to be timed again.
     """
 
-    def __init__(self, cost: Callable[[Choice], float], *, sure: bool, before: LatencyModel | None = None) -> None:
+    def __init__(self, cost: Callable[[DraftBudget], float], *, sure: bool, before: LatencyModel | None = None) -> None:
         self._expect, self._before = cache(cost), before
         self._sure = sure or (before is not None and before.knows_plain)
         self._plain_times = 0 if sure else 1 if self._sure else 2  # that are needed to hold others against it
-        self._ratios: dict[Choice, tuple[float, int]] = {}  # the mean, and how many it is of
-        self.suspect: Choice | None = None
+        self._ratios: dict[DraftBudget, tuple[float, int]] = {}  # the mean, and how many it is of
+        self.suspect: DraftBudget | None = None
         self._curves: dict[str, list[float]] = {}
 
-    def observe(self, choice: Choice, seconds: float) -> None:
+    def observe(self, choice: DraftBudget, seconds: float) -> None:
         """A step took so long."""
         choice = _as_timed(choice)
         usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
@@ -216,25 +195,25 @@ class LatencyModel:
 
     def knows(self, mode: str) -> bool:
         """Whether times of a mode are more than a guess."""
-        return self._sure or any(choice.mode == _as_timed(Choice(mode, 1)).mode for choice in self._ratios)
+        return self._sure or any(choice.mode == _as_timed(DraftBudget(mode, 1)).mode for choice in self._ratios)
 
     @property
     def plain_s(self) -> float:
         """Of plain decoding: no more than anything else takes."""
         return min([self.seconds(PLAIN), *(ratio * self._expect(one) for one, (ratio, _) in self._ratios.items())])
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: DraftBudget) -> float:
         """To be expected."""
         return self._expect(choice) * self.ratio(_as_timed(choice))
 
     def curve(self, mode: str, count: int) -> list[float]:
         """Seconds of windows of each of the first `SIZES`, and perhaps of further ones."""
-        mode = _as_timed(Choice(mode, 1)).mode
+        mode = _as_timed(DraftBudget(mode, 1)).mode
         curve = self._curves.setdefault(mode, [])
-        curve += [self.seconds(Choice(mode, size) if size else PLAIN) for size in SIZES[len(curve) : count]]
+        curve += [self.seconds(DraftBudget(mode, size) if size else PLAIN) for size in SIZES[len(curve) : count]]
         return curve
 
-    def ratio(self, choice: Choice) -> float:
+    def ratio(self, choice: DraftBudget) -> float:
         """Of what was measured to what was expected: its own, and the nearer sizes' of its mode the more they are
         near."""
         at, total, weights = _index(choice.size), 0.0, 0.0
@@ -254,7 +233,7 @@ class _Standing:
     """A choice: its speed and how long it takes, both in those of plain decoding, and the speed that it may turn out to
     have."""
 
-    choice: Choice
+    choice: DraftBudget
     speed: float
     cost: float
     upper_bound: float
@@ -308,7 +287,7 @@ class Controller:
 
     def choose(
         self, sampling: SamplingParams, limits: Mapping[str, int], *, num_sequences: int = 1, context_tokens: int = 0
-    ) -> Choice:
+    ) -> DraftBudget:
         """How to play the next step.
 
         Args:
@@ -329,7 +308,7 @@ class Controller:
             tree.expect(chain)
         if COPY in limits and not account.models[COPY].steps:  # however long windows took in other texts
             first = self._best_of(COPY, limits[COPY], account, latency).choice
-            return first if first.size else Choice(COPY, 1)
+            return first if first.size else DraftBudget(COPY, 1)
         windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]
         found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
@@ -358,11 +337,11 @@ class Controller:
             speed = (1 + gains[step]) / cost
             # A draft whose smallest window is dear may lose at once what is meant for some tries.
             if cost - 1 <= (credit if step == 1 else allowed) and speed > best.speed:
-                best = _Standing(Choice(mode, SIZES[step]), speed, cost, speed * optimism)
+                best = _Standing(DraftBudget(mode, SIZES[step]), speed, cost, speed * optimism)
         return best
 
     def observe(
-        self, sampling: SamplingParams, choice: Choice, windows: Sequence[Sequence[int]], *, tokens: float,
+        self, sampling: SamplingParams, choice: DraftBudget, windows: Sequence[Sequence[int]], *, tokens: float,
         seconds: float | None = None, num_sequences: int = 1, context_tokens: int = 0,
     ) -> None:  # fmt: skip
         """A step was played. Arguments as of `choose`, and:

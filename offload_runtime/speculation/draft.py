@@ -19,29 +19,28 @@ from operator import neg
 
 import torch
 
+from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import Asked, Branch, Children, DraftKVState, DraftModel, DraftTree, ModelRunner
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GREEDY_STEPS
 from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
-from offload_runtime.speculation.step import DraftRequest, Proposer, chains_where
-from offload_runtime.speculation.tree import CandidateTree, Proposal
+from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
+from offload_runtime.speculation.tree import CandidateTree
 
 
 @dataclass
 class GrownTree:
     """A sequence's tree, and the text that it stands behind, whose last token is the root."""
 
-    request: DraftRequest
+    text: list[int]
+    budget: DraftBudget
     tree: CandidateTree
     children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
 
-    def __post_init__(self) -> None:
-        self.text = list(self.request.tokens)  # the request's own list grows
-
-    def window(self) -> tuple[Proposal, list[int]]:
-        """The most probable candidates that the request may propose, and their nodes."""
-        return self.tree.best(self.request.most_nodes, self.request.gamma)
+    def window(self) -> tuple[TokenTree, list[int]]:
+        """Return the most probable candidates that may be proposed, and their nodes."""
+        return self.tree.best(self.budget.size, self.budget.gamma)
 
     def placed(self, nodes: Sequence[int], further: int) -> tuple[dict[int, int | None], list[int]]:
         """A free place for every one of these nodes, None for the root, whose keys have a place, and so many more for a
@@ -117,7 +116,7 @@ class TreeDraftProposer(Proposer):
     def draft_state(self) -> DraftKVState | None:
         return self._chains.draft_state
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         return ("chain", "tree") if self._chains.modes(texts) else ()
 
     def join(self, slot: int, params: SamplingParams) -> None:
@@ -151,25 +150,24 @@ class TreeDraftProposer(Proposer):
         with self._at_work():
             self._chains.prepare(slot, tokens)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        chains = [request for request in requests if request.tree_nodes is None]
-        trees = [request for request in requests if request.tree_nodes is not None]
-        self._going_on = []
-        answers: dict[int, Proposal] = {}
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None}
+        self._going_on, proposals = [], dict[int, TokenTree]()
         with self._at_work():
-            lengths = {request.slot: len(request.tokens) for request in requests}
+            lengths = {slot: len(texts[slot]) for slot in budgets}
             self._worth.begin(sum(length - self._lengths.get(slot, length) for slot, length in lengths.items()))
             self._lengths |= lengths
             if chains:
-                for request in chains:
-                    self.trees.pop(request.slot, None)
-                answers |= zip((request.slot for request in chains), self._chains.propose(chains), strict=True)
-            if trees:
-                grown = [self._follow(request) for request in trees]
-                self._fill_windows(grown)
-                answers |= {one.request.slot: one.window()[0] for one in grown}
-                self._going_on = [request.slot for request in trees]
-        return [answers[request.slot] for request in requests]
+                for slot in chains:
+                    self.trees.pop(slot, None)
+                proposals = self._chains.propose(texts, chains)
+            if going_on := [slot for slot in budgets if slot not in chains]:
+                for slot in going_on:
+                    self._follow(slot, texts[slot], budgets[slot])
+                self._fill_windows(going_on)
+                proposals |= {slot: self.trees[slot].window()[0] for slot in going_on}
+                self._going_on = going_on
+        return proposals
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
@@ -200,21 +198,20 @@ class TreeDraftProposer(Proposer):
         self._going_on = []
         self._worth.pause()
 
-    def _follow(self, request: DraftRequest) -> GrownTree:
-        """The tree behind a request's text: what is left of the one before, or a new one, with what n-grams say."""
-        before = self.trees.pop(request.slot, None)
-        one = GrownTree(request, CandidateTree(request.tokens[-1]))
-        if before is not None and list(request.tokens[: len(before.text)]) == before.text:
-            new = request.tokens[len(before.text) :]
+    def _follow(self, slot: int, text: Sequence[int], budget: DraftBudget) -> None:
+        """Let a tree stand behind a text: what is left of the one before, or a new one, with what n-grams say."""
+        before = self.trees.pop(slot, None)
+        one = GrownTree(list(text), budget, CandidateTree(text[-1]))
+        if before is not None and one.text[: len(before.text)] == before.text:
+            new = one.text[len(before.text) :]
             path = before.tree.walk(new)
             self._learn(before, new, path)
-            if self._adopt(before, new, path) and before.tree.follow(new):
+            if self._adopt(slot, before, new, path) and before.tree.follow(new):
                 one.tree = before.tree
                 one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         if self.ngrams is not None:
-            self._add_ngrams(one)
-        self.trees[request.slot] = one
-        return one
+            self._add_ngrams(slot, one)
+        self.trees[slot] = one
 
     def _learn(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> None:
         """What the target has said tells how much scores are worth: behind the root, and behind each node of the path
@@ -225,38 +222,38 @@ class TreeDraftProposer(Proposer):
                 rank = children.tokens.index(token) if token in children.tokens else None
                 self.probabilities.observe(children.scores, rank)
 
-    def _adopt(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
+    def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
 
         Returns:
             Whether the keys before it are at theirs, without which the tree is of no use.
         """
         tree = before.tree
-        if tree.nodes[tree.root].expanded and not self.model.holds(before.request.slot, before.text):
+        if tree.nodes[tree.root].expanded and not self.model.holds(slot, before.text):
             return False
         # Nodes that were not expanded have none.
         places = max((tree.nodes[node].places for node in path), key=len, default=())
         if places:
-            self.model.adopt(before.request.slot, new[: len(places)], places)
+            self.model.adopt(slot, new[: len(places)], places)
         return True
 
-    def _add_ngrams(self, one: GrownTree) -> None:
+    def _add_ngrams(self, slot: int, one: GrownTree) -> None:
         """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
         assert self.ngrams is not None
-        guesses = self.ngrams.guesses(one.request, max(_NEGLIGIBLE, self._expected.get(one.request.slot, -inf)))
-        guess, nodes = guesses.proposal, [one.tree.root]
+        guesses = self.ngrams.guesses(slot, one.text, one.budget, max(_NEGLIGIBLE, self._expected.get(slot, -inf)))
+        guess, nodes = guesses.tree, [one.tree.root]
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
             nodes.append(one.tree.add(nodes[parent + 1], token, chance, self.ngrams.name))
 
-    def _fill_windows(self, grown: Sequence[GrownTree]) -> None:
+    def _fill_windows(self, slots: Sequence[int]) -> None:
         """Expand until no node that could still be has a chance to be among the most probable of its window; for
         cost-aware requests only as long as what a step may add is worth the time."""
         # By sequence a heap of the largest log-probabilities, as many as its window holds: what is to be among them has
         # to exceed the first one, which is -inf as long as there are fewer.
         best: dict[int, list[float]] = {}
-        for one in grown:
+        for slot, one in ((slot, self.trees[slot]) for slot in slots):
             found = [one.tree.log_probability(node) for node in one.window()[1]]
-            best[one.request.slot] = [-inf] * (one.request.most_nodes - len(found)) + sorted(found)
+            best[slot] = [-inf] * (one.budget.size - len(found)) + sorted(found)
         guessed = True
         while True:
             started_s = time.perf_counter()
@@ -271,7 +268,7 @@ class TreeDraftProposer(Proposer):
             )  # fmt: skip
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
             cost_aware = all(
-                self.trees[slot].request.cost_aware and self.trees[slot].tree.root not in nodes
+                self.trees[slot].budget.cost_aware and self.trees[slot].tree.root not in nodes
                 for slot, nodes in asked.items()
             )
             if not asked or (cost_aware and not self._worth.pays(gain, 1 + greedy_steps)):
@@ -302,7 +299,7 @@ class TreeDraftProposer(Proposer):
         for slot, threshold in thresholds.items():
             one = self.trees[slot]
             # The keys of a node that is expanded need a position.
-            depth = depths[slot] = min(deepest(one.request.gamma), self.model.room(len(one.text)), MOST_DEPTH)
+            depth = depths[slot] = min(deepest(one.budget.gamma), self.model.room(len(one.text)), MOST_DEPTH)
             # The root needs no place, but is expanded alone or first.
             count = min(width, self.model.num_places - len(one.tree.places))
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
@@ -377,7 +374,7 @@ class TreeDraftProposer(Proposer):
         new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
         one.children[node] = children
         one.tree.set_expanded(node, place)
-        return new if one.tree.depth(node) < one.request.gamma else []
+        return new if one.tree.depth(node) < one.budget.gamma else []
 
 
 @cache
@@ -406,7 +403,7 @@ class DraftProposer(Proposer):
     def draft_state(self) -> DraftKVState | None:
         return self.model.texts
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         return chains_where(self.model.room, texts)
 
     def join(self, slot: int, params: SamplingParams) -> None:
@@ -418,7 +415,6 @@ class DraftProposer(Proposer):
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self.model.prepare(slot, tokens)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        texts = {request.slot: request.tokens for request in requests}
-        guesses = self.model.propose(texts, {request.slot: request.longest_chain for request in requests})
-        return [Proposal.chain(guesses[request.slot], self.name) for request in requests]
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        guesses = self.model.propose(texts, {slot: budget.longest_chain for slot, budget in budgets.items()})
+        return {slot: TokenTree.chain(tokens, self.name) for slot, tokens in guesses.items()}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
 from offload_runtime.speculation.controller import COPY
-from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer
-from offload_runtime.speculation.tree import NOTHING, Proposal
+from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts
 
 NGRAM, UNIGRAM = "ngram", "unigram"
 # Endings that are looked up, in tokens, and earlier occurrences of each that are looked at, however many there are.
@@ -28,7 +28,7 @@ LEAST_CHANCE = math.log(1e-3)
 class Guesses:
     """A proposal, and of each node the log-probability that it follows its parent and those before it do not."""
 
-    proposal: Proposal
+    tree: TokenTree
     log_probabilities: Sequence[float]
 
 
@@ -65,7 +65,7 @@ class NgramLookup:
         self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         self._guess: tuple[int, int, int] | None = None  # the best one's start and match, and where it would be
 
-    def chain(self, tokens: Sequence[int], count: int) -> Proposal:
+    def chain(self, tokens: Sequence[int], count: int) -> TokenTree:
         """What followed the longest match, the latest of several: `count` tokens, or none where nothing matches.
 
         Args:
@@ -74,9 +74,9 @@ class NgramLookup:
         """
         starts = self._starts(tokens)
         if not starts:
-            return Proposal()
+            return TokenTree()
         _, start = starts[0]
-        return Proposal.chain([self._continued(start, offset) for offset in range(count)], NGRAM)
+        return TokenTree.chain([self._continued(start, offset) for offset in range(count)], NGRAM)
 
     def tree(self, tokens: Sequence[int], depth: int, nodes: int, *, least: float = -math.inf) -> Guesses:
         """The most probable continuations that the text has seen, merged, the most probable nodes first.
@@ -95,7 +95,7 @@ class NgramLookup:
             if made[-1].depth < depth:
                 self._look_behind(made[-1], len(made) - 1, waiting)
         tokens, parents = tuple(node.token for node in made), tuple(node.parent for node in made)
-        return Guesses(Proposal(tokens, parents, (NGRAM,) * len(made)), [node.given for node in made])
+        return Guesses(TokenTree(tokens, parents, (NGRAM,) * len(made)), [node.given for node in made])
 
     def _look_behind(self, node: _Candidate, number: int, waiting: list[_Candidate]) -> None:
         """Let what follows a node take part: all continuations that have come to it go on, and of those that say the
@@ -194,7 +194,7 @@ class NgramProposer(Proposer):
         self._lookups: defaultdict[int, NgramLookup] = defaultdict(lambda: NgramLookup(self.rates))
         self._followed: set[int] = set()  # slots whose sequences have only grown since they were compared
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         if not texts:
             return NGRAM, UNIGRAM, COPY
         for slot, tokens in texts.items():
@@ -210,22 +210,23 @@ class NgramProposer(Proposer):
         self._lookups[slot].catch_up(tokens, anew=slot not in self._followed)
         self._followed.add(slot)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        proposals = []
-        for request in requests:
-            self.prepare(request.slot, request.tokens)
-            if request.mode == COPY and self._lookups[request.slot].longest() < _SIZES[0]:
-                proposals.append(NOTHING)  # beside another text that copies
-            elif request.tree_nodes is None:
-                proposals.append(self._lookups[request.slot].chain(request.tokens, request.gamma))
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        proposals = dict[int, TokenTree]()
+        for slot, budget in budgets.items():
+            self.prepare(slot, texts[slot])
+            if budget.mode == COPY and self._lookups[slot].longest() < _SIZES[0]:
+                proposals[slot] = TokenTree()  # another text of the step copies itself
+            elif budget.tree_nodes is None:
+                proposals[slot] = self._lookups[slot].chain(texts[slot], budget.gamma)
             else:
-                proposals.append(self.guesses(request, LEAST_CHANCE if request.cost_aware else -math.inf).proposal)
+                least = LEAST_CHANCE if budget.cost_aware else -math.inf
+                proposals[slot] = self.guesses(slot, texts[slot], budget, least).tree
         return proposals
 
-    def guesses(self, request: DraftRequest, least: float) -> Guesses:
-        """The most probable nodes of a request's tree. Arguments as of `NgramLookup.tree`."""
-        self.prepare(request.slot, request.tokens)
-        return self._lookups[request.slot].tree(request.tokens, request.gamma, request.most_nodes, least=least)
+    def guesses(self, slot: int, tokens: Sequence[int], budget: DraftBudget, least: float) -> Guesses:
+        """Return the most probable nodes of a sequence's tree. Arguments as of `NgramLookup.tree`."""
+        self.prepare(slot, tokens)
+        return self._lookups[slot].tree(tokens, budget.gamma, budget.size, least=least)
 
 
 class WithNgrams(Proposer):
@@ -247,7 +248,7 @@ class WithNgrams(Proposer):
     def draft_state(self) -> DraftKVState | None:
         return self.draft.draft_state
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         drafts = self.draft.modes(texts)
         if not self._alone:
             return drafts
@@ -267,23 +268,19 @@ class WithNgrams(Proposer):
         self.draft.prepare(slot, tokens)
         self.ngrams.prepare(slot, tokens)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        by_ngrams = [request for request in requests if request.mode in (NGRAM, COPY)]
-        drafted = [request for request in requests if request.mode not in (NGRAM, COPY)]
-        self._drafted = bool(drafted)
-        found: dict[int, Proposal] = {}
-        for proposer, asked in ((self.draft, drafted), (self.ngrams, by_ngrams)):
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        looked_up = {slot: budget for slot, budget in budgets.items() if budget.mode in (NGRAM, COPY)}
+        drafted = {slot: budget for slot, budget in budgets.items() if slot not in looked_up}
+        self._drafted, found = bool(drafted), dict[int, TokenTree]()
+        for proposer, asked in ((self.draft, drafted), (self.ngrams, looked_up)):
             if asked:
-                found |= zip((request.slot for request in asked), proposer.propose(asked), strict=True)
-        return [self._filled(request, found[request.slot]) for request in requests]
-
-    def _filled(self, request: DraftRequest, proposal: Proposal) -> Proposal:
-        """With n-grams in the room beside a chain."""
-        if not request.extra_nodes:
-            return proposal
-        room = request.gamma + request.extra_nodes
-        looked_up = self.ngrams.guesses(replace(request, gamma=room, tree_nodes=room), LEAST_CHANCE).proposal
-        return proposal.joined(looked_up, room)
+                found |= proposer.propose(texts, asked)
+        for slot, budget in budgets.items():  # n-grams take the room that chains leave
+            if budget.extra_nodes:
+                room = budget.gamma + budget.extra_nodes
+                guesses = self.ngrams.guesses(slot, texts[slot], DraftBudget(NGRAM, room), LEAST_CHANCE)
+                found[slot] = found[slot].joined(guesses.tree, room)
+        return found
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         if self._drafted:

@@ -15,75 +15,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.errors import NumericalError, OffloadError
 from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.memory import upload
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Decision, DraftKVState, ModelRunner, OnLayer, Prompt
-from offload_runtime.runners.rows import Window
+from offload_runtime.runners import DraftKVState, ModelRunner, OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
-from offload_runtime.speculation.tree import NOTHING, Proposal
 from offload_runtime.trace import TraceRecorder
 
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """What is to be proposed to one request in one step.
-
-    Attributes:
-        slot: Its batch row in every cache, which says how its tokens are sampled, too.
-        tokens: The whole sequence so far; the last token is not in the target's cache yet.
-        gamma: Most tokens to propose in a row.
-        tree_nodes: Most tokens to propose in all; None for a chain.
-        mode: Who is to propose where there are several (see `Choice`); None leaves it to the proposer.
-        cost_aware: Fewer where more are not worth the time that it takes to think of them.
-        extra_nodes: So many more may join a chain, as branches or further down, which cost nothing.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    gamma: int
-    tree_nodes: int | None = None
-    mode: str | None = None
-    cost_aware: bool = False
-    extra_nodes: int = 0
-
-    @property
-    def most_nodes(self) -> int:
-        """Most proposals in all, but for those that cost nothing."""
-        return self.gamma if self.tree_nodes is None else self.tree_nodes
-
-    @property
-    def room(self) -> int:
-        """Most proposals in all."""
-        return self.most_nodes + self.extra_nodes
-
-    @property
-    def longest_chain(self) -> int:
-        """Most proposals of one that makes chains."""
-        return min(self.gamma, self.most_nodes)
-
-
-@dataclass(frozen=True)
-class PromptRequest:
-    """A request whose prompt is read, of which the target's cache has the beginning.
-
-    Attributes:
-        slot: As of a `DraftRequest`.
-        tokens: The whole prompt.
-        speculate: Whether it will be proposed to: the proposer is to `prepare` it.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    speculate: bool = False
+Texts = Mapping[int, Sequence[int]]  # whole sequences, by slot
+Budgets = Mapping[int, DraftBudget]  # what may be proposed to some of them, by slot
 
 
 @dataclass(frozen=True)
@@ -127,7 +76,7 @@ class Proposer:
         """What the cache of its draft holds of every slot; None without a draft model."""
         return None
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         """The ways to propose (see `Choice`) that have any idea of what follows one of these texts, which are all there
         are of some sequences, and room for it; of no texts all ways that there are."""
         return ()
@@ -141,13 +90,10 @@ class Proposer:
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """A slot's sequence begins with `tokens`: do now what would hold up the first proposals."""
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """For each request tokens that may follow, up to `gamma` (at least 1) in a row and `most_nodes` (at least 1)
-        in all; none when there is no idea.
-
-        The requests are of different slots, in any order; slots without one have finished or wait.
-        """
-        return [NOTHING] * len(requests)
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        """Return tokens that may follow, for each slot that has a budget, of at least one token; none where there is no
+        idea. Slots without one have finished or wait."""
+        return dict.fromkeys(budgets, TokenTree())
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """What was proposed is being verified, or a prompt read that was prepared for: go on for as long as `pending`
@@ -165,7 +111,7 @@ def makes_trees(proposer: Proposer) -> bool:
     return "tree" in able or ("ngram" in able and "chain" not in able)
 
 
-def chains_where(room: Callable[[int], int], texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+def chains_where(room: Callable[[int], int], texts: Texts) -> Sequence[str]:
     """`modes` of who makes chains, up to `room(length)` tokens behind a text of so many."""
     return ("chain",) if not texts or any(room(len(tokens)) > 0 for tokens in texts.values()) else ()
 
@@ -178,7 +124,7 @@ class StepResult:
     agree."""
 
     tokens: list[int]
-    proposal: Proposal
+    proposal: TokenTree
     path: tuple[int, ...]
     logprobs: Sequence[TokenLogprobs] = ()
     logits: torch.Tensor | None = None
@@ -189,7 +135,7 @@ class StepResult:
         return [self.proposal.sources[node] for node in self.path]
 
 
-def accepted_path(proposal: Proposal, samples: Sequence[int]) -> list[int]:
+def accepted_path(proposal: TokenTree, samples: Sequence[int]) -> list[int]:
     """The nodes that equal the target's samples, from the committed end on.
 
     Args:
@@ -264,83 +210,78 @@ def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
 
 
 def run_step(
-    target: ModelRunner, sampling: SlotSampling, proposer: Proposer, requests: Sequence[DraftRequest], *,
+    target: ModelRunner, sampling: SlotSampling, proposer: Proposer, texts: Texts, budgets: Budgets, *,
     recorder: TraceRecorder | None = None, logprobs: Mapping[int, int] | None = None,
-    prompts: Sequence[PromptRequest] = (), on_layer: OnLayer | None = None, with_logits: bool = False,
-) -> list[StepResult]:  # fmt: skip
-    """Propose for all requests at once, verify all in one pass of the target, and commit for each what agrees.
+    prepared: Collection[int] = (), on_layer: OnLayer | None = None, with_logits: bool = False,
+) -> dict[int, StepResult]:  # fmt: skip
+    """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
 
     The same pass may read prompts, behind each of which the target says one token. While it runs the proposer goes on.
 
     Args:
-        target: Verifies windows.
+        target: Verifies.
         sampling: How it chooses the tokens of every slot.
         proposer: Guesses.
-        requests: One for each slot that takes part, unless its prompt is read.
+        texts: The whole sequences of the slots that take part. Of those without a budget the prompt is read, of which
+            the target's cache has the beginning; it has all tokens of the others but the last.
+        budgets: What may be proposed.
         recorder: Of a trace, if there is one.
         logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to tell beside each.
-        prompts: As many as `ModelRunner.read` reads in a pass.
-        on_layer: As of that.
+        prepared: Slots whose prompts the proposer is to `prepare`, as something will be proposed behind them.
+        on_layer: As of a `Batch`.
         with_logits: Whether the results have the logits that their tokens were chosen from.
 
     Returns:
-        For each request at least one new token: those accepted and the target's next one. Behind these, the first token
-        of each prompt.
+        For each slot at least one new token: those accepted and the target's next one.
 
     Raises:
-        NumericalError: The target's logits of a request are NaN; nothing was committed, for none of them.
+        NumericalError: The target's logits of a sequence are NaN; nothing was committed, for none of them.
         GrammarError: A request's grammar leaves no token; likewise.
     """
-    cache, matchers = target.cache, sampling.matchers
-    for request in requests:
-        committed = cache.length(request.slot)
-        assert committed == len(request.tokens) - 1, "the target must have seen all tokens but the last"
-        if sampling.adjustments.penalised:
-            sampling.adjustments.see(request.slot, request.tokens)
-    proposals = _proposals(proposer, [_fitting(request, cache.max_tokens_with_draft) for request in requests], recorder)
-    slots = [request.slot for request in requests]
-    pruned = [_pruned(proposal, matchers.get(slot)) for slot, proposal in zip(slots, proposals, strict=True)]
-    windows = [_window(request.tokens[-1], kept) for request, (kept, _) in zip(requests, pruned, strict=True)]
-    starts = {prompt.slot: cache.length(prompt.slot) for prompt in prompts}
-    if sampling.adjustments.penalised:
-        for prompt in prompts:
-            sampling.adjustments.begin(prompt.slot, prompt.tokens)
-    unread = [Prompt(prompt.slot, prompt.tokens[starts[prompt.slot] :]) for prompt in prompts]
-    results, paths, count = list[StepResult](), list[list[int]](), len(requests)  # of each window the rows that decided
+    cache, adjustments = target.cache, sampling.adjustments
+    starts = {slot: cache.length(slot) for slot in texts if slot not in budgets}
+    for slot in budgets:
+        assert cache.length(slot) == len(texts[slot]) - 1, "the target must have seen all tokens but the last"
+    if adjustments.penalised:
+        for slot in budgets:
+            adjustments.see(slot, texts[slot])
+        for slot in starts:
+            adjustments.begin(slot, texts[slot])
+    proposals = _proposals(proposer, texts, _fitting(texts, budgets, cache.max_tokens_with_draft), recorder)
+    proposals = {slot: proposals.get(slot, TokenTree()) for slot in budgets}
+    pruned = {slot: _pruned(proposal, sampling.matchers.get(slot)) for slot, proposal in proposals.items()}
+    batch = Batch(
+        {slot: kept.behind(texts[slot][-1]) for slot, (kept, _) in pruned.items()},
+        {slot: texts[slot][start:] for slot, start in starts.items()}, on_layer,
+    )  # fmt: skip
+    results, rows = dict[int, StepResult](), dict[int, list[int]]()  # by slot, and those of the pass that decided
     try:
-        decision = target.decide(windows, slots, sampling, unread, on_layer)
-        prepared = [prompt for prompt in prompts if prompt.speculate]
-        for prompt in prepared:
-            with recorder.span("prepare", host=True, tokens=[len(prompt.tokens)]) if recorder else nullcontext():
-                proposer.prepare(prompt.slot, prompt.tokens)
-        if prepared or any(proposals):
-            draft_ahead(proposer, still_computing(decision.logits), recorder)
-        samples, firsts = decision.tokens(), decision.firsts[:count]
-        for request, proposal, (kept, nodes), first in zip(requests, proposals, pruned, firsts, strict=True):
+        target.forward(batch, sampling)
+        for slot in prepared:
+            with recorder.span("prepare", host=True, tokens=[len(texts[slot])]) if recorder else nullcontext():
+                proposer.prepare(slot, texts[slot])
+        if prepared or any(proposals.values()):
+            draft_ahead(proposer, still_computing(batch.logits), recorder)
+        assert batch.tokens is not None
+        samples = batch.tokens()
+        for slot, first in zip(batch.slots, batch.firsts, strict=True):
+            kept, nodes = pruned.get(slot, (TokenTree(), ()))
             path = accepted_path(kept, samples[first : first + 1 + len(kept)])
-            paths.append([0, *(node + 1 for node in path)])
-            new_tokens = [samples[first + row] for row in paths[-1]]
-            _require_tokens(new_tokens, len(request.tokens), request.slot, matchers.get(request.slot))
-            results.append(StepResult(new_tokens, proposal, tuple(nodes[node] for node in path)))
-        for prompt, first in zip(prompts, decision.firsts[count:], strict=True):
-            paths.append([0])
-            _require_tokens([samples[first]], len(prompt.tokens), prompt.slot, matchers.get(prompt.slot))
-            results.append(StepResult([samples[first]], NOTHING, ()))
-        slots += starts
+            rows[slot] = [first, *(first + 1 + node for node in path)]
+            new_tokens = [samples[row] for row in rows[slot]]
+            _require_tokens(new_tokens, len(texts[slot]), slot, sampling.matchers.get(slot))
+            proposal = proposals.get(slot, TokenTree())
+            results[slot] = StepResult(new_tokens, proposal, tuple(nodes[node] for node in path))
         if logprobs:
-            results = _with_logprobs(decision, slots, results, paths, logprobs)
-    except (OffloadError, torch.OutOfMemoryError):  # whose prompts were read takes the step again
+            results |= _with_logprobs(batch.logits, results, rows, logprobs)
+    except (OffloadError, torch.OutOfMemoryError):  # those whose prompts were read take the step again
         for slot, start in starts.items():
             cache.truncate(slot, start)
         raise
     if with_logits:
-        decided = zip(results, decision.firsts, paths, strict=True)
-        results = [
-            replace(result, logits=decision.logits[[first + row for row in rows]]) for result, first, rows in decided
-        ]
-    for slot, rows in zip(slots, paths, strict=True):
-        if slot not in starts:
-            cache.commit_path(slot, rows)
+        results = {slot: replace(result, logits=batch.logits[rows[slot]]) for slot, result in results.items()}
+    for slot, first in zip(batch.trees, batch.firsts, strict=False):
+        cache.commit_path(slot, [row - first for row in rows[slot]])
     return results
 
 
@@ -353,65 +294,57 @@ def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: Trace
 
 
 def _with_logprobs(
-    decision: Decision, slots: Sequence[int], results: Sequence[StepResult], paths: Sequence[Sequence[int]],
+    logits: torch.Tensor,
+    results: Mapping[int, StepResult],
+    rows: Mapping[int, Sequence[int]],
     wanted: Mapping[int, int],
-) -> list[StepResult]:  # fmt: skip
-    """The same with the log-probabilities of the tokens of those that want them, by the rows that decided them."""
-    rows, tokens = list[int](), list[int]()
-    for slot, first, result, path in zip(slots, decision.firsts, results, paths, strict=True):
-        if slot in wanted:
-            rows += [first + row for row in path]
-            tokens += result.tokens
-    if not rows:
-        return list(results)
-    logits = decision.logits[upload(torch.tensor(rows, dtype=torch.int32), decision.logits.device)]
-    found = iter(token_logprobs(logits, tokens, max(wanted.values())))
-    return [
-        replace(result, logprobs=[next(found).first(wanted[slot]) for _ in result.tokens]) if slot in wanted else result
-        for slot, result in zip(slots, results, strict=True)
-    ]
+) -> dict[int, StepResult]:
+    """Return the results of those that want them with their tokens' log-probabilities, by the rows that decided."""
+    chosen = [row for slot in wanted for row in rows[slot]]
+    tokens = [token for slot in wanted for token in results[slot].tokens]
+    index = upload(torch.tensor(chosen, dtype=torch.int32), logits.device)
+    found = iter(token_logprobs(logits[index], tokens, max(wanted.values())))
+    return {
+        slot: replace(results[slot], logprobs=[next(found).first(most) for _ in results[slot].tokens])
+        for slot, most in wanted.items()
+    }
 
 
-def _fitting(request: DraftRequest, max_tokens_with_draft: int) -> DraftRequest:
-    """A request whose tree the cache has room for: close to the end of a context its branches may not all fit."""
-    room = max_tokens_with_draft - len(request.tokens)
-    if request.tree_nodes is None or request.tree_nodes <= room:
-        return request
-    return replace(request, tree_nodes=max(room, 0))
+def _fitting(texts: Texts, budgets: Budgets, max_tokens_with_draft: int) -> Budgets:
+    """Return the budgets that allow anything, as far as the cache has room: close to the end of a context the branches
+    of a tree may not all fit."""
+    found = dict[int, DraftBudget]()
+    for slot, budget in budgets.items():
+        room = max(0, max_tokens_with_draft - len(texts[slot]))
+        if budget.tree_nodes is not None and budget.tree_nodes > room:
+            budget = replace(budget, tree_nodes=room)
+        if budget.longest_chain > 0:
+            found[slot] = budget
+    return found
 
 
-def _proposals(proposer: Proposer, requests: Sequence[DraftRequest], recorder: TraceRecorder | None) -> list[Proposal]:
-    """What is proposed to each request; who may not have any proposals is not asked about.
-
-    A trace sees one span for all requests, with how many proposals each had room for and how many it was given.
-    """
-    asked = [request for request in requests if request.gamma > 0 and request.most_nodes > 0]
-    if not asked:
-        return [NOTHING] * len(requests)
+def _proposals(
+    proposer: Proposer, texts: Texts, budgets: Budgets, recorder: TraceRecorder | None
+) -> dict[int, TokenTree]:
+    """Return what is proposed. A trace sees one span for all, with the most that could be and what was."""
+    if not budgets:
+        return {}
     with recorder.span("propose", host=True) if recorder else nullcontext(dict[str, Any]()) as args:
-        answers = proposer.propose(asked)
-        args |= {"asked": [request.room for request in asked], "proposed": [len(answer) for answer in answers]}
-    proposed: dict[int, Proposal] = {}
-    for request, proposal in zip(asked, answers, strict=True):
-        deepest = max(proposal.depths, default=0)
-        fits = len(proposal) <= request.room and deepest <= request.gamma + request.extra_nodes
-        assert fits, "too many proposals"
-        proposed[request.slot] = proposal
-    return [proposed.get(request.slot, NOTHING) for request in requests]
+        proposals = proposer.propose(texts, budgets)
+        most = {slot: budget.size + budget.extra_nodes for slot, budget in budgets.items()}
+        args |= {"asked": [*most.values()], "proposed": [len(proposals[slot]) for slot in budgets]}
+    for slot, budget in budgets.items():
+        depth = 1 + max(proposals[slot].depths, default=-1)
+        assert len(proposals[slot]) <= most[slot] and depth <= budget.gamma + budget.extra_nodes, "too many proposals"
+    return proposals
 
 
-def _pruned(proposal: Proposal, matcher: GrammarMatcher | None) -> tuple[Proposal, Sequence[int]]:
+def _pruned(proposal: TokenTree, matcher: GrammarMatcher | None) -> tuple[TokenTree, Sequence[int]]:
     """What of a proposal a grammar allows, and which of its nodes these are."""
     if matcher is None or not proposal:
         return proposal, range(len(proposal))
     nodes = matcher.allowed(proposal.tokens, proposal.parents)
     return proposal.part(nodes), nodes
-
-
-def _window(root: int, proposal: Proposal) -> Window:
-    """The last known token with what is proposed behind it; only branches make it a tree."""
-    tokens = (root, *proposal.tokens)
-    return Window(tokens) if proposal.is_chain else Window(tokens, (-1, *(parent + 1 for parent in proposal.parents)))
 
 
 def _require_tokens(

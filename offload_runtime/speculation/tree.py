@@ -1,79 +1,14 @@
-"""What is proposed to one sequence in one round: a chain of guesses, or a tree of which at most one path comes true.
-
-Pure data between the proposers, which make it, and the round, which verifies all of it in one pass.
-"""
+"""The candidates behind a text: what a draft and n-grams have said so far, of which the most probable are proposed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count as numbers
 from itertools import islice
 
-from offload_runtime.runners.rows import depths_of
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Guesses behind the committed end of a sequence, as nodes of a trie. Without any, nothing is proposed.
-
-    `tokens[i]` follows node `parents[i]`, or the committed end where that is -1, and was proposed first by
-    `sources[i]`. Parents come before their children, and no two children of a node have the same token.
-    """
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.parents) == len(self.sources)
-        assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "parents come before children"
-        assert len(set(zip(self.parents, self.tokens, strict=True))) == len(self.tokens), "siblings differ"
-
-    @classmethod
-    def chain(cls, tokens: Sequence[int], source: str) -> Proposal:
-        """Tokens that follow each other."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), (source,) * len(tokens))
-
-    def joined(self, other: Proposal, count: int) -> Proposal:
-        """These nodes, and behind them those of another one that are not among them, up to `count` in all."""
-        nodes = {key: node for node, key in enumerate(zip(self.parents, self.tokens, strict=True))}
-        sources, places = list(self.sources), {-1: -1}  # of the other's nodes
-        for node, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True)):
-            if parent not in places:
-                continue
-            key = places[parent], token
-            if key not in nodes:
-                if len(nodes) >= count:
-                    continue
-                nodes[key] = len(nodes)
-                sources.append(other.sources[node])
-            places[node] = nodes[key]
-        return Proposal(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes), tuple(sources))
-
-    def part(self, nodes: Sequence[int]) -> Proposal:
-        """Some of the nodes, in ascending order and with their parents."""
-        places = {-1: -1} | {node: place for place, node in enumerate(nodes)}
-        chosen = [(self.tokens[node], places[self.parents[node]], self.sources[node]) for node in nodes]
-        return Proposal(*zip(*chosen, strict=True)) if chosen else NOTHING
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node but the last has one child: a window that needs no tree."""
-        return self.parents == tuple(range(-1, len(self.tokens) - 1))
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """Of every node its distance from the committed end, 1 for what follows it directly."""
-        return tuple(depth + 1 for depth in depths_of(self.parents))
-
-
-NOTHING = Proposal()
+from offload_runtime.core import TokenTree
 
 
 @dataclass(slots=True)
@@ -277,7 +212,7 @@ class CandidateTree:
             heappush(self._frontier, entry)
         return [key for _, key in picked]
 
-    def best(self, count: int, depth: int) -> tuple[Proposal, list[int]]:
+    def best(self, count: int, depth: int) -> tuple[TokenTree, list[int]]:
         """The most probable candidates, with each the path to it, and their nodes.
 
         Args:
@@ -302,7 +237,7 @@ class CandidateTree:
         nodes = list(chosen)[1:]
         found = [self.nodes[node] for node in nodes]
         tokens, sources = tuple(node.token for node in found), tuple(node.source for node in found)
-        return Proposal(tokens, tuple(chosen[node.parent] for node in found), sources), nodes
+        return TokenTree(tokens, tuple(chosen[node.parent] for node in found), sources), nodes
 
     def walk(self, tokens: Sequence[int], start: int | None = None) -> list[int]:
         """The nodes below `start` (None: the root) of a path that begins as these tokens do, as far as there is one."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offload_runtime.core import TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DeviceWindow, DraftKVState, DraftModel, GuessTree, WindowInput, WindowOutput
 from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
-from offload_runtime.speculation.step import Acceptance, DraftRequest, Proposer, chains_where
-from offload_runtime.speculation.tree import Proposal
+from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts, chains_where
 
 
 class TriForceProposer(Proposer):
@@ -54,7 +54,7 @@ class TriForceProposer(Proposer):
     def draft_state(self) -> DraftKVState | None:
         return None if self._draft is None else self._draft.texts
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         return chains_where(self._room, texts)
 
     def join(self, slot: int, params: SamplingParams) -> None:
@@ -82,30 +82,27 @@ class TriForceProposer(Proposer):
         if self._draft is not None:
             self._draft.prepare(slot, tokens)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         """Run both levels until they agree on enough tokens of most sequences; the host reads the window a few times on
         the way."""
-        stops = {request.slot: stop for request in requests if (stop := self._stop(request))}
-        if not stops:
-            return [Proposal() for _ in requests]
-        texts = {request.slot: request.tokens for request in requests if request.slot in stops}
-        lengths = {slot: len(tokens) for slot, tokens in texts.items()}
+        counts = {slot: min(budget.longest_chain, self._room(len(texts[slot]))) for slot, budget in budgets.items()}
+        lengths = {slot: len(texts[slot]) for slot, count in counts.items() if count > 0}
+        proposals = dict.fromkeys(budgets, TokenTree())
+        if not lengths:
+            return proposals
+        stops = {slot: length + counts[slot] for slot, length in lengths.items()}  # tokens to agree on, the text's too
         beyond = {slot: stop + len(self.tree) for slot, stop in stops.items()}
         refresh = self.verifier.begin(lengths, {s: beyond[s] + 1 - length for s, length in lengths.items()})
         inputs = {
-            slot: WindowInput(self._newest(slot, tokens), len(tokens), stops[slot], beyond[slot])
-            for slot, tokens in texts.items()
+            slot: WindowInput(self._newest(slot, texts[slot]), length, stops[slot], beyond[slot])
+            for slot, length in lengths.items()
         }
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
         for slot, one in inputs.items():
             self._learned(slot, one, outputs[slot])
-        return [
-            self._proposal(inputs[request.slot], outputs[request.slot], request.extra_nodes)
-            if request.slot in inputs
-            else Proposal()
-            for request in requests
-        ]
+            proposals[slot] = self._proposal(one, outputs[slot], budgets[slot].extra_nodes)
+        return proposals
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
         """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
@@ -122,12 +119,6 @@ class TriForceProposer(Proposer):
         for slot, (steps, proposed) in self._proposed.items():
             self._proposed[slot] = counts[slot][0], proposed + (counts[slot][0] - steps) * size
         return counts
-
-    def _stop(self, request: DraftRequest) -> int:
-        """How many tokens are to be agreed on, those that are known included; 0 where there is no room for any."""
-        length = len(request.tokens)
-        count = min(request.longest_chain, self._room(length))
-        return length + count if count > 0 else 0
 
     def _newest(self, slot: int, tokens: Sequence[int]) -> Sequence[int]:
         """The newest tokens of a text, which the first steps feed: those before them have keys in the draft's cache."""
@@ -171,7 +162,7 @@ class TriForceProposer(Proposer):
             written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
             self._draft.texts.learned(slot, outputs.between(inputs.base, written))
 
-    def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> Proposal:
+    def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> TokenTree:
         """What was agreed on for a sequence, and beside its first tokens what the retrieval verifier would have said
         instead, `extra_nodes` at most."""
         stop = min(inputs.stop, outputs.end)
@@ -184,6 +175,6 @@ class TriForceProposer(Proposer):
             if token >= 0
         ][:extra_nodes]  # fmt: skip
         nodes = [*zip(tokens[:count], range(-1, count - 1), strict=True), *runners_up]
-        return Proposal(
+        return TokenTree(
             tuple(token for token, _ in nodes), tuple(parent for _, parent in nodes), (self.name,) * len(nodes)
         )

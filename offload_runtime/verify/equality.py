@@ -16,10 +16,11 @@ from itertools import cycle, islice, zip_longest
 
 import torch
 
+from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, perturbed_logits, sample
-from offload_runtime.speculation import NGRAM, DraftRequest, NgramProposer, Proposal, Proposer, drafting
+from offload_runtime.speculation import NGRAM, Budgets, NgramProposer, Proposer, Texts, drafting
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
@@ -62,30 +63,30 @@ class ScriptedProposer(Proposer):
 
     name = "script"
 
-    def modes(self, texts: Mapping[int, Sequence[int]]) -> Sequence[str]:
+    def modes(self, texts: Texts) -> Sequence[str]:
         return ("chain", "tree")
 
     def start(self, slots: Sequence[SamplingParams]) -> None:
         assert len(slots) == 1, "the script is one request's"
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        return [self._propose(request) for request in requests]
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        return {slot: self._propose(len(texts[slot]), budget) for slot, budget in budgets.items()}
 
-    def _propose(self, request: DraftRequest) -> Proposal:
-        chain = self._guess(len(request.tokens), self._random.randint(1, request.longest_chain))
-        room = request.most_nodes - len(chain)
-        if request.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
-            return Proposal.chain(chain, self.name)
+    def _propose(self, length: int, budget: DraftBudget) -> TokenTree:
+        chain = self._guess(length, self._random.randint(1, budget.longest_chain))
+        room = budget.size - len(chain)
+        if budget.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
+            return TokenTree.chain(chain, self.name)
         paths = [chain]
         for _ in range(self._random.randint(0, room)):
-            at = self._random.randrange(request.gamma)
+            at = self._random.randrange(budget.gamma)
             branch = [*chain[:at], self._random.randrange(self._vocab_size)]
-            branch += self._guess(len(request.tokens) + len(branch), request.gamma - len(branch))
+            branch += self._guess(length + len(branch), budget.gamma - len(branch))
             del branch[self._random.randint(1, len(branch)) :]
             paths.insert(self._random.randint(0, len(paths)), branch)
-        proposal = Proposal()
+        proposal = TokenTree()
         for path in paths:
-            proposal = proposal.joined(Proposal.chain(path, self.name), request.most_nodes)
+            proposal = proposal.joined(TokenTree.chain(path, self.name), budget.size)
         return proposal
 
     def _guess(self, start: int, count: int) -> list[int]:

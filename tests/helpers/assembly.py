@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,19 +11,45 @@ import torch
 
 from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
 from offload_runtime.copy.schedule import CardRing, LayerStreamer
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import num_blocks
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.runners import ModelRunner
+from offload_runtime.runners import ModelRunner, decide
 from offload_runtime.runners.decoder import Decoder
-from offload_runtime.runners.rows import RowBuilder
+from offload_runtime.sampling import SlotSampling
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.staging import Staging
 from tests.helpers.models import model_config_from_transformers
 
 CPU = torch.device("cpu")
+
+
+def prefill(
+    runner: ModelRunner, slot: int, tokens: Sequence[int], on_layer: Callable[[int, int], None] | None = None
+) -> torch.Tensor:
+    """Read a prompt: logits [1, V] behind its last token."""
+    return runner.forward(Batch(prompts={slot: tokens}, on_layer=on_layer)).logits
+
+
+def verify(runner: ModelRunner, trees: Mapping[int, TokenTree]) -> torch.Tensor:
+    """Logits [N, V] of one pass over trees."""
+    return runner.forward(Batch(trees)).logits
+
+
+def tokens_behind(
+    logits: torch.Tensor, sampling: SlotSampling, trees: Mapping[int, TokenTree], committed: Sequence[int]
+) -> list[int]:
+    """What is chosen behind the rows of trees."""
+    batch = Batch(trees)
+    batch.logits = logits
+    decide(batch, sampling, committed)
+    assert batch.tokens is not None
+    return batch.tokens()
+
+
 CHUNK_TOKENS = 32
 
 
@@ -158,8 +185,8 @@ def make_runner(
         kv=cache if isinstance(cache, HostKVCache) else None,
     )
     shared = layout.shared.views(weights.block(None).to(device), scratch)
-    rows = RowBuilder(RopeTable(config, device))
-    runner = ModelRunner(Decoder(config, shared), streamer, cache, rows, chunk_tokens)
+    rope = RopeTable(config, device)
+    runner = ModelRunner(Decoder(config, shared), streamer, cache, rope, chunk_tokens)
     return Assembled(runner, engine, weights, tuple(rings), writeback)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
 from offload_runtime.runners import ModelRunner
-from offload_runtime.runners.rows import Window
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -151,9 +151,9 @@ class FailingRunner(ModelRunner):
     """A target whose passes fail once, after so many that went through."""
 
     def __init__(self, runner: ModelRunner, error: Exception, *, after: int) -> None:
-        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rows, runner.chunk_tokens)
-        self._verify = raising(error, after=after, then=super().verify)
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens)
+        self._forward = raising(error, after=after, then=super().forward)
 
-    def verify(self, windows: Sequence[Window], sequences: Sequence[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._verify(windows, sequences)
-        return logits
+    def forward(self, batch: Batch, *args: Any, **options: Any) -> Batch:
+        passed: Batch = self._forward(batch, *args, **options) if batch.trees else super().forward(batch, *args)
+        return passed

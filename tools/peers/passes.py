@@ -12,13 +12,14 @@ from common import PeerOptions
 
 from harness import leading_agreement, percentiles  # isort: skip (`common` sets the path)
 
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan import pass_time
 from offload_runtime.sizes import GB
-from offload_runtime.speculation import DraftRequest, Proposal, Proposer
+from offload_runtime.speculation import Budgets, Proposer, Texts
 
 _WARMUP_PASSES = 3
 
@@ -86,8 +87,11 @@ class ScriptProposer(Proposer):
     def __init__(self, script: Sequence[int], right: int, vocab_size: int) -> None:
         self._script, self._right, self._vocab_size = list(script), right, vocab_size
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        return [Proposal.chain(self._guess(len(request.tokens), request.gamma), self.name) for request in requests]
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        return {
+            slot: TokenTree.chain(self._guess(len(texts[slot]), budget.gamma), self.name)
+            for slot, budget in budgets.items()
+        }
 
     def _guess(self, start: int, count: int) -> list[int]:
         known = self._script[start : start + self._right + 1]
