@@ -25,7 +25,7 @@ class Mutation:
 
 
 _STEP = "offload_runtime/speculation/step.py"
-_TARGET = "offload_runtime/runners/target.py"
+_TARGET = "offload_runtime/runners/model_runner.py"
 _KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
 _GGUF_ROWS = "offload_runtime/weights/encodings/gguf_rows.py"

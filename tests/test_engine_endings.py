@@ -13,8 +13,7 @@ import pytest
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import OptionError
-from offload_runtime.runners import ModelRunner
-from offload_runtime.runners.decoder import Decoder
+from offload_runtime.runners import Decoder, ModelRunner
 from offload_runtime.weights import Weight
 from tests.helpers.engine import PROMPT, load, one_thread, raising, without_host_memory  # noqa: F401 (an autouse fixture)
 

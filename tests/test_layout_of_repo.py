@@ -45,9 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"memory", KERNELS},  # what everything else orders and adds up
     "weights": {"memory", "models", KERNELS},
     "kv": {"copy", "memory", "models", KERNELS},
-    "plan": {"copy", "hardware", "kv", "memory", "models", "runners", "sampling", "weights", KERNELS},
+    "plan": {"copy", "hardware", "kv", "memory", "models", "runners", "sampling", "speculation", "weights", KERNELS},
     "runners": {"copy", "grammar", "memory", "models", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"grammar", "memory", "sampling", "runners", "trace"},
+    "speculation": {"grammar", "kv", "memory", "models", "sampling", "runners", "trace", KERNELS},
     "engine": {
         "copy", "grammar", "kv", "hardware", "memory", "models", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,

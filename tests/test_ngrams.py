@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import (
+    MatchRates,
     NgramLookup,
     NgramProposer,
 )
-from offload_runtime.speculation.calibration import MatchRates
 
 MOST_OCCURRENCES = 32
 

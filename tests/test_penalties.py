@@ -22,7 +22,7 @@ from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.runners.target import paths_below_roots
+from offload_runtime.runners.model_runner import paths_below_roots
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.verify.equality import ScriptedProposer, transcribe
 from tests.helpers.assembly import tokens_behind

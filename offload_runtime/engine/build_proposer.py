@@ -14,20 +14,21 @@ from offload_runtime.memory import DeviceBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
-from offload_runtime.runners import DraftTree, GuessTree, ModelRunner, warm_up_batches, warm_up_lengths
-from offload_runtime.runners.draft import DraftModel
-from offload_runtime.runners.draft_tree import grows_trees
-from offload_runtime.runners.retrieval_verifier import RetrievalVerifier
-from offload_runtime.runners.token_window import DeviceWindow
+from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.speculation import (
-    DraftProposer,
+    DeviceWindow,
+    DraftModel,
+    DraftTree,
+    GuessTree,
     NgramProposer,
     Proposer,
+    RetrievalVerifier,
     StepWorth,
     TreeDraftProposer,
     TriForceProposer,
     WithNgrams,
+    grows_trees,
 )
 from offload_runtime.trace import TraceRecorder
 from offload_runtime.weights import SharedVocabulary
@@ -63,13 +64,13 @@ def make_proposer(
     if draft is None:
         return Proposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams, shared = draft.runner, NgramProposer(), _shared_vocabulary(target, draft)
-    chains = DraftProposer(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
+    chains = DraftModel(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     if budget.device.type == "cuda":
-        chains.model.warm_up()
-    chains.model.recorder = recorder
+        chains.warm_up()
+    chains.recorder = recorder
     if not grows_trees(runner.cache):
         return WithNgrams(chains, ngrams)
-    tree = DraftTree(runner, chains.model.texts, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
+    tree = DraftTree(runner, chains.texts, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     tree.warm_up()
     tree.recorder = recorder
     worth = StepWorth(free_s)

@@ -28,8 +28,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
-from offload_runtime.runners import CapturedPasses, ModelRunner
-from offload_runtime.runners.decoder import Decoder
+from offload_runtime.runners import CapturedPasses, Decoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.weights import (
     CheckpointSource,

@@ -26,9 +26,9 @@ from offload_runtime.core import depths_of
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.memory import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.plan.request import MachineFigures, device_type_of
-from offload_runtime.runners import expected_accepted, likely_parents, num_guesses
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
+from offload_runtime.speculation import expected_accepted, likely_parents, num_guesses
 
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115

@@ -33,20 +33,13 @@ from offload_runtime.plan.request import (
     resolve_context,
     resolve_dtype,
 )
-from offload_runtime.runners import (
-    MOST_LEVELS,
-    captured_pass_bytes,
-    draft_graph_bytes,
-    most_guess_rows,
-    step_graph_bytes,
-    tree_positions,
-)
+from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step_graph_bytes, tree_positions
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.graphs import MOST_DEPTH, STEP_ROWS
-from offload_runtime.runners.retrieval_verifier import verifier_step_bytes
-from offload_runtime.runners.target import PREFILL_CHUNK_TOKENS, workspace_bytes
+from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import format_bytes
+from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
 from offload_runtime.weights import DescribedModel, ModelLayout
 from offload_runtime.weights.loader import passing_bytes
 

@@ -1,9 +1,16 @@
 """Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
-from offload_runtime.speculation.calibration import StepWorth
 from offload_runtime.speculation.controller import COPY, PLAIN, Controller, Cost, size_for, size_within
-from offload_runtime.speculation.draft import DraftProposer, TreeDraftProposer
-from offload_runtime.speculation.ngram import NGRAM, NgramLookup, NgramProposer, WithNgrams, drafting
+from offload_runtime.speculation.draft import (
+    MOST_LEVELS,
+    DeviceWindow,
+    DraftModel,
+    GuessTree,
+    expected_accepted,
+    likely_parents,
+)
+from offload_runtime.speculation.draft_tree import DraftTree, StepWorth, grows_trees
+from offload_runtime.speculation.ngram import NGRAM, MatchRates, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (
     Acceptance,
     Budgets,
@@ -16,5 +23,11 @@ from offload_runtime.speculation.step import (
     run_step,
     still_computing,
 )
-from offload_runtime.speculation.tree import CandidateTree
-from offload_runtime.speculation.triforce import TriForceProposer
+from offload_runtime.speculation.tree import TreeDraftProposer
+from offload_runtime.speculation.triforce import (
+    RetrievalVerifier,
+    TriForceProposer,
+    most_guess_rows,
+    num_guesses,
+    verifier_step_bytes,
+)

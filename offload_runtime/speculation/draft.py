@@ -1,420 +1,552 @@
-"""A draft model as a proposer: chains, and trees that grow while a pass runs.
+"""The draft as a loop on the device: K steps say K tokens of every sequence, and the host only reads them.
 
-`TreeDraftProposer` decides which nodes of a tree the next step of the draft is about; a `DraftTree` says what follows
-them, and a `CandidateTree` keeps what was found.
+A step is one CUDA graph (on the CPU the same code, run eagerly): it feeds the newest tokens of a `DeviceWindow`,
+samples the next ones with the target's noise and writes them into the window behind them. Of a `GuessTree`, which a
+retrieval verifier checks, a step says a whole level.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache
-from heapq import heappushpop
-from math import inf
-from operator import neg
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import pairwise, starmap
 
 import torch
+from offload_runtime_kernels import window_steps
+from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepLayout, StepRotation, StepRows, TreeLinks
 
-from offload_runtime.core import DraftBudget, TokenTree
+from offload_runtime.core import DraftBudget, TokenTree, depths_of
+from offload_runtime.kv.retrieval import RetrievedDraftCache
+from offload_runtime.memory import overwrite
+from offload_runtime.models.layers import Rows
+from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import Asked, Branch, Children, DraftKVState, DraftModel, DraftTree, ModelRunner
-from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GREEDY_STEPS
-from offload_runtime.speculation.calibration import ChildProbabilities, StepWorth
-from offload_runtime.speculation.ngram import NgramProposer
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, excluded_ids
+from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.model_runner import ModelRunner, window_pass
+from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
-from offload_runtime.speculation.tree import CandidateTree
+from offload_runtime.trace import TraceRecorder
+
+# A window of the target and what a draft says beyond it.
+WINDOW_CAPACITY_TOKENS = 2048
 
 
-@dataclass
-class GrownTree:
-    """A sequence's tree, and the text that it stands behind, whose last token is the root."""
-
-    text: list[int]
-    budget: DraftBudget
-    tree: CandidateTree
-    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
-
-    def window(self) -> tuple[TokenTree, list[int]]:
-        """Return the most probable candidates that may be proposed, and their nodes."""
-        return self.tree.best(self.budget.size, self.budget.gamma)
-
-    def placed(self, nodes: Sequence[int], further: int) -> tuple[dict[int, int | None], list[int]]:
-        """A free place for every one of these nodes, None for the root, whose keys have a place, and so many more for a
-        greedy path behind the last of them."""
-        others = [node for node in nodes if node != self.tree.root]
-        places = self.tree.free_places(len(others) + further)
-        placed = dict(zip(others, places, strict=False))
-        return {node: placed.get(node) for node in nodes}, places[len(others) :]
-
-    def asked(self, placed: Mapping[int, int | None], greedy_steps: Sequence[int]) -> Asked:
-        """What a step is to find out about nodes that have been given their places only now, parents first, and about
-        the greedy path behind the last of them."""
-        tree, paths = self.tree, dict[int, tuple[int, ...]]()
-        for node, place in placed.items():
-            above = tree.nodes[node].parent
-            assert place is None or above in paths or tree.nodes[above].expanded, "what comes before a node has keys"
-            paths[node] = (
-                () if place is None else (*(paths[above] if above in paths else tree.nodes[above].places), place)
-            )
-        return Asked(self.text, [Branch(tree.nodes[node].token, path) for node, path in paths.items()], greedy_steps)
-
-
-# Less probable than this is not drafted past a window: it would hardly ever be of use.
-_NEGLIGIBLE = math.log(1e-4)
-# Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
-_LEAST_CHANCE = math.log(2e-3)
-# How probable the best child of a node is before anything is known, and how many nodes this looks back on.
-_FIRST_RATE, _RATE_MEMORY = 0.75, 50
-# A window is expected to reach down to about as improbable nodes as the one before: to so many times less, at first.
-_MARGIN = math.log(2)
-
-
-class TreeDraftProposer(Proposer):
-    """Grows trees for requests that ask for them, and leaves the others to a proposer of chains.
-
-    On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a request joins:
-    draft and target share nothing that either of them writes.
-
-    Args:
-        chains: Of the same draft.
-        model: Of the same draft.
-        device: Where it computes.
-        ngrams: Whose guesses join the trees, told who joins by whoever shares them (`WithNgrams`); None for nobody's.
-        worth: Says when a step is not worth the wait any more; None for one that knows of no link.
+@dataclass(frozen=True)
+class WindowInput:
+    """What the host tells the device about a sequence.
 
     Attributes:
-        trees: By slot what has grown behind its text; nothing where an interruption may have left it half made.
-        probabilities: What the draft's scores are worth.
+        tokens: The last known ones, of positions end - len(tokens) to end - 1.
+        end: Tokens of the whole sequence.
+        stop: Once so many are known the sequence stands still.
+        last: Nothing is proposed at this position or behind it; at least `stop`.
     """
 
-    name = "draft"
+    tokens: Sequence[int]
+    end: int
+    stop: int
+    last: int
 
-    def __init__(
-        self, chains: Proposer, model: DraftTree, *, device: torch.device, ngrams: NgramProposer | None,
-        worth: StepWorth | None = None,
-    ) -> None:  # fmt: skip
-        self._chains, self.model, self.ngrams = chains, model, ngrams
-        self._worth = worth or StepWorth()
-        self._device = device
-        self._stream = _drafting_stream(device) if device.type == "cuda" else None
-        self._joined: set[int] = set()
-        # How tokens of whoever joined while nobody else was there are chosen, but for the noise: how scores differ.
-        self._sampling: SamplingParams | None = None
-        self.probabilities = ChildProbabilities()
-        self.trees: dict[int, GrownTree] = {}
-        self._lengths: dict[int, int] = {}  # by sequence, of the text behind which was last proposed
-        # By sequence, log-probability of the least probable node that its next window may have, by the last one's.
-        self._expected: dict[int, float] = {}
-        self._going_on: list[int] = []  # sequences whose windows are being verified
-        self._best_rate = _FIRST_RATE  # how probable the best child of a node is
+    def __post_init__(self) -> None:
+        assert 0 < len(self.tokens) <= self.end < self.stop <= self.last
 
     @property
-    def draft_state(self) -> DraftKVState | None:
-        return self._chains.draft_state
-
-    def modes(self, texts: Texts) -> Sequence[str]:
-        return ("chain", "tree") if self._chains.modes(texts) else ()
-
-    def join(self, slot: int, params: SamplingParams) -> None:
-        self._drop(slot)
-        self._worth.pause()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if not self._joined and params.without_noise != self._sampling:
-            self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
-            self._worth.forget()
-            self._sampling = params.without_noise
-        self._joined.add(slot)
-        with self._at_work():
-            self.model.join(slot, params)
-            self._chains.join(slot, params)
-
-    def leave(self, slot: int) -> None:
-        self._drop(slot)
-        with self._at_work():
-            self.model.leave(slot)
-            self._chains.leave(slot)
-
-    def _drop(self, slot: int) -> None:
-        """Nothing is known of a slot's sequence."""
-        self._joined.discard(slot)
-        for by_slot in (self.trees, self._expected, self._lengths):
-            by_slot.pop(slot, None)
-        self._going_on = [other for other in self._going_on if other != slot]
-
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        with self._at_work():
-            self._chains.prepare(slot, tokens)
-
-    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
-        chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None}
-        self._going_on, proposals = [], dict[int, TokenTree]()
-        with self._at_work():
-            lengths = {slot: len(texts[slot]) for slot in budgets}
-            self._worth.begin(sum(length - self._lengths.get(slot, length) for slot, length in lengths.items()))
-            self._lengths |= lengths
-            if chains:
-                for slot in chains:
-                    self.trees.pop(slot, None)
-                proposals = self._chains.propose(texts, chains)
-            if going_on := [slot for slot in budgets if slot not in chains]:
-                for slot in going_on:
-                    self._follow(slot, texts[slot], budgets[slot])
-                self._fill_windows(going_on)
-                proposals |= {slot: self.trees[slot].window()[0] for slot in going_on}
-                self._going_on = going_on
-        return proposals
-
-    def ahead(self, pending: Callable[[], bool]) -> None:
-        """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
-        with self._at_work():
-            while self._going_on and pending():
-                started_s = time.perf_counter()
-                # So deep that a window behind the deepest of this one is full.
-                asked, greedy_steps = self._next_step(
-                    dict.fromkeys(self._going_on, _NEGLIGIBLE), lambda gamma: 2 * gamma
-                )
-                if not asked:
-                    return
-                self._expand(asked, greedy_steps)
-                self._worth.stepped(time.perf_counter() - started_s, 1 + greedy_steps, hidden=True)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Around work of the draft: on its own stream, and what is cut off is not trusted afterwards."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            try:
-                yield
-            except BaseException:
-                self._forget()
-                raise
-
-    def _forget(self) -> None:
-        self.trees.clear()
-        self._going_on = []
-        self._worth.pause()
-
-    def _follow(self, slot: int, text: Sequence[int], budget: DraftBudget) -> None:
-        """Let a tree stand behind a text: what is left of the one before, or a new one, with what n-grams say."""
-        before = self.trees.pop(slot, None)
-        one = GrownTree(list(text), budget, CandidateTree(text[-1]))
-        if before is not None and one.text[: len(before.text)] == before.text:
-            new = one.text[len(before.text) :]
-            path = before.tree.walk(new)
-            self._learn(before, new, path)
-            if self._adopt(slot, before, new, path) and before.tree.follow(new):
-                one.tree = before.tree
-                one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
-        if self.ngrams is not None:
-            self._add_ngrams(slot, one)
-        self.trees[slot] = one
-
-    def _learn(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> None:
-        """What the target has said tells how much scores are worth: behind the root, and behind each node of the path
-        that came true, it was the child of some rank, or none of them."""
-        for node, token in zip([before.tree.root, *path], new, strict=False):
-            children = before.children.get(node)
-            if children is not None:
-                rank = children.tokens.index(token) if token in children.tokens else None
-                self.probabilities.observe(children.scores, rank)
-
-    def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
-        """Bring the keys of the path that came true to their places, as far as it was expanded.
-
-        Returns:
-            Whether the keys before it are at theirs, without which the tree is of no use.
-        """
-        tree = before.tree
-        if tree.nodes[tree.root].expanded and not self.model.holds(slot, before.text):
-            return False
-        # Nodes that were not expanded have none.
-        places = max((tree.nodes[node].places for node in path), key=len, default=())
-        if places:
-            self.model.adopt(slot, new[: len(places)], places)
-        return True
-
-    def _add_ngrams(self, slot: int, one: GrownTree) -> None:
-        """Let what followed earlier occurrences of the text's ending take part, as far as a window reaches down."""
-        assert self.ngrams is not None
-        guesses = self.ngrams.guesses(slot, one.text, one.budget, max(_NEGLIGIBLE, self._expected.get(slot, -inf)))
-        guess, nodes = guesses.tree, [one.tree.root]
-        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
-            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self.ngrams.name))
-
-    def _fill_windows(self, slots: Sequence[int]) -> None:
-        """Expand until no node that could still be has a chance to be among the most probable of its window; for
-        cost-aware requests only as long as what a step may add is worth the time."""
-        # By sequence a heap of the largest log-probabilities, as many as its window holds: what is to be among them has
-        # to exceed the first one, which is -inf as long as there are fewer.
-        best: dict[int, list[float]] = {}
-        for slot, one in ((slot, self.trees[slot]) for slot in slots):
-            found = [one.tree.log_probability(node) for node in one.window()[1]]
-            best[slot] = [-inf] * (one.budget.size - len(found)) + sorted(found)
-        guessed = True
-        while True:
-            started_s = time.perf_counter()
-            expected = self._expected if guessed else {}
-            thresholds = {slot: max(window[0], expected.get(slot, -inf)) for slot, window in best.items()}
-            # Children are less probable than their parent.
-            asked, greedy_steps = self._next_step(thresholds, lambda gamma: gamma - 1)
-            # All its children together are at most as probable as a node, and each new one drives out another.
-            gain = sum(
-                chance - math.exp(best[slot][0])
-                for slot, nodes in asked.items() for chance in self._chances(slot, nodes, greedy_steps)
-            )  # fmt: skip
-            # Without a first step nothing is proposed and no step is timed, so that this would never change.
-            cost_aware = all(
-                self.trees[slot].budget.cost_aware and self.trees[slot].tree.root not in nodes
-                for slot, nodes in asked.items()
-            )
-            if not asked or (cost_aware and not self._worth.pays(gain, 1 + greedy_steps)):
-                if not guessed:
-                    break
-                guessed = False  # a step takes as long for all that could be in a window
-                continue
-            for slot, found in self._expand(asked, greedy_steps).items():
-                for log_probability in found:
-                    heappushpop(best[slot], log_probability)
-            # All that delays the pass: choosing what to ask and noting the answers, too.
-            self._worth.stepped(time.perf_counter() - started_s, 1 + greedy_steps)
-        self._expected |= {slot: window[0] - _MARGIN for slot, window in best.items() if window[0] > -inf}
-
-    def _next_step(
-        self, thresholds: Mapping[int, float], deepest: Callable[[int], int]
-    ) -> tuple[dict[int, list[int]], int]:
-        """What the next step is about: by sequence the most probable nodes to expand, as many as a step and the places
-        take, of those above its threshold; or the first of them, and the length of a greedy path behind it.
-
-        Args:
-            thresholds: Log-probabilities by sequence, of all whose trees take part.
-            deepest: From a request's gamma to the depth of nodes that may be expanded.
-        """
-        asked: dict[int, list[int]] = {}
-        depths: dict[int, int] = {}
-        width = self.model.width(len(thresholds))
-        for slot, threshold in thresholds.items():
-            one = self.trees[slot]
-            # The keys of a node that is expanded need a position.
-            depth = depths[slot] = min(deepest(one.budget.gamma), self.model.room(len(one.text)), MOST_DEPTH)
-            # The root needs no place, but is expanded alone or first.
-            count = min(width, self.model.num_places - len(one.tree.places))
-            nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
-            if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
-                asked[slot] = promising
-        greedy_steps = self._greedy_steps(asked, thresholds, depths)
-        return {slot: nodes[:1] if greedy_steps else nodes for slot, nodes in asked.items()}, greedy_steps
-
-    def _greedy_steps(
-        self, asked: Mapping[int, Sequence[int]], thresholds: Mapping[int, float], depths: Mapping[int, int]
-    ) -> int:
-        """Nodes behind the most probable one of each sequence, best child after best child, that the next step had
-        better be about; 0 where it had better be about all that is asked.
-
-        The steps of a greedy path follow each other without the host, and are about a single row: a chain's take 0.52
-        ms each, where one about 32 nodes takes 2.5 with what the host does (135M draft, H200). So an accurate draft
-        gets deep and an inaccurate one wide.
-        """
-        length = MOST_GREEDY_STEPS
-        for slot, (node, *_) in asked.items():
-            tree = self.trees[slot].tree
-            margin = thresholds[slot] - tree.log_probability(node)
-            length = min(length, depths[slot] - tree.depth(node), self.model.num_places - len(tree.places) - 1)
-            length = min(length, math.floor(min(MOST_GREEDY_STEPS, margin / math.log(self._best_rate))))
-        if not asked or length <= 0:
-            return 0
-        greedy_s, step_s = self._worth.seconds(1 + length), self._worth.seconds(1)
-        if greedy_s is None or step_s is None:
-            return length if greedy_s is None else 0  # find out how long it takes
-        deep = sum(sum(self._chances(slot, nodes[:1], length)) for slot, nodes in asked.items())
-        wide = sum(sum(self._chances(slot, nodes, 0)) for slot, nodes in asked.items())
-        return length if deep / greedy_s > wide / step_s else 0
-
-    def _chances(self, slot: int, nodes: Sequence[int], greedy_steps: int) -> list[float]:
-        """Probabilities of what a step is about: of these nodes and of what is on the greedy path behind each."""
-        firsts = [math.exp(self.trees[slot].tree.log_probability(node)) for node in nodes]
-        return [first * self._best_rate**level for first in firsts for level in range(1 + greedy_steps)]
-
-    def _expand(self, asked: Mapping[int, Sequence[int]], greedy_steps: int) -> dict[int, list[float]]:
-        """Ask the draft what follows some nodes of each sequence, and so many behind the last of them, in one go, and
-        put it into the trees.
-
-        Returns:
-            By sequence the log-probabilities of the candidates that are new and not too deep for the window.
-        """
-        placed = {slot: self.trees[slot].placed(nodes, greedy_steps) for slot, nodes in asked.items()}
-        answers = self.model.expand(
-            {slot: self.trees[slot].asked(places, further) for slot, (places, further) in placed.items()}
-        )
-        found: dict[int, list[float]] = {}
-        for slot, (places, further) in placed.items():
-            answered = iter(answers[slot])
-            found[slot] = []
-            node, children = -1, Children([], [])
-            for (node, place), children in zip(places.items(), answered, strict=False):
-                found[slot] += self._note(slot, node, place, children)
-            for place, behind in zip(further, answered, strict=False):
-                if not children.tokens:  # logits of NaN: what follows is nothing
-                    break
-                (node,) = self.trees[slot].tree.walk(children.tokens[:1], node)
-                children = behind
-                found[slot] += self._note(slot, node, place, children)
-        return found
-
-    def _note(self, slot: int, node: int, place: int | None, children: Children) -> list[float]:
-        """Put what follows a node into its tree: the log-probabilities of what is new there and not too deep."""
-        one = self.trees[slot]
-        chances = self.probabilities.log_probabilities(children.scores)
-        if chances:
-            self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
-        count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
-        new = one.tree.offer(node, children.tokens[:count], chances[:count], self.name)
-        one.children[node] = children
-        one.tree.set_expanded(node, place)
-        return new if one.tree.depth(node) < one.budget.gamma else []
+    def base(self) -> int:
+        """Position of the first of the tokens."""
+        return self.end - len(self.tokens)
 
 
-@cache
-def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
-    return torch.cuda.Stream(device)
+@dataclass(frozen=True)
+class WindowOutput:
+    """What the device has said of a sequence: `end` tokens are known, proposals lie behind."""
+
+    end: int
+    base: int
+    tokens: Sequence[int]  # from position `base` on
+    runners_up: Sequence[int]  # the next best of each that was sampled here; -1 for none, undefined before
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """The tokens of positions `start` to `stop` - 1."""
+        return self._part(self.tokens, start, stop)
+
+    def runners_up_between(self, start: int, stop: int) -> list[int]:
+        """The runners-up of the tokens of positions `start` to `stop` - 1."""
+        return self._part(self.runners_up, start, stop)
+
+    def _part(self, values: Sequence[int], start: int, stop: int) -> list[int]:
+        assert self.base <= start and stop <= self.base + len(values)
+        return list(values[start - self.base : stop - self.base])
 
 
-class DraftProposer(Proposer):
-    """A small model on the compute device guesses with the target's own noise; see `DraftModel`.
+class DeviceWindow:
+    """Tokens of several sequences on the compute device. Its tensors never move, so that CUDA graphs may hold them.
+
+    Each sequence's are a row of one tensor, as `window_steps` describes them. Only whoever verifies proposals moves
+    `end`.
 
     Args:
-        draft: Runner of the small model; the rows of its cache are the target's sequences.
-        vocab_size, excluded: As of `DraftModel`.
-        batch: Sequences.
+        device: The compute device.
+        capacity: Most tokens of a sequence, known and proposed.
+        batch: Most sequences.
+
+    Attributes:
+        device: Where it is.
+        num_rows: Sequences 0 to num_rows - 1 take part in steps: all up to the last that has joined, at least one.
+        end: [num_rows] int32, strided: how many tokens of each sequence are known.
+        inputs: As of the last upload.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> None:
+        assert capacity > 0 and batch > 0
+        self.capacity = capacity
+        self.inputs: Mapping[int, WindowInput] = {}
+        self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
+        self._runners_up = torch.full((batch, capacity), -1, dtype=torch.int32, device=device)
+        self.device = self._state.device
+        self._joined = set[int]()
+        self._fit_rows()
+
+    def join(self, slot: int) -> None:
+        """Let a sequence take part in steps; the window must be uploaded before the next one."""
+        assert 0 <= slot < len(self._state)
+        self._joined.add(slot)
+        self._fit_rows()
+
+    def leave(self, slot: int) -> None:
+        """A sequence, if it did, takes part in no more steps; the window must be uploaded before the next one."""
+        self._joined.discard(slot)
+        self._fit_rows()
+
+    def _fit_rows(self) -> None:
+        self.num_rows = 1 + max(self._joined, default=0)
+        self._rows = self._state[: self.num_rows]
+        self.end = self._rows[:, 0]
+
+    def upload(self, inputs: Mapping[int, WindowInput]) -> None:
+        """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
+
+        Args:
+            inputs: By sequence; the others stand still.
+        """
+        assert inputs and all(slot < self.num_rows for slot in inputs)
+        assert all(one.last - one.base <= self.capacity for one in inputs.values())
+        width = max(len(one.tokens) for one in inputs.values())
+        rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
+        for slot, one in inputs.items():
+            header = [one.end, one.base, one.stop, one.last, one.end - 1]
+            rows[slot][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
+        host = torch.tensor(rows, dtype=torch.int32)
+        overwrite(self._rows[:, : host.shape[1]], host)
+        self.inputs = dict(inputs)
+
+    def read(self) -> dict[int, WindowOutput]:
+        """What there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
+        width = max(one.last - one.base for one in self.inputs.values())
+        count = WINDOW_HEADER_WORDS + width
+        parts = self._rows[:, :count], self._runners_up[: self.num_rows, :width]
+        rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
+        return {
+            slot: WindowOutput(row[0], row[1], row[WINDOW_HEADER_WORDS:count], row[count:])
+            for slot, row in ((slot, rows[slot]) for slot in self.inputs)
+        }
+
+    def rows(
+        self, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
+        skip_committed: bool = False, place: torch.Tensor | None = None,
+    ) -> StepRows:  # fmt: skip
+        """The rows that a layout names, counted from `start` ([num_rows] int32, device): see `step_rows`."""
+        return window_steps.step_rows(
+            self._rows, start, layout, rotation, last_token=last_token, skip_committed=skip_committed, place=place
+        )
+
+    def put(
+        self, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0, cursor: torch.Tensor | None = None
+    ) -> None:
+        """Write `tokens` ([num_rows, n] int64, device) into the slots from `start` ([num_rows] int32, device) +
+        `offset` on, and move `cursor` ([num_rows] int32, device), which may be `start`, behind `start` by as many."""
+        window_steps.put_tokens(self._rows, start, tokens, offset=offset, cursor=cursor)
+
+    def accept(
+        self, samples: torch.Tensor, second_samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks
+    ) -> None:
+        """Move every `end` behind the path of proposals, linked so and in the slots from `end` on, that `samples`
+        ([num_rows, at least n + 1] int64, device, behind the newest known token and behind each of them) confirm, and
+        behind the sample that follows it; `second_samples` are what would have been sampled if not that. `counts` [at
+        least num_rows, 2] int64 gains a step and what it accepted."""
+        window_steps.accept(self._rows, samples, second_samples, counts, links, self._runners_up)
+
+
+def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:
+    """Bytes of a `DeviceWindow`."""
+    return 4 * batch * (WINDOW_HEADER_WORDS + 2 * capacity)
+
+
+# Of what a draft's likelier children leave over, the next one is right about so often.
+_NEXT_CHILD = 0.3
+# A level has to bring so many tokens a step: a step of a draft takes a seventh of the verifier's.
+_LEAST_GAIN = 0.2
+MOST_LEVELS = 7
+# Of a tree and the tokens that are written anew: `attend_sources` has a bit for each.
+_MOST_POSITIONS = 64
+
+
+class GuessTree:
+    """A tree of guesses behind the newest known token, as the steps that grow and verify it need it.
+
+    Nodes lie in the slots behind the known tokens, level by level. What was accepted of the tree before stands in
+    slots of nodes, in both caches: its keys are written anew, where they belong, by the rows of the newest tokens.
+
+    Args:
+        parents: Of each node, -1 for the newest known token; in order of levels, the likeliest child of a node first.
+        device: Of the steps.
+
+    Attributes:
+        parents: As given.
+        num_levels: The longest path; a step makes at most one token more known.
+        levels: The nodes of each.
+        drafted: Of each level the rows of the draft's step that says what its nodes are: those with children.
+        chosen: Of each level how many children of such a row are looked at, and which of all these the nodes are.
+        verified: The rows of the verifier's step; the first, of the newest known token, says which chunks matter.
+        links: How the nodes hang together.
+    """
+
+    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
+        self.parents, depths = tuple(parents), [depth + 1 for depth in depths_of(parents)]
+        assert depths == sorted(depths), "level by level"
+        self.num_levels, count = max(depths, default=0), len(depths)
+
+        def ints(values: Sequence[object], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent >= 0 else ()), node])
+        bounds = [*map(depths.index, range(1, self.num_levels + 1)), count]
+        self.levels = list(starmap(range, pairwise(bounds)))
+        # The newest known token is in slot -1, what follows it in the slots from 0 on.
+        self.drafted = [StepLayout.chain(-self.num_known, self.num_known, device)][: self.num_levels]
+        self.chosen = list[tuple[int, torch.Tensor]]()
+        for level, nodes in enumerate(self.levels):
+            above = sorted({parents[node] for node in nodes})
+            ranks = [[child for child in nodes if parents[child] == parents[node]].index(node) for node in nodes]
+            most = 1 + max(ranks)
+            places = [above.index(parents[node]) * most + rank for node, rank in zip(nodes, ranks, strict=True)]
+            self.chosen.append((most, ints(places, torch.int64)))
+            if level:
+                positions = ints([level - 1] * len(above))
+                asked = ints([paths[node] for node in above])
+                self.drafted.append(StepLayout(ints(above), positions, len(above), 0, asked))
+        # The trunk ends with the newest known token, whose row is the first; the rest of it is written anew.
+        trunk = list(range(-1 - self.num_levels, 0))
+        assert len(trunk) + count <= _MOST_POSITIONS, f"{count} nodes in {self.num_levels} levels"
+        rows = [(-1, -1, trunk), *((node, depths[node] - 1, trunk + paths[node]) for node in range(count))]
+        rows += [
+            (cache_position, cache_position, trunk[: index + 1]) for index, cache_position in enumerate(trunk[:-1])
+        ]
+        ancestors = ints([path_of + path_of[-1:] * (2 * self.num_levels + 1 - len(path_of)) for *_, path_of in rows])
+        cache_positions, stands = (
+            ints([cache_position for cache_position, *_ in rows]),
+            ints([position for _, position, _ in rows]),
+        )
+        self.verified = StepLayout(cache_positions, stands, 1, trunk[0], ancestors)
+        bits = [sum(1 << node for node in path) for path in paths]
+        self.links = TreeLinks(ints([parent + 1 for parent in parents]), ints(bits, torch.int64), ints(depths))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def num_known(self) -> int:
+        """Newest known tokens that a draft's first step feeds: all that may have no keys of their own, a path that was
+        accepted, the verifier's sample behind it and the target's."""
+        return self.num_levels + 2
+
+
+def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:
+    """The tree of so many nodes of which most is accepted, but for levels that are not worth a step of the draft.
+
+    Args:
+        num_nodes: At least 1.
+        acceptance: How often a draft's likeliest token is right.
+    """
+    best = _likely_parents(num_nodes, 1, acceptance)
+    for num_levels in range(2, MOST_LEVELS + 1):
+        deeper = _likely_parents(num_nodes, num_levels, acceptance)
+        if expected_accepted(deeper, acceptance) - expected_accepted(best, acceptance) < _LEAST_GAIN:
+            break
+        best = deeper
+    return best
+
+
+def _likely_parents(num_nodes: int, num_levels: int, acceptance: float) -> tuple[int, ...]:
+    """The same of at most so many levels."""
+    # Of each node: how improbable it is, its depth, its parent's place here, what its elder siblings leave over.
+    found, heap = list[tuple[float, int, int, float]](), [(-acceptance, 1, -1, 1.0)]
+    while heap and len(found) < num_nodes:
+        node = heappop(heap)
+        found.append(node)
+        improbable, depth, parent, left = node
+        above = -1.0 if parent < 0 else found[parent][0]
+        left -= improbable / above
+        heappush(heap, (above * left * _NEXT_CHILD, depth, parent, left))
+        if depth < num_levels:
+            heappush(heap, (improbable * acceptance, depth + 1, len(found) - 1, 1.0))
+    order = sorted(range(len(found)), key=lambda place: found[place][1])  # stable: likelier children come first
+    numbers = {-1: -1, **{place: number for number, place in enumerate(order)}}
+    return tuple(numbers[found[place][2]] for place in order)
+
+
+def expected_accepted(parents: Sequence[int], acceptance: float) -> float:
+    """Nodes of a tree that a step accepts in the mean, by how often a draft's likeliest token is right."""
+    rates, left = list[float](), dict[int, float]()
+    for parent in parents:
+        rest = left.get(parent, 1.0)
+        share = rest * _NEXT_CHILD if parent in left else acceptance
+        left[parent] = rest - share
+        rates.append(share * (1.0 if parent < 0 else rates[parent]))
+    return sum(rates)
+
+
+class DraftModel(Proposer):
+    """A small model on the compute device that guesses with the target's own noise, for all sequences in one step.
+
+    Everything is enqueued on the current stream, which must be the same, or made to wait, from call to call.
+
+    Args:
+        runner: Of the small model. If its cache is a `StreamingDraftCache`, it needs a
+            `RopeTable(config, device, fixed_length=cache.capacity_tokens)`.
+        vocab_size: What the draft may propose are ids below this,
+        excluded: but for these, which mean something else in the target, or nothing.
+        batch: Sequences of the draft's cache that it serves; each has the number of the target's.
+        window: Where known tokens come from and guesses go; by default one of its own.
+        max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
+
+    Attributes:
+        frequencies: By which every sequence's rows are rotated.
+        texts: What the cache holds of every sequence. Whoever takes steps brings it up to all of the tokens but those
+            that a first step feeds itself, and tells it afterwards of which tokens the steps have written the keys.
     """
 
     name = "draft"
 
     def __init__(
-        self, draft: ModelRunner, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1
+        self, runner: ModelRunner, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1,
+        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
-        self.model = DraftModel(draft, vocab_size=vocab_size, excluded=excluded, batch=batch)
+        self.runner, self._batch = runner, batch
+        cache = runner.cache
+        self.choosing = cache if isinstance(cache, RetrievedDraftCache) else None
+        self._capacity_tokens: int = cache.capacity_tokens
+        self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
+        self._vocab_size = vocab_size
+        self._device = device = cache.store(0).data.device
+        self._excluded = excluded_ids(excluded, device)
+        self._sampling = SlotSampling(batch, device)
+        self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
+        self.texts = DraftKVState(runner, batch=batch)
+        # A graph cannot wait for weights that are on their way.
+        self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
+        # What steps read besides the window, a row for each sequence; the tensors never move.
+        self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
+        self._slots = torch.arange(batch, dtype=torch.int32, device=device)
+        self.frequencies = RowFrequencies(runner.rope, batch)
+        self._rotation = StepRotation(self.frequencies.tensor, runner.rope.scaling)
+        # The rows of a later step of a chain, and of the first.
+        self._chains = [StepLayout.chain(-count, count, device) for count in (1, REWRITTEN_TOKENS)]
+        self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
+        self._place_host = [(0, 0)] * batch
+        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all steps of chains, which would hold up the first proposals.
+
+        Whoever shares the window plays its own steps. Leaves the cache empty.
+        """
+        with self.graphs.eager():
+            if self._own_window:
+                for params in WARM_UP_SAMPLINGS[1:]:
+                    self._take_steps([params], 1)
+                for num_sequences in warm_up_batches(self._batch):
+                    self._take_steps(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
+                for length in warm_up_lengths(self._capacity_tokens - 1):
+                    self._take_steps(WARM_UP_SAMPLINGS[:1], length)
+            for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
+                self._catch_up_behind(length)
+        if self.choosing is not None:
+            self.choosing.warm_up()
+        self.forget()
+
+    def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
+        """Make a first step and a later one behind texts of so many tokens."""
+        for slot, params in enumerate(slots):
+            self.join(slot, params)
+        texts = {slot: [0] * length for slot in range(len(slots))}
+        self.propose(texts, dict.fromkeys(texts, DraftBudget("chain", 2)))
+        for slot in texts:
+            self.leave(slot)
+
+    def _catch_up_behind(self, length: int) -> None:
+        """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
+        self.forget()
+        inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
+        for more in (0, *(1 << power for power in range(CATCH_UP_TOKENS.bit_length()))):
+            inputs += more
+            if inputs <= self._capacity_tokens:
+                self.texts.catch_up(0, [0] * inputs)
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        for slot in range(self._batch):
+            self.texts.catch_up(slot, [])
+
+    def join(self, slot: int, params: SamplingParams) -> None:
+        """From now on a sequence is another one, and its tokens are chosen so."""
+        self._sampling.assign(slot, params)
+        self.window.join(slot)
+        self.texts.join(slot)
+
+    def leave(self, slot: int) -> None:
+        """A sequence has ended, if there was one: steps go on without it."""
+        self._sampling.release(slot)
+        self.window.leave(slot)
+
+    def room(self, length: int) -> int:
+        """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""
+        kept = self.texts.num_kept(length)
+        if kept > self._capacity_tokens:
+            return 0
+        in_cache = self._max_tokens_with_draft - kept + 1  # the last guess needs no place in the cache
+        return min(in_cache, self.window.capacity - REWRITTEN_TOKENS)
 
     @property
     def draft_state(self) -> DraftKVState | None:
-        return self.model.texts
+        return self.texts
 
     def modes(self, texts: Texts) -> Sequence[str]:
-        return chains_where(self.model.room, texts)
-
-    def join(self, slot: int, params: SamplingParams) -> None:
-        self.model.join(slot, params)
-
-    def leave(self, slot: int) -> None:
-        self.model.leave(slot)
-
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        self.model.prepare(slot, tokens)
+        return chains_where(self.room, texts)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
-        guesses = self.model.propose(texts, {slot: budget.longest_chain for slot, budget in budgets.items()})
-        return {slot: TokenTree.chain(tokens, self.name) for slot, tokens in guesses.items()}
+        """Return chains; they end with the context, and where logits are NaN. There are as many steps as the longest
+        has tokens."""
+        counts = {slot: min(budget.longest_chain, self.room(len(texts[slot]))) for slot, budget in budgets.items()}
+        asked = {slot: count for slot, count in counts.items() if count > 0}
+        proposals = dict.fromkeys(budgets, TokenTree())
+        if not asked:
+            return proposals
+        for slot in asked:
+            self.texts.catch_up(slot, texts[slot])
+        lengths = {slot: len(texts[slot]) for slot in asked}
+        ends = {slot: length + asked[slot] for slot, length in lengths.items()}
+        self.window.upload(
+            {slot: WindowInput(texts[slot][-REWRITTEN_TOKENS:], lengths[slot], end, end) for slot, end in ends.items()}
+        )
+        self.steps(max(asked.values()), longest=lengths)
+        outputs = self.window.read()  # the only wait for the device
+        for slot, end in ends.items():
+            guesses = outputs[slot].between(lengths[slot], end)
+            self.texts.learned(slot, [*texts[slot][-REWRITTEN_TOKENS:], *guesses[:-1]])
+            bad = next((index for index, token in enumerate(guesses) if token < 0), len(guesses))
+            proposals[slot] = TokenTree.chain(guesses[:bad], self.name)
+        return proposals
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
+        if self.room(len(tokens)) > 0:
+            self.texts.catch_up(slot, tokens)
+
+    @torch.inference_mode()
+    def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
+        """Enqueue `count` steps behind each sequence's `end` without waiting: token `end` + j comes of step j.
+
+        The cache must have caught up to all but the last two tokens before `end`.
+
+        Args:
+            count: Steps.
+            longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
+                knows.
+        """
+        self._enqueue([partial(self._step, first=step == 0) for step in range(count)], count - 1, longest)
+
+    @torch.inference_mode()
+    def grow(self, tree: GuessTree, *, longest: Mapping[int, int]) -> None:
+        """Enqueue the steps that put a tree behind each sequence's `end` without waiting: its nodes in their order.
+
+        The cache must have caught up to all but the last `tree.num_known` tokens before `end`. Arguments as of `steps`.
+        """
+        self._enqueue(
+            [partial(self._level, tree=tree, level=level) for level in range(tree.num_levels)], len(tree), longest
+        )
+
+    def _enqueue(self, steps: Sequence[partial[None]], tokens: int, longest: Mapping[int, int]) -> None:
+        """Run steps that write the keys of up to `tokens` tokens behind each sequence's `end`."""
+        cache, inputs = self.runner.cache, self.window.inputs
+        # Of the keys, when the last step has run.
+        lengths = {
+            slot: min(end + tokens, inputs[slot].last - 1) - self.texts.starts[slot] for slot, end in longest.items()
+        }
+        reach = max(lengths.values())
+        assert steps and reach <= self._max_tokens_with_draft
+        if self._device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
+            reach = graph_reach(reach, self._max_tokens_with_draft)
+        for slot, length in lengths.items():
+            self.frequencies.set(slot, length)
+        # Where a streaming cache stands; any other one stays where it has been all the time.
+        places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
+        if places != self._place_host:
+            overwrite(self._place, torch.tensor(places, dtype=torch.int32))
+            self._place_host = places
+        new = {slot: length - cache.length(slot) for slot, length in lengths.items()}
+        if self.choosing is not None:
+            self.choosing.begin_steps(range(self.window.num_rows), new)
+        else:
+            cache.begin_window(list(new), list(new.values()))
+        recorder = self.recorder
+        with recorder.span("draft steps", steps=len(steps), slots=len(longest)) if recorder else nullcontext():
+            for number, step in enumerate(steps):
+                choice = None if self.choosing is None else self.choosing.begin_step(first=number == 0)
+                key = step.func.__name__, *step.keywords.values(), self.window.num_rows, reach, choice
+                self.graphs.run((*key, self._sampling.graph_key), partial(step, reach=reach))
+
+    def _step(self, *, first: bool, reach: int) -> None:
+        """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.
+
+        Captured: no tensor of the host.
+        """
+        window = self.window
+        cursor = self._cursor[: window.num_rows]
+        start = window.end if first else cursor
+        logits, step = self._pass(self._chains[first], start, reach)
+        token = sample(logits[:, -1], self._sampling, step.ahead, self._slots[: window.num_rows])
+        window.put(start, token[:, None], cursor=cursor)
+
+    def _level(self, *, tree: GuessTree, level: int, reach: int) -> None:
+        """Say what the nodes of a tree's level are. Captured: no tensor of the host."""
+        window = self.window
+        logits, step = self._pass(tree.drafted[level], window.end, reach)
+        if not level:  # all but the newest known token are only fed
+            logits, following, owners = logits[:, -1], step.ahead, self._slots[: window.num_rows]
+        else:
+            logits, following, owners = logits.flatten(0, 1), step.following, step.slots
+        most, chosen = tree.chosen[level]
+        if most == 1:
+            tokens = sample(logits, self._sampling, following, owners)
+        else:
+            tokens = perturbed_logits(logits, self._sampling, following, owners).topk(most, dim=1).indices
+        window.put(window.end, tokens.view(window.num_rows, -1)[:, chosen], offset=tree.levels[level].start)
+
+    def _pass(self, layout: StepLayout, start: torch.Tensor, reach: int) -> tuple[torch.Tensor, StepRows]:
+        """Feed the rows of a step: logits [B, T, V] of what may be proposed, and the rows."""
+        step = self.window.rows(
+            start, layout, self._rotation, last_token=self.texts.last_token,
+            place=None if self.texts.streaming is None else self._place,
+        )  # fmt: skip
+        rows = Rows.of_step(step, self._slots[: self.window.num_rows], max_length=reach)
+        runner = self.runner
+        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
+        if self._excluded is not None:
+            logits.index_fill_(1, self._excluded, -torch.inf)
+        return logits.view(self.window.num_rows, -1, logits.shape[1])[..., : self._vocab_size], step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from heapq import heappop, heappush
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
-from offload_runtime.speculation.calibration import LONGEST_MATCH, MatchRates
 from offload_runtime.speculation.controller import COPY
 from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts
 
@@ -22,6 +22,16 @@ _SIZES = (8, 3, 2, 1)
 _MOST_OCCURRENCES = 32
 # Where more proposals are not worth the time that they take, those less probable than this are left out.
 LEAST_CHANCE = math.log(1e-3)
+# Matches are never certain, nor is it that they fail.
+_LEAST_RATE, _MOST_RATE = 0.01, 0.995
+# Matches of so many tokens, and up to as many as the next, come true alike; as in source code, to begin with, which is
+# believed like so many observations.
+_MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_RATES_AT_FIRST = (0.2, 0.42, 0.5, 0.6, 0.7, 0.77, 0.84, 0.88, 0.92, 0.96, 0.98, 0.99)
+_TRUST = 20
+LONGEST_MATCH = _MATCHED[-1]  # longer ones are worth no more
+# Observations that a running mean looks back on: texts change their nature.
+_MEMORY = 200
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,34 @@ class _Candidate:
 
     def __lt__(self, other: _Candidate) -> bool:
         return self.chance > other.chance
+
+
+class MatchRates:
+    """How often what followed an earlier occurrence of a text's ending follows again, by the tokens that match.
+
+    Of one token it is one time in five, of a hundred nearly always. Kept by classes of lengths, each a running mean.
+    """
+
+    def __init__(self) -> None:
+        self._rates = list(_RATES_AT_FIRST)
+        self._observed = [_TRUST] * len(self._rates)
+        self._logs = [(math.log(rate), math.log1p(-rate)) for rate in self._rates]
+
+    def observe(self, matched: int, hit: bool) -> None:
+        """What followed a match of so many tokens, at least one, has come true or not."""
+        at = bisect_right(_MATCHED, matched) - 1
+        self._observed[at] = min(self._observed[at] + 1, _MEMORY)
+        rate = self._rates[at] + (hit - self._rates[at]) / self._observed[at]
+        rate = self._rates[at] = min(max(rate, _LEAST_RATE), _MOST_RATE)
+        self._logs[at] = math.log(rate), math.log1p(-rate)
+
+    def rate(self, matched: int) -> float:
+        """That what followed so many tokens follows again."""
+        return self._rates[bisect_right(_MATCHED, matched) - 1]
+
+    def logs(self, matched: int) -> tuple[float, float]:
+        """Log-probabilities that it does and that it does not."""
+        return self._logs[bisect_right(_MATCHED, matched) - 1]
 
 
 class NgramLookup:

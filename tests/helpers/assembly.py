@@ -16,8 +16,7 @@ from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVC
 from offload_runtime.kv.device import num_blocks
 from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.runners import ModelRunner, decide
-from offload_runtime.runners.decoder import Decoder
+from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
