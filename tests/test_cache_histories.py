@@ -18,7 +18,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
-from offload_runtime.kv.device import StreamingDraftCache, block_shape, kept_positions, num_blocks
+from offload_runtime.kv.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.models.registry import model_config_from_json
@@ -34,6 +34,10 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": HEADS, "vocab_size": 50, "max_position_embeddings": 4096,
 }  # fmt: skip
 CONFIG = model_config_from_json(SHAPE, "the smallest model")
+# The second layer has heads of its own.
+CONFIG = replace(CONFIG, layers=(CONFIG.layers[0], replace(CONFIG.layers[1], attention=replace(
+    CONFIG.layers[1].attention, num_heads=6, num_kv_heads=3, head_dim=8))))  # fmt: skip
+BLOCK_BYTES = [block_bytes(CONFIG, torch.float32, layer) for layer in range(LAYERS)]
 
 
 class Marks:
@@ -183,10 +187,9 @@ class PlayedOnHost:
 
     def __init__(self, engine: ThreadCopyEngine | None = None) -> None:
         self.engine = engine or ThreadCopyEngine()
-        piece_bytes = block_bytes(CONFIG, torch.float32)
         self.cache = HostKVCache(
             CONFIG, torch.float32, capacity_tokens=4 * CAPACITY, batch=1, window_tokens=self.WINDOW,
-            cards=[HostKVCard(DeviceBudget(CPU, None), self.engine, BlockLocking(None), piece_bytes, 0)],
+            cards=[HostKVCard(DeviceBudget(CPU, None), self.engine, BlockLocking(None), max(BLOCK_BYTES), 0)],
         )  # fmt: skip
         self.expected: list[int] = []
         self._marks = Marks()
@@ -220,7 +223,8 @@ class PlayedOnHost:
     def save_and_restore(self) -> None:
         """All blocks leave, the open one as well, another text is written, and they come back."""
         kept = self.expected[:]
-        saved = [torch.empty(LAYERS, *block_shape(CONFIG)).unbind() for _ in range(num_blocks(len(kept)))]
+        shapes = block_shapes(CONFIG).items()
+        saved = [{layer: torch.empty(shape) for layer, shape in shapes} for _ in range(num_blocks(len(kept)))]
         for block, to in enumerate(saved):
             self.cache.save_block(0, block, to)
         self.cut(0)
@@ -392,12 +396,12 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
         batch=BATCH,
         budgets=[DeviceBudget(CPU, None)],
     )
-    blocks = torch.zeros(LAYERS, BATCH, 2, 2, HEADS, BLOCK_TOKENS, 4)
+    blocks = [torch.zeros(shape) for shape in block_shapes(CONFIG, BATCH, 2).values()]
     tables = []
     for layer in range(LAYERS):
         tables.append(BlockTable.empty(BATCH, 2, CPU))
         for slot in range(BATCH):
-            tables[layer].put(slot, 0, blocks[layer, slot])
+            tables[layer].put(slot, 0, blocks[layer][slot])
     texts, marks = [list[int]() for _ in range(BATCH)], Marks()
     for _ in range(data.draw(st.integers(1, 10))):
         slot, text = data.draw(st.sampled_from(list(enumerate(texts))))
@@ -408,14 +412,15 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
         text += marks.new(data.draw(st.integers(0, capacity * size - kept)))
         available = len(text) // size
         for layer in range(LAYERS):
-            put(blocks[layer, slot], layer, range(len(text)), text) if text else None
+            put(blocks[layer][slot], layer, range(len(text)), text) if text else None
             count = min(places, available)
-            selected = torch.full((1, HEADS, places), -1, dtype=torch.int32)
-            for head in range(HEADS):
+            heads = CONFIG.layers[layer].attention.num_kv_heads
+            selected = torch.full((1, heads, places), -1, dtype=torch.int32)
+            for head in range(heads):
                 order = data.draw(st.permutations(range(available)))[:count]
                 selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
             chunks.update(layer, selected, tables[layer], slot=slot)
-            for head in range(HEADS):
+            for head in range(heads):
                 order = chunks.resident[layer][slot, head].tolist()
                 assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
                 expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
@@ -439,7 +444,10 @@ def test_the_first_step_chooses_and_the_others_use() -> None:
             cache.begin_step(first=step == 0)
             rows = QueryRows(int32([[700 + step]]), int32([0]), CAPACITY)
             for layer in range(LAYERS):
-                q = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(100 * len(held) + layer))
+                own = CONFIG.layers[layer].attention
+                q = torch.randn(
+                    1, 1, own.num_heads, own.head_dim, generator=torch.Generator().manual_seed(100 * len(held) + layer)
+                )
                 cache.attend(layer, q, rows, AttentionParams(0.5))
             held.append([cache.chunks.resident[layer].clone() for layer in range(LAYERS)])
     for layer in range(LAYERS):

@@ -48,7 +48,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
         assert isinstance(cache, HostKVCache)
         cache.writes.drain()
         (written,) = cache.writes.engines
-        assert written.bytes_copied == NUM_LAYERS * block_bytes(runtime.config, runtime.dtype)
+        assert written.bytes_copied == NUM_LAYERS * block_bytes(runtime.config, runtime.dtype, 0)
         # A copy may make good what the one before it overslept: 5 of 10 ms at the most.
         assert written.copy_seconds() >= written.bytes_copied / 0.005e9 - 0.005 * NUM_LAYERS
     assert result.tokens == expected

@@ -201,7 +201,7 @@ def placements(deep_target: Path) -> Iterator[tuple[str, dict[str, Any], tuple[b
     yield "KV", {"kv": "host"}, (False, True)
     with load(deep_target, context=CONTEXT, kv="host", resident_layers=2, tree_nodes=0) as runtime:
         floor = runtime.plan.device_bytes
-        layer = runtime.plan.target.kv_layer_bytes - runtime.plan.target.open_kv_bytes
+        layer = runtime.plan.target.kv_layer_bytes - runtime.plan.target.open_kv_bytes([0])
     yield "both in part", {"kv": "host", "resident_layers": 2, "vram": floor + 2 * layer}, (True, True)
     yield "auto under a limit", {"kv": "auto", "vram": floor + 2 * layer}, (True, False)
 

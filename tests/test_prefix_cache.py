@@ -123,7 +123,7 @@ def make_tasks(count: int, seed: int) -> list[Task]:
 
 def block_bytes(runtime: Runtime) -> int:
     """Of a block, all layers together."""
-    return runtime.config.num_layers * runtime.plan.target.kv_block_bytes
+    return runtime.plan.target.kv_block_bytes
 
 
 def check(runtime: Runtime, tasks: Sequence[Task], expected: Sequence[Seen], seed: int, *, stored_blocks: int) -> None:

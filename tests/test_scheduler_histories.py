@@ -106,7 +106,7 @@ class Served(RuleBasedStateMachine):
         super().__init__()
         self._runtime, self._tasks, self._directory = runtime, tasks, directory
         models = [model for model in (runtime.engine.target, runtime.engine.draft) if model is not None]
-        of_blocks = [model.config.num_layers * model.plan.kv_block_bytes for model in models]
+        of_blocks = [model.plan.kv_block_bytes for model in models]
         self._stored_bytes = STORED_BLOCKS * of_blocks[0]
         # What slots hold when the scheduler is closed, each block with its checksum, and no block more.
         self._saved_bytes = SLOTS * MOST_BLOCKS * sum(nbytes + 100 for nbytes in of_blocks)

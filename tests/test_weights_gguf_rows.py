@@ -90,7 +90,11 @@ def by_package(path: Path, arch: str, config: Any) -> dict[str, torch.Tensor]:
         tensor = tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))]
         values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            values = values.view(-1, config.head_dim // 2, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+            values = (
+                values.view(-1, config.attention.head_dim // 2, 2, values.shape[1])
+                .transpose(1, 2)
+                .reshape(values.shape)
+            )
         found[name] = values
     return found
 

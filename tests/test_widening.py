@@ -203,7 +203,8 @@ def test_a_random_draft_has_the_shape_and_the_vocabulary(
     assert command("--shape", "llama-68m", "--random") == 0
     written, source = open_checkpoint(tmp_path / "out"), open_checkpoint(source_dir)
     found = written.config()
-    assert (found.hidden_size, found.num_layers, found.attention.num_heads, found.head_dim) == (768, 2, 12, 64)
+    heads = found.attention
+    assert (found.hidden_size, found.num_layers, heads.num_heads, heads.head_dim) == (768, 2, 12, 64)
     assert written.tokenizer().get_vocab() == source.tokenizer().get_vocab()
     assert written.generation_eos() == source.generation_eos()
 

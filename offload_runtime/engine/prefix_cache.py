@@ -19,9 +19,9 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.sessions import SavedPrefixes
 from offload_runtime.errors import BudgetError
-from offload_runtime.kv import BlockStore
+from offload_runtime.kv import BlockLayout, BlockStore
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.kv.device import block_shape
+from offload_runtime.kv.device import block_shapes
 from offload_runtime.memory import check_host_memory
 
 
@@ -115,9 +115,9 @@ class PrefixCache:
         held = min(cache.length(slot), len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
 
         def save(block: int) -> SavedBlock:
-            check_host_memory(target.config.num_layers * target.plan.kv_block_bytes, what="the prefix cache")
-            shape = target.config.num_layers, *block_shape(target.config)
-            saved = torch.empty(shape, dtype=target.plan.dtype).unbind()
+            layout = BlockLayout(block_shapes(target.config), target.plan.dtype)
+            check_host_memory(layout.nbytes, what="the prefix cache")
+            saved = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8))
             cache.save_block(slot, block, saved)
             return saved
 

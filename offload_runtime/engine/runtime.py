@@ -474,7 +474,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def _require_block(self, nbytes: int, what: str, remedy: str) -> int:
         """Bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""
-        block_bytes = self.config.num_layers * self.plan.target.kv_block_bytes
+        block_bytes = self.plan.target.kv_block_bytes
         sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
         require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {remedy}")
         return block_bytes

@@ -26,7 +26,7 @@ from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError, require
 from offload_runtime.files import delete_leftovers, regular_file, write_atomically
 from offload_runtime.kv import BlockFiles, BlockLayout, block_names
-from offload_runtime.kv.device import block_shape
+from offload_runtime.kv.device import block_shapes
 from offload_runtime.options import require_unicode
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
@@ -116,8 +116,7 @@ class SessionCache:
 
     @property
     def _layout(self) -> BlockLayout:
-        config = self.model.config
-        return BlockLayout((config.num_layers, *block_shape(config)), self.model.plan.dtype, self.locks)
+        return BlockLayout(block_shapes(self.model.config), self.model.plan.dtype, self.locks)
 
 
 def session_caches(

@@ -15,7 +15,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -58,17 +58,23 @@ def block_names(kind: str, tokens: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What a block is on its way: `shape` [L, 2, H_kv, 256, D] and `dtype`; `locks` says whether the host memory that
-    it passes through is page-locked, if the system allows it, for a GPU's full speed."""
+    """What a block is on its way: by layer the shape of its keys and values, [2, H_kv, 256, D], and their dtype;
+    `locks` says whether the host memory that it passes through is page-locked, if the system allows it, for a GPU's
+    full speed."""
 
-    shape: tuple[int, ...]
+    shapes: Mapping[int, tuple[int, ...]]
     dtype: torch.dtype
     locks: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Of a block."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of a block."""
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+
+    def views(self, memory: torch.Tensor) -> SavedBlock:
+        """A block in memory of its size, uint8."""
+        parts = memory.view(self.dtype).split([math.prod(shape) for shape in self.shapes.values()])
+        return {layer: part.view(shape) for (layer, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 class BlockFiles(AbstractContextManager["BlockFiles"]):
@@ -205,7 +211,7 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
     def _write(self, name: str, layers: SavedBlock) -> None:
         def pieces() -> Iterator[bytes | memoryview]:
             checksum = 0
-            for layer in map(_bytes_of, layers):
+            for layer in map(_bytes_of, layers.values()):
                 checksum = zlib.crc32(layer, checksum)
                 yield layer
             yield _FOOTER.pack(_MAGIC, name.encode(), checksum)
@@ -220,11 +226,11 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
         path, checksum = self._path(name), 0
         try:
             about = path.lstat()
-            size = sum(layer.nbytes for layer in layers) + _FOOTER.size
+            size = sum(layer.nbytes for layer in layers.values()) + _FOOTER.size
             if not stat.S_ISREG(about.st_mode) or about.st_size != size:
                 raise SessionError(f"{path} is damaged: it has {about.st_size} bytes of {size}")
             with path.open("rb") as file:
-                for layer in map(_bytes_of, layers):
+                for layer in map(_bytes_of, layers.values()):
                     file.readinto(layer)  # all of it, most without the buffer
                     checksum = zlib.crc32(layer, checksum)
                 footer = file.read()
@@ -253,8 +259,7 @@ def _staging(layout: BlockLayout, count: int) -> Iterator[list[SavedBlock]]:
     if layout.locks:
         arena.lock(Registrar())
     try:
-        pieces = arena.buffer[: count * layout.nbytes].view(layout.dtype).view(count, *layout.shape)
-        yield [piece.unbind() for piece in pieces.unbind()]
+        yield [layout.views(piece) for piece in arena.buffer[: count * layout.nbytes].view(count, -1).unbind()]
     finally:
         arena.close()
 

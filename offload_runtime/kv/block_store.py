@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-# A block of a sequence: of every layer its keys and values, [2, H_kv, 256, D], host.
-SavedBlock = Sequence[torch.Tensor]
+# A block of a sequence: by layer its keys and values, [2, H_kv, 256, D], host.
+SavedBlock = Mapping[int, torch.Tensor]
 
 
 class _Key(NamedTuple):

@@ -6,7 +6,7 @@ That one is reserved in full up front; `kv.host` has the one whose blocks live i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -136,7 +136,7 @@ class BlockCache:
         self._rows = slice(None)
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
-        for layer, target in enumerate(to):
+        for layer, target in to.items():
             target.copy_(self._block(layer, slot, block), non_blocking=True)
         self._wait()
 
@@ -144,7 +144,7 @@ class BlockCache:
         block, rest = divmod(self._lengths[slot], BLOCK_TOKENS)
         assert not rest and 0 < count <= BLOCK_TOKENS
         self.begin_window([slot], [count])
-        for layer, source in enumerate(saved):
+        for layer, source in saved.items():
             self._block(layer, slot, block).copy_(source, non_blocking=True)
         self._wait()
         self.commit(slot, count)
@@ -194,9 +194,9 @@ class DeviceKVCache(BlockCache):
         super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners)
         self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
         blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
-        # Of each card [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
-        self._of_cards, self._of_layers = allocate_layers(
-            budgets, self._owners, name, dtype, (batch, blocks, *block_shape(config))
+        # Layers of one card and shape [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
+        self._stacks, self._of_layers = allocate_layers(
+            budgets, self._owners, name, dtype, block_shapes(config, batch, blocks)
         )
 
     def store(self, layer: int) -> KVBlocks:
@@ -222,7 +222,7 @@ class DeviceKVCache(BlockCache):
 
     def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         if len(rows) > 1:  # else the root, which is where it belongs
-            compact_path([data[:, slot] for data in self._of_cards], self._lengths[slot], rows)
+            compact_path([data[:, slot] for data in self._stacks.values()], self._lengths[slot], rows)
         self.commit(slot, len(rows))
 
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:
@@ -231,7 +231,7 @@ class DeviceKVCache(BlockCache):
         assert all(one in self.spare_positions for one in cache_positions)
         assert first + len(cache_positions) <= self.capacity_tokens
         if cache_positions:
-            move_rows([data[:, slot] for data in self._of_cards], cache_positions, first)
+            move_rows([data[:, slot] for data in self._stacks.values()], cache_positions, first)
 
     def recent_blocks(self, slot: int) -> range:
         """The open block, a full one before it, and what the announced window reaches."""
@@ -274,9 +274,9 @@ def allocate_zeros(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: S
 
 
 def allocate_layers(
-    budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, dtype: torch.dtype, shape: Sequence[int],
-    layers: Iterable[int] | None = None,
-) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:  # fmt: skip
+    budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, dtype: torch.dtype,
+    shapes: Mapping[int, tuple[int, ...]],
+) -> tuple[dict[tuple[int, tuple[int, ...]], torch.Tensor], dict[int, torch.Tensor]]:  # fmt: skip
     """The same for layers, each in the memory of its card.
 
     Args:
@@ -284,19 +284,19 @@ def allocate_layers(
         owners: The card of each layer by its number.
         name: What to call it in the ledgers.
         dtype: Of the numbers.
-        shape: For each layer.
-        layers: Those that there is to be room for; None: all.
+        shapes: By layer, of those that there is to be room for.
 
     Returns:
-        Of each card what it has, [L, *shape], and of each layer its part of that, [*shape].
+        By card and shape the layers that have both, [L, *shape], and of each layer its part of that, [*shape].
     """
-    wanted = sorted(range(len(owners)) if layers is None else layers)
-    of_cards, of_layers = list[torch.Tensor](), dict[int, torch.Tensor]()
-    for card, budget in enumerate(budgets):
-        own = [layer for layer in wanted if owners[layer] == card]
-        of_cards.append(allocate_zeros(budget, name, dtype, (len(own), *shape)))
-        of_layers.update(zip(own, of_cards[-1], strict=True))
-    return of_cards, dict(sorted(of_layers.items()))
+    alike = dict[tuple[int, tuple[int, ...]], list[int]]()
+    for layer, shape in sorted(shapes.items()):
+        alike.setdefault((owners[layer], shape), []).append(layer)
+    stacks, of_layers = dict[tuple[int, tuple[int, ...]], torch.Tensor](), dict[int, torch.Tensor]()
+    for (card, shape), layers in alike.items():
+        stacks[card, shape] = allocate_zeros(budgets[card], name, dtype, (len(layers), *shape))
+        of_layers.update(zip(layers, stacks[card, shape], strict=True))
+    return stacks, dict(sorted(of_layers.items()))
 
 
 def filled_blocks(before: int, after: int) -> range:
@@ -323,14 +323,20 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def block_shape(config: ModelConfig) -> tuple[int, int, int, int]:
-    """Shape of one layer's block: keys and values, heads, tokens, channels."""
-    return 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
+def block_shape(config: ModelConfig, layer: int) -> tuple[int, int, int, int]:
+    """Shape of a layer's block: keys and values, heads, tokens, channels."""
+    attention = config.layers[layer].attention
+    return 2, attention.num_kv_heads, BLOCK_TOKENS, attention.head_dim
 
 
-def block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one layer's block."""
-    return math.prod(block_shape(config)) * dtype.itemsize
+def block_shapes(config: ModelConfig, *outer: int) -> dict[int, tuple[int, ...]]:
+    """By layer the shape of blocks, behind these dimensions."""
+    return {layer: (*outer, *block_shape(config, layer)) for layer in range(config.num_layers)}
+
+
+def block_bytes(config: ModelConfig, dtype: torch.dtype, layer: int) -> int:
+    """Bytes of a layer's block."""
+    return config.layers[layer].attention.kv_elements(BLOCK_TOKENS) * dtype.itemsize
 
 
 def kv_cache_bytes(
@@ -338,7 +344,7 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes of a `DeviceKVCache`."""
     blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
-    return config.num_layers * batch * blocks * block_bytes(config, dtype)
+    return batch * blocks * sum(block_bytes(config, dtype, layer) for layer in range(config.num_layers))
 
 
 def compact_path(caches: Sequence[torch.Tensor], committed: int, rows: Sequence[int]) -> None:

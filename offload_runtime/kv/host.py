@@ -100,24 +100,24 @@ class HostKVCache(BlockCache):
         budgets = [card.budget for card in cards]
         super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners)
         self._dtype = dtype
-        self._block_bytes = block_bytes(config, dtype)
-        self._piece_blocks = [card.piece_bytes // self._block_bytes for card in cards]
-        assert all(self._piece_blocks), "a buffer must hold a block"
+        self._piece_bytes = [card.piece_bytes for card in cards]
         streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         of_layers = {layer: cards[self._owners[layer]] for layer in streamed}
-        self.blocks = HostBlocks(of_layers, self._block_bytes, batch=batch, most_blocks=most_blocks)
+        sizes = {layer: block_bytes(config, dtype, layer) for layer in streamed}
+        assert all(size <= of_layers[layer].piece_bytes for layer, size in sizes.items()), "a buffer must hold a block"
+        self.blocks = HostBlocks(of_layers, sizes, batch=batch, most_blocks=most_blocks)
         self._entered = [0] * batch  # blocks that the tables know
         # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
         rings, self._ring = allocate_layers(
-            budgets, self._owners, f"{name}: open blocks", dtype, (batch, self._ring_blocks, *block_shape(config)),
-            streamed,
+            budgets, self._owners, f"{name}: open blocks", dtype,
+            {layer: (batch, self._ring_blocks, *block_shape(config, layer)) for layer in streamed},
         )  # fmt: skip
         stays, self._resident = allocate_layers(
-            budgets, self._owners, f"{name}: resident layers", dtype, (batch, most_blocks, *block_shape(config)),
-            resident_layers,
+            budgets, self._owners, f"{name}: resident layers", dtype,
+            {layer: (batch, most_blocks, *block_shape(config, layer)) for layer in resident_layers},
         )  # fmt: skip
-        self._of_cards = rings + stays
+        self._stacks = [*rings.values(), *stays.values()]
         self.prefills_by_layer = bool(streamed)  # a workspace serves all streamed layers of a card
         # Once for all: from the second prompt on the allocator would put a larger one where residual streams were.
         self._streaming_cards = sorted({self._owners[layer] for layer in streamed})
@@ -170,7 +170,8 @@ class HostKVCache(BlockCache):
         runs: list[Run] = []
         for slot, blocks in enumerate(snapshot.blocks):
             first = 0 if reach is None else max(0, snapshot.lengths[slot] - reach) // BLOCK_TOKENS
-            runs += self.blocks.runs(slot, first, blocks, self._piece_blocks[self._owners[layer]])
+            most_blocks = self._piece_bytes[self._owners[layer]] // self.blocks.block_bytes[layer]
+            runs += self.blocks.runs(slot, first, blocks, most_blocks)
         return runs
 
     def _passing(self, layer: int) -> Iterator[tuple[Run, KVBlocks]]:
@@ -180,8 +181,8 @@ class HostKVCache(BlockCache):
         assert schedule is not None, "a pass begins before it reads"
         for run in self._runs(layer, self._passes[layer].snapshot):
             buffer = schedule.take(KV, (layer, run.slot, run.blocks.start))
-            data = buffer[: len(run.blocks) * self._block_bytes].view(self._dtype)
-            yield run, KVBlocks(data.view(1, len(run.blocks), *block_shape(self._config)), run.blocks.start)
+            data = buffer[: len(run.blocks) * self.blocks.block_bytes[layer]].view(self._dtype)
+            yield run, KVBlocks(data.view(1, len(run.blocks), *self._ring[layer].shape[2:]), run.blocks.start)
             # Not in a `finally`: what an interrupted pass holds is let go of when the next one begins.
             schedule.release(KV)
 
@@ -249,13 +250,13 @@ class HostKVCache(BlockCache):
         if not self._ring:
             return
         self.writes.drain()  # the blocks behind `start` are read back
-        shape = (1, num_blocks(total), *block_shape(self._config))
         for number in self._streaming_cards:
+            largest = max(self.blocks.block_bytes[layer] for layer in self._ring if self._owners[layer] == number)
             # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
-            memory = self.borrow_workspace[number](shape[1] * self._block_bytes)
+            memory = self.borrow_workspace[number](num_blocks(total) * largest).zero_()
             self._cards[number].prefill = HostPrefill(
-                slot, start, total, memory.view(self._dtype).view(shape).zero_(), blocks=self.blocks,
-                piece_blocks=self._piece_blocks[number], writeback=self.writes.engines[number],
+                slot, start, total, memory, blocks=self.blocks, piece_bytes=self._piece_bytes[number],
+                writeback=self.writes.engines[number],
             )  # fmt: skip
         self._prefilled = slot
         self._epoch += 1  # only this sequence's blocks are streamed
@@ -349,7 +350,7 @@ class HostKVCache(BlockCache):
         for run in self.blocks.runs(slot, self._entered[slot], stop, self.blocks.most_blocks):
             for layer in self._ring:
                 memory = self.blocks.memory(layer, *run).view(self._dtype)
-                memory = memory.view(len(run.blocks), *block_shape(self._config))
+                memory = memory.view(len(run.blocks), *self._ring[layer].shape[2:])
                 self._tables[layer].put(slot, run.blocks.start, memory)
         self._entered[slot] = max(self._entered[slot], stop)
 
@@ -370,7 +371,7 @@ class HostKVCache(BlockCache):
     def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         # Blocks on their way out lie before the window, so nothing that moves is being copied.
         if len(rows) > 1:
-            compact_path([data[:, slot] for data in self._of_cards], self._lengths[slot], rows)
+            compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
         self.commit(slot, len(rows))
 
     def _places(self, layer: int, slot: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -415,7 +416,7 @@ class HostKVCache(BlockCache):
             return self._resident[layer][slot, block]
         if block < self._ring_from[slot]:
             memory = self.blocks.memory(layer, slot, range(block, block + 1))
-            return memory.view(self._dtype).view(block_shape(self._config))
+            return memory.view(self._dtype).view(self._ring[layer].shape[2:])
         return self._ring[layer][slot, block % self._ring_blocks]
 
     def close(self) -> None:

@@ -102,13 +102,13 @@ class HostBlocks:
 
     Args:
         layers: The card of each layer that keeps its blocks here.
-        block_bytes: Of one layer's block.
+        block_bytes: By layer, bytes of a block.
         batch: Sequences.
         most_blocks: That a sequence will ever have.
     """
 
     def __init__(
-        self, layers: Mapping[int, HostKVCard], block_bytes: int, *, batch: int, most_blocks: int
+        self, layers: Mapping[int, HostKVCard], block_bytes: Mapping[int, int], *, batch: int, most_blocks: int
     ) -> None:  # fmt: skip
         self.most_blocks = most_blocks
         self.block_bytes = block_bytes
@@ -155,12 +155,12 @@ class HostBlocks:
         blocks = self._missing(slot, num_blocks)
         if not blocks:
             return
-        nbytes = len(blocks) * self.block_bytes
+        sizes = {layer: len(blocks) * self.block_bytes[layer] for layer in self._layers}
         extent = _Extent(blocks, {}, {})
         extents.append(extent)
         try:
-            check_host_memory(nbytes * len(self._layers), what="the KV cache")
-            for layer in self._layers:
+            check_host_memory(sum(sizes.values()), what="the KV cache")
+            for layer, nbytes in sizes.items():
                 extent.arenas[layer] = HostArena(nbytes, name=f"the KV cache of layer {layer}")
             worker = ThreadPoolExecutor(len(self._devices), thread_name_prefix="kv-growth")
             for layer, arena in extent.arenas.items():
@@ -170,7 +170,7 @@ class HostBlocks:
                 locked.result()
         except BudgetError as error:
             self._drop_newest(slot)
-            raise _refusal(nbytes * len(self._layers), error) from error
+            raise _refusal(sum(sizes.values()), error) from error
 
     def _missing(self, slot: int, num_blocks: int) -> range:
         """The blocks that `grow` makes: if any, several at once."""
@@ -237,8 +237,9 @@ class HostBlocks:
         try:
             extent.locked[layer].result()
         except BudgetError as error:
-            raise _refusal(extent.arenas[layer].nbytes * len(self._layers), error) from error
-        first, stop = (self.block_bytes * (block - extent.blocks.start) for block in (blocks.start, blocks.stop))
+            raise _refusal(sum(arena.nbytes for arena in extent.arenas.values()), error) from error
+        each = self.block_bytes[layer]
+        first, stop = (each * (block - extent.blocks.start) for block in (blocks.start, blocks.stop))
         return extent.arenas[layer].buffer[first:stop]
 
     def runs(self, slot: int, start: int, stop: int, most_blocks: int) -> Iterator[Run]:
@@ -336,21 +337,22 @@ class HostPrefill:
         slot: Of the sequence that is prefilled.
         start: Tokens committed before.
         total: Tokens there will be.
-        workspace: The running layer's keys and values: [1, N, 2, H_kv, 256, D], device.
+        memory: For the running layer's keys and values: uint8, device.
         blocks: Where full blocks go.
-        piece_blocks: Most blocks of one copy.
+        piece_bytes: Most bytes of one copy.
         writeback: The copy queue to there.
         written: Fires when the workspace's blocks have been copied.
         layer: The running layer; -1 before the first.
+        workspace: The running layer's keys and values: [1, N, 2, H_kv, 256, D] of the memory.
         finished_layers: Those that all pieces have gone through.
     """
 
     slot: int
     start: int
     total: int
-    workspace: torch.Tensor
+    memory: torch.Tensor
     blocks: HostBlocks
-    piece_blocks: int
+    piece_bytes: int
     writeback: CopyEngine
     layer: int = -1
     finished_layers: list[int] = field(default_factory=list)
@@ -377,6 +379,8 @@ class HostPrefill:
         if self.layer >= 0:
             self.writeback.compute_wait(self.written)  # the layer before is still being copied from there
         self.layer, self._blocks_written = layer, self.start // BLOCK_TOKENS
+        count = num_blocks(self.total)
+        self.workspace = self.memory[: count * ring[0].nbytes].view(ring.dtype).view(1, count, *ring.shape[1:])
         blocks = self.workspace[0]
         for run, kv in pieces:
             blocks[run.blocks.start : run.blocks.stop] = kv.data[0]
@@ -395,7 +399,8 @@ class HostPrefill:
         """
         full = end // BLOCK_TOKENS
         self.writeback.compute_record(self._read)
-        for run in self.blocks.runs(self.slot, self._blocks_written, full, self.piece_blocks):
+        most_blocks = self.piece_bytes // ring[0].nbytes
+        for run in self.blocks.runs(self.slot, self._blocks_written, full, most_blocks):
             target = self.blocks.memory(self.layer, *run)
             source = self.workspace[0, run.blocks.start : run.blocks.stop].view(-1).view(torch.uint8)
             label = "kv", (self.layer, self.slot, run.blocks.start)
@@ -411,12 +416,15 @@ class HostPrefill:
 
 
 def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int, *, overlapped: bool = False) -> int:
-    """Bytes of a buffer of the ring on the link: whole blocks of a layer, of which a long sequence makes pieces of
+    """Bytes of a buffer of the ring on the link: whole blocks of any layer, of which a long sequence makes pieces of
     about the same size; `overlapped` where the links of several cards are busy at once."""
-    block, most = block_bytes(config, dtype), _PIECE_BYTES_OF_CARDS if overlapped else _PIECE_BYTES
-    blocks = num_blocks(context_tokens)
-    pieces = -(-blocks // max(1, most // block))
-    return -(-blocks // pieces) * block
+    blocks, most = num_blocks(context_tokens), _PIECE_BYTES_OF_CARDS if overlapped else _PIECE_BYTES
+
+    def piece_bytes(block: int) -> int:
+        pieces = -(-blocks // max(1, most // block))
+        return -(-blocks // pieces) * block
+
+    return max(piece_bytes(block_bytes(config, dtype, layer)) for layer in range(config.num_layers))
 
 
 def ring_blocks(window_tokens: int) -> int:

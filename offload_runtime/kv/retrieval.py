@@ -20,7 +20,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
 from offload_runtime.config import chunks_of_budget
-from offload_runtime.kv.device import DeviceKVCache, allocate_layers, block_shape, kv_cache_bytes, num_blocks
+from offload_runtime.kv.device import DeviceKVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.memory import DeviceBudget, current_device, overwrite
 from offload_runtime.models.config import ModelConfig
@@ -64,17 +64,22 @@ class RetrievedChunks:
         self.chunk_size = chunk_size
         self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         owners = owners or (0,) * config.num_layers
-        shape = (batch, num_blocks(budget_tokens), *block_shape(config))
-        self._of_cards, self._data = allocate_layers(budgets, owners, name, dtype, shape)
-        places = (batch, config.num_kv_heads, self.budget_chunks)
-        self._places, self.resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, places)
-        for of_card in self._places:
-            of_card.fill_(-1)
+        shapes = block_shapes(config, batch, num_blocks(budget_tokens))
+        self._stacks, self._data = allocate_layers(budgets, owners, name, dtype, shapes)
+        shapes = {layer: (batch, shape[3], self.budget_chunks) for layer, shape in shapes.items()}
+        self._places, self.resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, shapes)
+        for places in self._places.values():
+            places.fill_(-1)
 
     def borrow_workspace(self, card: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of the memory of a card's chunks, at most all of it; the chunks are forgotten."""
-        self._places[card].fill_(-1)
-        return self._of_cards[card].view(-1).view(torch.uint8)[:nbytes]
+        """uint8 [nbytes] of the memory of a card's chunks, at most all of it where its layers are alike; the chunks are
+        forgotten."""
+        for (owner, _), places in self._places.items():
+            if owner == card:
+                places.fill_(-1)
+        largest = max((stack for (owner, _), stack in self._stacks.items() if owner == card), key=torch.numel)
+        assert nbytes <= largest.nbytes
+        return largest.view(-1).view(torch.uint8)[:nbytes]
 
     def blocks(self, layer: int) -> KVBlocks:
         """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in the order of their places; see `resident`."""
@@ -109,7 +114,7 @@ class RetrievedChunks:
 
         Until their next update layers that held such a chunk are of no use.
         """
-        for places in self._places:
+        for places in self._places.values():
             resident = places[:, slot]
             resident.masked_fill_(resident >= length // self.chunk_size, -1)
 
@@ -137,10 +142,12 @@ class RetrievalPolicy:
     ) -> None:  # fmt: skip
         self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         self._chunk_size = chunk_size
-        chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
-        shape, owners = (batch, config.num_kv_heads, chunks), owners or (0,) * config.num_layers
-        _, codes = allocate_layers(budgets, owners, "codes of chunks", torch.int8, (*shape, config.head_dim))
-        _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, (*shape, 2))
+        chunks, owners = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size, owners or (0,) * config.num_layers
+        attentions = {number: layer.attention for number, layer in enumerate(config.layers)}
+        shapes = {layer: (batch, one.num_kv_heads, chunks, one.head_dim) for layer, one in attentions.items()}
+        _, codes = allocate_layers(budgets, owners, "codes of chunks", torch.int8, shapes)
+        shapes = {layer: (*shape[:3], 2) for layer, shape in shapes.items()}
+        _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, shapes)
         self._summaries = list(map(ChunkSummaries, codes.values(), factors.values()))
 
     def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
@@ -180,8 +187,7 @@ class RetrievalPolicy:
 
     def warm_up(self) -> None:
         """Compile what chooses, however many chunks there are to choose from."""
-        _, num_heads, num_chunks, _ = self._summaries[0].codes.shape
-        for device in {one.codes.device for one in self._summaries}:
+        for num_heads, num_chunks, device in {(*one.codes.shape[1:3], one.codes.device) for one in self._summaries}:
             for count in different_counts(num_chunks):
                 scores = torch.zeros(1, num_heads, count, device=device)
                 with current_device(device):
@@ -386,11 +392,13 @@ class RetrievedDraftCache(RetrievalCache):
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
     """Device bytes of the chunks' summaries of a `RetrievalPolicy`."""
-    chunks = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size
-    return config.num_layers * batch * config.num_kv_heads * chunks * (config.head_dim + FACTOR_BYTES)
+    attentions = [layer.attention for layer in config.layers]
+    chunk_bytes = sum(one.num_kv_heads * (one.head_dim + FACTOR_BYTES) for one in attentions)
+    return batch * num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size * chunk_bytes
 
 
 def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int) -> int:
     """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
-    places = config.num_layers * batch * config.num_kv_heads * chunks_of_budget(budget_tokens, chunk_size)
+    num_heads = sum(layer.attention.num_kv_heads for layer in config.layers)
+    places = batch * num_heads * chunks_of_budget(budget_tokens, chunk_size)
     return kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch) + 4 * places

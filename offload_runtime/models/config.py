@@ -25,7 +25,7 @@ class ModelConfig:
     """One decoder: its layers from below, and what lies around them.
 
     Attributes:
-        layers: Caches hold keys and values of all of them in one tensor, so that all have heads of one number and size.
+        layers: They share the residual stream; each has a number and a size of heads of its own.
         ropes: The rotations of the layers, whose pairs of channels follow one another among a row's angles.
         embedding_multiplier: What embeddings are multiplied by, in the model's dtype; with `rounds_multiplier` it is
             itself rounded to that.
@@ -45,18 +45,17 @@ class ModelConfig:
     logits_cap: float | None = None
 
     def __post_init__(self) -> None:
-        one = self.attention
-        sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
-        for name, value in ((name, getattr(one, name)) for name in sizes):
-            require_positive(name, value)
+        for one in {layer.attention for layer in self.layers}:
+            for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
+                require_positive(name, getattr(one, name))
+            uneven = f"{one.num_heads} query heads cannot share {one.num_kv_heads} KV heads evenly"
+            require(one.num_heads % one.num_kv_heads == 0, uneven)
         for name in ("vocab_size", "max_position_embeddings"):
             require_positive(name, getattr(self, name))
-        uneven = f"{one.num_heads} query heads cannot share {one.num_kv_heads} KV heads evenly"
-        require(one.num_heads % one.num_kv_heads == 0, uneven)
 
     @property
     def attention(self) -> Attention:
-        """That of the first layer, whose sizes are all layers'."""
+        """That of the first layer."""
         return self.layers[0].attention
 
     @property
@@ -68,16 +67,6 @@ class ModelConfig:
     def hidden_size(self) -> int:
         """Channels of the residual stream."""
         return self.attention.hidden_size
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return self.attention.head_dim
 
     @cached_property
     def num_angles(self) -> int:

@@ -590,9 +590,9 @@ def _prefill_work(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) ->
     moved_bytes = sum(target.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in target.layers)
     hbm_s = batch * moved_bytes / machine.attained_hbm
     arithmetic_s = batch * (product_operations + attention_operations / _PREFILL_ATTENTION_SHARE) / flops
-    layer_kv_bytes = batch * (prompt_tokens // BLOCK_TOKENS) * target.kv_block_bytes
-    written_bytes = len(target.kv_layers_on_host) * layer_kv_bytes
-    staged_kv_bytes = len(placement.staged_kv_layers) * layer_kv_bytes
+    full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    written_bytes = batch * target.kv_bytes_of(target.kv_layers_on_host, full_tokens)
+    staged_kv_bytes = batch * target.kv_bytes_of(placement.staged_kv_layers, full_tokens)
     link_bytes = batch * target.bytes_of_layers(placement.streamed_layers) + written_bytes
     link_s = link_bytes / _link_bytes_per_s(plan, machine)
     # What is staged grows as the threads that write there touch it.

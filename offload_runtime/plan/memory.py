@@ -264,23 +264,35 @@ class ModelPlan:
 
     @cached_property
     def kv_block_bytes(self) -> int:
-        """A block of keys and values of one sequence in one layer."""
-        return kv.block_bytes(self.config, self.dtype)
+        """A block of keys and values of one sequence in all of its layers."""
+        return self.kv_bytes_of(self.layers, BLOCK_TOKENS)
 
-    @property
-    def kv_layer_bytes(self) -> int:
-        """Keys and values of one layer, of the whole context."""
-        return self.batch * kv.num_blocks(self.context_tokens) * self.kv_block_bytes
+    def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
+        """Keys and values of so many tokens of one sequence in some layers."""
+        return sum(self.config.layers[layer].attention.kv_elements(tokens) for layer in layers) * self.dtype.itemsize
+
+    def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
+        """Keys and values of the whole context in some layers."""
+        return self.batch * self.kv_bytes_of(layers, kv.num_blocks(self.context_tokens) * BLOCK_TOKENS)
 
     @property
     def host_kv_bytes(self) -> int:
         """Host memory of the keys and values of the whole context that are not on the device."""
-        return len(self.kv_layers_on_host) * self.kv_layer_bytes
+        return self.reserved_kv_bytes(self.kv_layers_on_host)
+
+    @cached_property
+    def largest_kv_layer(self) -> tuple[int]:
+        """The layer that keeps the most of a token."""
+        return (max(self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
 
     @property
-    def open_kv_bytes(self) -> int:
-        """On the device, of a layer whose cache is on the host: its newest blocks."""
-        return self.batch * kv.ring_blocks(self.window_tokens) * self.kv_block_bytes
+    def kv_layer_bytes(self) -> int:
+        """Keys and values of the whole context in the largest layer."""
+        return self.reserved_kv_bytes(self.largest_kv_layer)
+
+    def open_kv_bytes(self, layers: Iterable[int]) -> int:
+        """On the device, of layers whose caches are on the host: their newest blocks."""
+        return self.batch * self.kv_bytes_of(layers, kv.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
 
     @cached_property
     def kv_piece_bytes(self) -> int:
@@ -313,7 +325,7 @@ class ModelPlan:
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
-        needed_bytes = kv.num_blocks(self.context_tokens) * self.kv_block_bytes
+        needed_bytes = self.kv_layer_bytes // self.batch
         return 0 if self._of_own(self.borrowable_bytes) >= needed_bytes else needed_bytes
 
     @property
@@ -321,17 +333,12 @@ class ModelPlan:
         """The KV cache of all that is kept of the context, wherever it is."""
         kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
         blocks = kv.num_blocks(kept_tokens) + kv.num_blocks(self.tree_positions)
-        return self.batch * self._kv_of_layers(blocks * BLOCK_TOKENS)
-
-    def _kv_of_layers(self, tokens: int) -> int:
-        """Keys and values that its layers keep of so many tokens of a sequence."""
-        layers = map(self.config.layers.__getitem__, self.layers)
-        return sum(layer.attention.kv_elements(tokens) for layer in layers) * self.dtype.itemsize
+        return self.batch * self.kv_bytes_of(self.layers, blocks * BLOCK_TOKENS)
 
     @property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token of one sequence."""
-        return self._kv_of_layers(1)
+        return self.kv_bytes_of(self.layers, 1)
 
     @property
     def kv_bytes(self) -> int:
@@ -346,10 +353,10 @@ class ModelPlan:
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
             return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
-        resident, streamed = len(self.placement.resident_kv_layers), len(self.kv_layers_on_host)
+        streamed = self.kv_layers_on_host
         return (
-            MemoryPart("KV of resident layers", resident * self.kv_layer_bytes),
-            MemoryPart("open KV blocks", streamed * self.open_kv_bytes),
+            MemoryPart("KV of resident layers", self.reserved_kv_bytes(self.placement.resident_kv_layers)),
+            MemoryPart("open KV blocks", self.open_kv_bytes(streamed)),
             MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
             MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
         )
@@ -405,7 +412,7 @@ class ModelPlan:
         the full blocks that its window reaches."""
         reach = self.config.layer_windows[layer]
         first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
-        return self.batch * (length_tokens // BLOCK_TOKENS - first) * self.kv_block_bytes
+        return self.batch * self.kv_bytes_of((layer,), (length_tokens // BLOCK_TOKENS - first) * BLOCK_TOKENS)
 
     def streamed_kv(self, length_tokens: int) -> dict[int, int]:
         """The same of every layer whose cache is on the host, by layer."""
@@ -626,7 +633,7 @@ class RunPlan:
         placements = target.placements  # with rings of their own
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
-        staged_kv_bytes = len(placement.staged_kv_layers) * target.kv_layer_bytes
+        staged_kv_bytes = target.reserved_kv_bytes(placement.staged_kv_layers)
         parts = (
             MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
             MemoryPart("staged layers", staged_bytes),

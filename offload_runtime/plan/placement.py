@@ -108,7 +108,7 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     """
     if spare_bytes is None or placement.num_buffers < min(RING_BUFFERS, len(placement.streamed_layers)):
         return placement
-    layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes
+    layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes(target.largest_kv_layer)
     spare_bytes -= target.held_bytes(placement)
     if layers * each - target.kv_ring_bytes - target.prefill_workspace_bytes <= spare_bytes:
         count = layers  # nothing is streamed, and what streaming takes is not needed
@@ -339,7 +339,7 @@ def _to_move(giver: _CardLoad, taker: _CardLoad) -> int:
         return 0
     target = giver.plan.target
     if giver.missing_bytes:
-        on_device_bytes = target.open_kv_bytes if target.on_host else target.kv_layer_bytes
+        on_device_bytes = target.open_kv_bytes(target.largest_kv_layer) if target.on_host else target.kv_layer_bytes
         return max(1, -(-giver.missing_bytes // max(1, on_device_bytes)))
     layer_bytes = target.bytes_of_layers(target.layers) / len(target.layers) + target.kv_layer_bytes
     both_bytes = layer_bytes / giver.plan.limits.link_ratio + layer_bytes / taker.plan.limits.link_ratio

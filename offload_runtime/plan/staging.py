@@ -58,7 +58,8 @@ def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     d2h = NO_RING
     if on_host:
         # A prompt's blocks are written as they become full, piece by piece of the prompt.
-        written_bytes = -(-target.chunk_tokens // BLOCK_TOKENS) * target.kv_block_bytes
+        tokens = -(-target.chunk_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        written_bytes = target.kv_bytes_of(target.largest_kv_layer, tokens)
         piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
         fitting = (available_bytes - ring_shape(largest, 0).nbytes) // piece_bytes
         d2h = RingShape(piece_bytes, max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))

@@ -153,9 +153,11 @@ def verifier_step_bytes(
         far_chunks: Most chunks of a sequence to choose from.
         has_head: Whether logits are made here.
     """
-    scores = 4 * batch * config.num_kv_heads * far_chunks
-    chunk_logits = 4 * rows * config.attention.num_heads * far_chunks
-    workspace = max(sources_workspace_bytes(config.head_dim), scores + min(chunk_logits, SCORES_WORKSPACE_BYTES))
+    workspace = 0
+    for attention in {layer.attention for layer in config.layers}:
+        scores = 4 * batch * attention.num_kv_heads * far_chunks
+        chunk_logits = min(4 * rows * attention.num_heads * far_chunks, SCORES_WORKSPACE_BYTES)
+        workspace = max(workspace, sources_workspace_bytes(attention.head_dim), scores + chunk_logits)
     activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head)
     return device_window_bytes(batch=batch) + activations + workspace
 

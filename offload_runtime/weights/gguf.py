@@ -210,7 +210,7 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = interleaved and (".q_proj." in name or ".k_proj." in name)
-        fills[name] = _GgufFill(tensor, config.head_dim if permuted else None)
+        fills[name] = _GgufFill(tensor, config.attention.head_dim if permuted else None)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(

@@ -34,7 +34,7 @@ def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
             assert to.layer is not None
             if _more_bits(to.layer, config.num_layers):
                 kind = "Q6_K"
-            elif "v_proj" in name and config.attention.num_heads == _SHARED_VALUES * config.num_kv_heads:
+            elif "v_proj" in name and config.attention.num_heads == _SHARED_VALUES * config.attention.num_kv_heads:
                 kind = "Q5_K"
         found[name] = kind if to.shape[1] % _WEIGHTS == 0 else _SMALLER_BLOCKS.get(kind, kind)
     return found

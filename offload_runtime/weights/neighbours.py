@@ -115,7 +115,7 @@ def usual_draft(target: DescribedModel) -> UsualDraft | None:
     """What is usual with a target's family; None for a target with less than four times its parameters."""
     config = target.config()
     name, shape = _USUAL.get((config.architecture, config.vocab_size), (None, _LLAMA))
-    if config.vocab_size == 32000 and config.attention.num_heads == 4 * config.num_kv_heads:
+    if config.vocab_size == 32000 and config.attention.num_heads == 4 * config.attention.num_kv_heads:
         name = None  # the first of Mistral's models, whose tokens are not Llama 2's
     family = next(name for name, (architecture, _) in FAMILIES.items() if architecture == config.architecture)
     settings: dict[str, Any] = {

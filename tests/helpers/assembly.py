@@ -159,8 +159,8 @@ def make_runner(
     if host_kv is None:
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget])
     else:
-        piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype)
-        workspace_bytes = num_blocks(capacity_tokens) * block_bytes(config, dtype)
+        piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype, 0)
+        workspace_bytes = num_blocks(capacity_tokens) * block_bytes(config, dtype, 0)
         locking, writeback = BlockLocking(host_kv.registrar or registrar), make_copy_engine(device)
         if host_kv.staged is not None:
             locking = BlockLocking(registrar, PageableMemory(), host_kv.staged.layers)

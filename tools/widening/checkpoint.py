@@ -106,7 +106,7 @@ class WidenedCheckpoint(MadeCheckpoint):
             "model.embed_tokens": _Part(fill=None), "lm_head": _Part(), "model.norm": norm, "input_layernorm": norm,
             "post_attention_layernorm": norm,
             "self_attn.q_proj": _Part(
-                scale=math.sqrt(shape.head_dim / small.head_dim),
+                scale=math.sqrt(shape.head_dim / small.attention.head_dim),
                 rows=places.query_rows,
                 silent_rows=places.silent_query_rows,
             ),

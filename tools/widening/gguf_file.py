@@ -126,10 +126,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> 
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.layers[0].mlp.intermediate_size)
     writer.add_head_count(config.attention.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_head_count_kv(config.attention.num_kv_heads)
+    writer.add_key_length(config.attention.head_dim)
+    writer.add_value_length(config.attention.head_dim)
+    writer.add_rope_dimension_count(config.attention.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(described.rms_norm_eps)
     rope = described.rope_parameters
@@ -177,7 +177,7 @@ def _write_tensors(
         def write(tensor: _Tensor) -> None:
             nonlocal done_bytes
             at = start_bytes + tensor.offset_bytes
-            stored = _stored(source, tensor, config.head_dim).view(-1).numpy().data.cast("B")
+            stored = _stored(source, tensor, config.attention.head_dim).view(-1).numpy().data.cast("B")
             while stored:
                 count = os.pwrite(handle, stored, at)
                 stored, at = stored[count:], at + count

@@ -19,7 +19,7 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """A model's scaled frequencies as transformers makes them, [D/2] fp32, and the factor on cosines and sines."""
     hf_config = transformers.LlamaConfig(
         hidden_size=config.hidden_size, num_attention_heads=config.attention.num_heads,
-        num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+        num_key_value_heads=config.attention.num_kv_heads, head_dim=config.attention.head_dim,
         max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.ropes[0].parameters),
     )  # fmt: skip
     functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
@@ -38,7 +38,7 @@ def _widened_yarn(config: ModelConfig) -> dict[str, Any]:
     on the ramp (j * s - low * s) / (high * s - low * s) is the small head's value: to the last bit of fp32 for s a
     power of two, otherwise up to rounding.
     """
-    rope, small_dim = dict(config.ropes[0].parameters), config.head_dim
+    rope, small_dim = dict(config.ropes[0].parameters), config.attention.head_dim
     theta = float(rope["rope_theta"])
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
@@ -74,12 +74,13 @@ def widened_rope(config: ModelConfig, large_dim: int) -> dict[str, Any]:
         UnsupportedArchitectureError: A scaling that depends on the head dimension and the length at once.
     """
     rope = dict(config.ropes[0].parameters)
-    kind, step = rope["rope_type"], large_dim // config.head_dim
+    small_dim = config.attention.head_dim
+    kind, step = rope["rope_type"], large_dim // small_dim
     if kind in _KEPT_TYPES or step == 1:
         return rope
     if kind == "yarn":
         return _widened_yarn(config)
     raise UnsupportedArchitectureError(
-        f"RoPE scaling {kind!r} changes with the head dimension and cannot be widened from {config.head_dim} to "
+        f"RoPE scaling {kind!r} changes with the head dimension and cannot be widened from {small_dim} to "
         f"{large_dim} channels: set yarn, linear or no scaling in the source's config.json"
     )

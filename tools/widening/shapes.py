@@ -33,7 +33,7 @@ class WideShape:
         """That of a model."""
         return cls(
             config.hidden_size, config.layers[0].mlp.intermediate_size, config.num_layers, config.attention.num_heads,
-            config.num_kv_heads, config.head_dim,
+            config.attention.num_kv_heads, config.attention.head_dim,
         )  # fmt: skip
 
 
@@ -117,14 +117,15 @@ def rotary_channels(small_dim: int, large_dim: int) -> torch.Tensor:
 
 def place_heads(config: ModelConfig, shape: WideShape) -> HeadPlaces:
     """Map the heads of a checked pair of shapes."""
-    small_dim, large_dim = config.head_dim, shape.head_dim
-    group, large_group = config.attention.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    small = config.attention
+    small_dim, large_dim = small.head_dim, shape.head_dim
+    group, large_group = small.num_heads // small.num_kv_heads, shape.num_heads // shape.num_kv_heads
     copies = -(-group // large_group)
     query_heads = [
         ((head // group) * copies + (head % group) // large_group) * large_group + (head % group) % large_group
-        for head in range(config.attention.num_heads)
+        for head in range(small.num_heads)
     ]
-    kv_heads = list(range(config.num_kv_heads * copies))
+    kv_heads = list(range(small.num_kv_heads * copies))
     kv_sources = [head // copies for head in kv_heads]
     rotary, plain = rotary_channels(small_dim, large_dim), torch.arange(small_dim)
     silent = torch.ones(large_dim, dtype=torch.bool)
@@ -145,19 +146,20 @@ def check_fits(config: ModelConfig, shape: WideShape) -> None:
     Raises:
         OptionError: Something of the large shape is smaller, or the head dimensions do not divide.
     """
-    for name, small in vars(WideShape.of(config)).items():
+    for name, least in vars(WideShape.of(config)).items():
         large = getattr(shape, name)
-        if small > large:
-            raise OptionError(f"the shape has {name} {large}, less than the source's {small}: choose a larger shape")
-    if shape.head_dim % config.head_dim or config.head_dim % 2:
+        if least > large:
+            raise OptionError(f"the shape has {name} {large}, less than the source's {least}: choose a larger shape")
+    small = config.attention
+    if shape.head_dim % small.head_dim or small.head_dim % 2:
         raise OptionError(
-            f"heads of {config.head_dim} channels do not divide heads of {shape.head_dim}, so the rotary frequencies "
+            f"heads of {small.head_dim} channels do not divide heads of {shape.head_dim}, so the rotary frequencies "
             "would differ: choose a source or a shape whose head dimensions divide"
         )
-    group, large_group = config.attention.num_heads // config.num_kv_heads, shape.num_heads // shape.num_kv_heads
-    needed = config.num_kv_heads * -(-group // large_group)
+    group, large_group = small.num_heads // small.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    needed = small.num_kv_heads * -(-group // large_group)
     if needed > shape.num_kv_heads:
         raise OptionError(
-            f"{config.attention.num_heads} query heads over {config.num_kv_heads} KV heads need {needed} KV heads of "
+            f"{small.num_heads} query heads over {small.num_kv_heads} KV heads need {needed} KV heads of "
             f"{large_group} query heads each, and the shape has {shape.num_kv_heads}: choose a larger shape"
         )
