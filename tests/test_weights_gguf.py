@@ -201,11 +201,11 @@ def test_end_of_turn_ids_end_an_answer_too(tmp_path):
 
 def test_unsupported_models_are_refused(tmp_path):
     model = build("llama")
-    with pytest.raises(UnsupportedArchitectureError, match=r"'falcon' has layers that are not Llama's.*Qwen3"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"'falcon' has layers of another kind.*Qwen3"):
         open_checkpoint(write(tmp_path / "a.gguf", "llama", model, general_arch="falcon"))
     with pytest.raises(UnsupportedArchitectureError, match="mixture of experts"):
         open_checkpoint(write(tmp_path / "b.gguf", "llama", model, extra=lambda w: w.add_expert_count(8)))
-    with pytest.raises(UnsupportedArchitectureError, match="8 are rotated"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"partial_rotary_factor is 0\.5"):
         open_checkpoint(write(tmp_path / "c.gguf", "llama", model, extra=lambda w: (
             w.add_rope_dimension_count(8), w.add_key_length(16))))  # fmt: skip
     with pytest.raises(UnsupportedArchitectureError, match="one of 3 files"):

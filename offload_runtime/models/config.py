@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from offload_runtime_kernels.rope_store import Rotation
+
 from offload_runtime.errors import require
 from offload_runtime.models.layers import Attention, DecoderLayer, Tensor
 from offload_runtime.options import require_positive
@@ -18,6 +20,10 @@ class Rope:
 
     parameters: Mapping[str, Any]
     channels: int
+
+    def rotation(self, *, first: int = 0, interleaved: bool = False) -> Rotation:
+        """How a layer rotates by it, whose angles of a row begin with this one."""
+        return Rotation(first, self.channels // 2, interleaved)
 
 
 @dataclass(frozen=True)

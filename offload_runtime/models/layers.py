@@ -70,6 +70,13 @@ class Weight(Protocol):
 Weights = Mapping[str, Weight]  # by packed name
 
 
+class QueryGrowth(NamedTuple):
+    """Queries are multiplied by 1 + beta ln(1 + floor(position / length))."""
+
+    beta: float
+    length: int
+
+
 class LayerCache(Protocol):
     """What an attention layer needs of a KV cache: a place for new keys and values, and attention over all that its
     queries see."""
@@ -142,6 +149,7 @@ class Attention:
         rotation: How queries and keys are rotated; None: not at all.
         qkv_bias, o_bias: Which projections have biases.
         qk_norm: Whether queries and keys are normed before they are rotated, each head by itself or all together.
+        query_growth: How queries grow with their positions, if they do.
         fused: Whether a checkpoint has queries, keys and values as one matrix.
     """
 
@@ -159,6 +167,7 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
+    query_growth: QueryGrowth | None = None
     fused: bool = False
 
     def __post_init__(self) -> None:
@@ -221,6 +230,10 @@ class Attention:
             for name, part in (("q_norm", q), ("k_norm", k)):
                 rms_norm(part, weights[name].dense, self.eps, offset=self.norm_offset, out=part)
         q = rope_store(qkv, rows.rope, cache.store(layer), self.rotation, norm)
+        if self.query_growth is not None:
+            beta, length = self.query_growth
+            growth = 1 + beta * (rows.rope.positions.clamp_min(0) // length + 1).log()
+            q = q.mul_(growth.to(q.dtype)[:, None, None])
         q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
         sinks = weights["sinks"].dense if self.sinks else None
         params = AttentionParams(self.scale, self.window, self.soft_cap, sinks)

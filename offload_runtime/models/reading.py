@@ -14,8 +14,7 @@ from offload_runtime.fields import MOST, Fields, shown
 from offload_runtime.models.config import ModelConfig, Rope
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP
 
-# Names of one function each.
-_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh",)}
+_GELU = "gelu_pytorch_tanh"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _MOST_LAYERS, _MOST_HEAD_DIM = 1 << 8, 1 << 12  # the deepest models have 130 layers
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
@@ -46,11 +45,10 @@ def attention_of(fields: Fields) -> Attention:
 
 def mlp_of(fields: Fields, *, activation: Activation = "silu") -> GatedMLP:
     """A gated MLP of the usual sizes, and of this activation."""
-    stated = fields.text("hidden_activation", fields.text("hidden_act"))
-    if stated not in _ACTIVATIONS[activation]:
+    key, names = ("hidden_act", ("silu", "swish")) if activation == "silu" else ("hidden_activation", (_GELU,))
+    if (stated := fields.text(key, names[0])) not in names:
         raise UnsupportedArchitectureError(
-            f"hidden activation {shown(stated)} is not supported: only {' or '.join(_ACTIVATIONS[activation])} is; "
-            "choose another model"
+            f"hidden activation {shown(stated)} is not supported: only {names[0]} is; choose another model"
         )
     return GatedMLP(fields.integer("hidden_size"), fields.integer("intermediate_size"), activation)
 
@@ -85,6 +83,35 @@ def decoder(
     )
 
 
+def decoder_by_type(fields: Fields, layer: DecoderLayer, slides: Sequence[bool], *, local_theta: float) -> ModelConfig:
+    """A model whose layers rotate in one way where they slide and in another one where they attend to everything.
+
+    Args:
+        fields: What the configuration says: `rope_parameters` of each type, or of older files those of full attention.
+        layer: What all layers are.
+        slides: Which do, where no `layer_types` say it.
+        local_theta: The base of those that slide, where no `rope_parameters` of their own say it.
+    """
+    windows = windows_by_type(fields, slides, fields.integer("sliding_window"))
+    stated, head_dim = fields.mapping("rope_parameters"), layer.attention.head_dim
+    types = Fields(fields.where, stated)
+    by_type = any(isinstance(value, dict) for value in stated.values())
+    full = {**(types.mapping("full_attention") if by_type else stated), **fields.mapping("rope_scaling")}
+    local = {"rope_theta": local_theta, **(types.mapping("sliding_attention") if by_type else {})}
+    ropes = rope(fields, head_dim, full), rope(fields, head_dim, local)
+    far, near = ropes[0].rotation(), ropes[1].rotation(first=ropes[0].channels // 2)
+    rotations = [far if window is None else near for window in windows]
+    return decoder(fields, layer, windows=windows, rotations=rotations, ropes=ropes)
+
+
+def refuse_set(fields: Fields, name: str, what: str) -> None:
+    """Refuse an option that the layers would ignore."""
+    if fields.values.get(name):
+        raise UnsupportedArchitectureError(
+            f"{name} is {shown(fields.values[name])}: layers that {what} are not supported; choose another model"
+        )
+
+
 def end_ids(fields: Fields) -> tuple[int, ...]:
     """Token ids that end an answer: a number, a list of numbers or nothing."""
     value = fields.values.get("eos_token_id")
@@ -98,9 +125,9 @@ def sliding_window(fields: Fields) -> int | None:
     return fields.integer("sliding_window") if slides else None
 
 
-def windows_by_type(fields: Fields, otherwise: Sequence[bool]) -> tuple[int | None, ...]:
+def windows_by_type(fields: Fields, otherwise: Sequence[bool], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer by `layer_types`; where a file has none, `otherwise` says which layers slide."""
-    count, window = num_layers(fields), sliding_window(fields)
+    count = num_layers(fields)
     kinds = fields.items("layer_types", str)[:count]
     if not kinds:
         return tuple(window if slides else None for slides in otherwise)
@@ -121,7 +148,8 @@ def windows_by_type(fields: Fields, otherwise: Sequence[bool]) -> tuple[int | No
 def upper_layers_slide(fields: Fields) -> tuple[int | None, ...]:
     """Qwen's windows: by `layer_types`, or else of the layers from `max_window_layers` on."""
     first = fields.integer("max_window_layers", at_least=0)
-    return windows_by_type(fields, [layer >= first for layer in range(num_layers(fields))])
+    slides = [layer >= first for layer in range(num_layers(fields))]
+    return windows_by_type(fields, slides, sliding_window(fields))
 
 
 def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:

@@ -25,7 +25,16 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("Qwen2ForCausalLM", ("qwen2", "qwen2vl")),
     "qwen3": ("Qwen3ForCausalLM", ("qwen3", "qwen3vl")),
     "smollm3": ("SmolLM3ForCausalLM", ("smollm3",)),
+    "olmo2": ("Olmo2ForCausalLM", ("olmo2",)),
+    "olmo3": ("Olmo3ForCausalLM", ()),  # llama.cpp's are called olmo2, too
+    "granite": ("GraniteForCausalLM", ("granite",)),
+    "gemma2": ("Gemma2ForCausalLM", ("gemma2",)),
+    "gemma3_text": ("Gemma3ForCausalLM", ("gemma3",)),
+    "glm4": ("Glm4ForCausalLM", ("glm4",)),
+    "phi3": ("Phi3ForCausalLM", ("phi3",)),
+    "ministral3": ("Ministral3ForCausalLM", ("mistral3",)),
 }
+_SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows
 # The text parts of models that read images, and whose they are like: of text, whose positions are the same on all three
 # axes, the rotations of `mrope` are the plain ones.
 _TEXT_PARTS = {
@@ -39,6 +48,10 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _nothing(fields: Fields) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """What a file of this folder says, as its `FAMILY`.
@@ -47,14 +60,20 @@ class Family:
         model: From what a configuration says, defaults included, to the model.
         defaults: transformers' values for what a file leaves out, where they differ from those of all.
         text_sizes: What configurations of text parts leave out, which were saved as differences from these.
+        of_gguf: From the metadata of a GGUF file about the model to what a `config.json` would say besides the sizes.
+        rope_of_gguf: The same of what all files say of rotations; None where llama.cpp reads no more of them.
         gguf_interleaved: Whether llama.cpp rotates neighbouring channels, so that its converter has interleaved the
             rows of queries and keys.
+        gguf_norm_shift: What that has added to the weights of norms.
     """
 
     model: Callable[[Fields], ModelConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_sizes: Mapping[str, int] = field(default_factory=dict)
+    of_gguf: Callable[[Fields], Mapping[str, Any]] = _nothing
+    rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False
+    gguf_norm_shift: float = 0.0
 
 
 def family_named(model_type: str) -> Family:
@@ -64,9 +83,10 @@ def family_named(model_type: str) -> Family:
     return found
 
 
-def gguf_family(arch: str) -> str | None:
-    """The family of one of llama.cpp's architectures; None of those that do not run."""
-    return next((name for name, (_, archs) in FAMILIES.items() if arch in archs), None)
+def gguf_family(arch: str, *, slides: bool) -> str | None:
+    """The family of one of llama.cpp's architectures, which may have sliding windows; None of those that do not run."""
+    found = next((name for name, (_, archs) in FAMILIES.items() if arch in archs), None)
+    return _SLIDING.get(found or "", found) if slides else found
 
 
 def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:

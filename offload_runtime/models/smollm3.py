@@ -6,7 +6,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, windows_by_type
+from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, sliding_window, windows_by_type
 from offload_runtime.models.registry import Family
 
 
@@ -15,7 +15,7 @@ def _model(fields: Fields) -> ModelConfig:
     attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
     layer = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
     rotations = [attention.rotation if rotated else None for rotated in rotates]
-    windows = windows_by_type(fields, [not rotated for rotated in rotates])
+    windows = windows_by_type(fields, [not rotated for rotated in rotates], sliding_window(fields))
     return decoder(fields, layer, windows=windows, rotations=rotations)
 
 

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 from offload_runtime.errors import UnsupportedArchitectureError
 from offload_runtime.fields import Fields, shown
 
-_SUPPORTED = "Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and SmolLM3 run"
+_SUPPORTED = (
+    "Llama, Mistral, Ministral 3, Qwen2, Qwen2.5, Qwen3, Gemma 2 and 3, Phi-3 and Phi-4, GLM-4, Granite 3, OLMo 2 and "
+    "3 and SmolLM3 run"
+)
 
 
 class _Reason(NamedTuple):
@@ -46,7 +49,7 @@ _REASONS = (
     _Reason("attends to images in some of its layers, which does not run", (
         "cross_attention_layers", "attention.cross_attention_layers"), ("mllama",)),
 )  # fmt: skip
-_OTHER_LAYERS = "has layers that are not Llama's (other norms, activations or attention), which do not run"
+_OTHER_LAYERS = "has layers of another kind (other norms, activations or attention), which do not run"
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel", "ForRetrieval")
 # What to take instead, up to so many billions of parameters of a dense model about as good.
 _COMPARABLE = {

@@ -46,12 +46,11 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
         raise CheckpointError(f"{header.fields.where} has no token_embd.weight: it is not a language model's weights")
     size = fields.integer
     heads, hidden, num_layers = size("attention.head_count"), size("embedding_length"), size("block_count")
-    rotated = size("rope.dimension_count", size("attention.key_length", hidden // heads))
-    head_dim = size("attention.key_length", rotated)
-    if rotated != head_dim or size("attention.value_length", head_dim) != head_dim:
+    head_dim = size("attention.key_length", hidden // heads)
+    if (of_values := size("attention.value_length", head_dim)) != head_dim:
         raise UnsupportedArchitectureError(
-            f"{header.fields.where}: heads of {head_dim} channels of which {rotated} are rotated, or values of another "
-            "size, are not supported: choose another model"
+            f"{header.fields.where}: keys of {head_dim} channels and values of {of_values} are not supported: choose "
+            "another model"
         )
     return {
         "vocab_size": embedding.shape[0],
@@ -61,6 +60,7 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
+        "partial_rotary_factor": size("rope.dimension_count", head_dim, at_most=head_dim) / head_dim,
         "max_position_embeddings": size("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -76,11 +76,14 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
             experts.
     """
     fields, family = header.of_model(), supported_family(header)
-    shape = _shape_settings(header)
+    shape, window = _shape_settings(header), fields.integer("attention.sliding_window", 0, at_least=0)
+    rotated = round(shape["head_dim"] * shape["partial_rotary_factor"])
     ids, eos = special_ids(header.fields), end_token_ids(header.fields)
     vectors = {name: _read_vector(header.tensors[name]) for name in ROPE_TENSORS if name in header.tensors}
+    one = family_named(family)
+    rope = rope_of_gguf(fields, header.arch, rotated, vectors, reads_multiplier=one.rope_of_gguf is not None)
     settings = shape | {
-        "rope_parameters": rope_of_gguf(fields, header.arch, shape["head_dim"], vectors),
+        "rope_parameters": rope if one.rope_of_gguf is None else one.rope_of_gguf(fields, rope),
         "bos_token_id": ids.get("bos"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": ids.get("padding"),
@@ -89,11 +92,12 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
     }
-    window = fields.integer("attention.sliding_window", 0, at_least=0)
-    if family == "llama" and window:  # only Mistral has them of what is stored as llama
-        family = "mistral"
-        settings["sliding_window"] = window
-    return settings | {"model_type": family, "architectures": [FAMILIES[family][0]]}
+    slides = fields.values.get(f"{header.arch}.attention.sliding_window_pattern")
+    if isinstance(slides, (list, bool)):  # of each layer, or of all
+        slides = slides if isinstance(slides, list) else [slides] * shape["num_hidden_layers"]
+        settings["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    settings |= {"model_type": family, "architectures": [FAMILIES[family][0]], "sliding_window": window or None}
+    return settings | dict(one.of_gguf(fields))
 
 
 def _generation(fields: Fields) -> dict[str, Any]:
@@ -118,10 +122,11 @@ def _check_kind(tensor: StoredTensor) -> None:
 @dataclass(frozen=True)
 class _GgufFill:
     """Reads a tensor; a vector counts as one row. With `head_dim` the rows of each head are put back in order, whose
-    two halves llama.cpp interleaves; those of a vector are its elements."""
+    two halves llama.cpp interleaves; those of a vector are its elements. `shift` is taken off all elements."""
 
     tensor: StoredTensor
     head_dim: int | None = None
+    shift: float = 0.0
 
     def __call__(self, out: torch.Tensor, staging: Staging | None = None) -> None:
         """Fill `out` as a `Fill` does, a few rows at a time.
@@ -152,6 +157,10 @@ class _GgufFill:
             blocks = halves.reshape(blocks.shape)
         if out.dtype == torch.uint8:
             store_rows(self.tensor.dtype, blocks, self.tensor.shape[-1], out)
+        elif self.shift:
+            decoded = torch.empty_like(out, dtype=torch.float32)
+            decode_file_rows(self.tensor.dtype, blocks, decoded)
+            out.copy_(decoded.sub_(self.shift))
         else:
             decode_file_rows(self.tensor.dtype, blocks, out)
 
@@ -171,6 +180,8 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
 
     def stored_name(name: str) -> str:
         stem, _, suffix = name.rpartition(".")
+        if suffix not in ("weight", "bias"):  # transformers has none where a parameter is no module's
+            stem, suffix = name, "weight"
         return f"{names.get_name(stem)}.{suffix}"
 
     return stored_name
@@ -204,13 +215,14 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    fills, interleaved = dict[str, Fill](), family_named(settings["model_type"]).gguf_interleaved
+    fills, family = dict[str, Fill](), family_named(settings["model_type"])
     stored_name = _stored_names(header, config)
     tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
-        permuted = interleaved and (".q_proj." in name or ".k_proj." in name)
-        fills[name] = _GgufFill(tensor, config.attention.head_dim if permuted else None)
+        permuted = family.gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
+        shift = family.gguf_norm_shift if name.endswith("norm.weight") else 0.0
+        fills[name] = _GgufFill(tensor, config.attention.head_dim if permuted else None, shift)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(

@@ -20,27 +20,32 @@ _NO_SCALING: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 
 
-def rope_of_gguf(fields: Fields, arch: str, head_dim: int, vectors: Mapping[str, list[float]]) -> dict[str, Any]:
+def rope_of_gguf(
+    fields: Fields, arch: str, channels: int, vectors: Mapping[str, list[float]], *, reads_multiplier: bool = False
+) -> dict[str, Any]:
     """How llama.cpp rotates (`llama-model.cpp`, `llama-context.cpp`, `rope_yarn` of ggml): pairs of channels by their
     usual frequency, divided by the factor and by what a tensor says of each, which transformers calls longrope.
 
     Args:
         fields: The metadata of the architecture.
         arch: Its name.
-        head_dim: Channels of a head, which are all rotated.
+        channels: Those of a head that are rotated.
         vectors: Those of `ROPE_TENSORS` that the file has.
+        reads_multiplier: Whether llama.cpp reads YaRN's logarithmic multiplier of it.
 
     Raises:
         UnsupportedArchitectureError: A scaling that llama.cpp does not have for such a model.
         CheckpointError: A tensor of another size.
     """
-    kind, divisors = fields.text("rope.scaling.type", "linear"), _stored_divisors(fields.where, vectors, head_dim // 2)
+    kind, divisors = fields.text("rope.scaling.type", "linear"), _stored_divisors(fields.where, vectors, channels // 2)
     if kind not in ("none", "linear", "yarn") and not (kind == "longrope" and divisors):
         raise UnsupportedArchitectureError(
             f"{fields.where}: RoPE scaling {shown(kind)} is not supported: use a model with none, linear, yarn or "
             "longrope (with its factors)"
         )
     for name, without in _NO_SCALING.items():
+        if name == "yarn_log_multiplier" and reads_multiplier:
+            continue
         if (value := fields.number(f"rope.scaling.{name}", without[0])) not in without:
             raise UnsupportedArchitectureError(
                 f"{fields.where}: rope.scaling.{name} is {value:g}, which is not supported, and llama.cpp does not "
@@ -59,7 +64,7 @@ def rope_of_gguf(fields: Fields, arch: str, head_dim: int, vectors: Mapping[str,
         if attention == 1.0:
             return {"rope_theta": base} | ({"rope_type": "linear", "factor": factor} if factor > 1 else {})
     ramped = kind == "yarn" and factor > 0 and base > 1
-    scales = _yarn_divisors(head_dim, base, original, factor) if ramped else [factor] * (head_dim // 2)
+    scales = _yarn_divisors(channels, base, original, factor) if ramped else [factor] * (channels // 2)
     short, long = ([one * scale for one, scale in zip(each, scales, strict=True)]
                    for each in divisors or ([1.0] * len(scales),) * 2)  # fmt: skip
     return {
@@ -81,8 +86,8 @@ def _stored_divisors(
             raise CheckpointError(f"{where} has no {name} beside its like: download or convert it again")
         if len(vectors[name]) != num_pairs:
             raise CheckpointError(
-                f"{where} has {len(vectors[name])} numbers in {name}, expected {num_pairs}, half of a head's channels: "
-                "download or convert it again"
+                f"{where} has {len(vectors[name])} numbers in {name}, expected {num_pairs}, half of the rotated "
+                "channels: download or convert it again"
             )
     return vectors[names[0]], vectors[names[1]]
 

@@ -1,0 +1,226 @@
+"""Random small models of every family, as transformers makes them, and as llama.cpp's converter would write them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+VOCABULARY = 320
+SWITCH = 400  # tokens from which on longrope's models turn otherwise: more than any test has
+
+
+def _alike(draw: random.Random) -> dict[str, Any]:
+    """Sizes that all families have."""
+    num_kv_heads, head_dim = draw.choice((1, 2, 3)), draw.choice((8, 16, 24))
+    num_heads = num_kv_heads * draw.choice((1, 2, 3))
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": num_heads * head_dim, "intermediate_size": draw.choice((56, 80, 96)),
+        "num_hidden_layers": draw.choice((2, 3, 5)), "num_attention_heads": num_heads, "head_dim": head_dim,
+        "num_key_value_heads": num_kv_heads, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 0, "tie_word_embeddings": draw.random() < 0.5, "rms_norm_eps": draw.choice((1e-6, 1e-4)),
+    }  # fmt: skip
+
+
+def _theta(draw: random.Random) -> float:
+    return draw.choice((500.0, 10000.0, 1e6))
+
+
+def _plain_heads(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sizes.items() if name != "head_dim"}
+
+
+def _any_width(draw: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Heads that together are not as wide as the residual stream."""
+    return sizes | {"hidden_size": sizes["num_attention_heads"] * draw.choice((8, 12, 20))}
+
+
+def _olmo2(draw: random.Random) -> Any:
+    rope = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}))
+    return transformers.Olmo2Config(
+        **_plain_heads(_alike(draw)), attention_bias=draw.random() < 0.3,
+        rope_parameters={**rope, "rope_theta": _theta(draw)},
+    )  # fmt: skip
+
+
+def _olmo3(draw: random.Random) -> Any:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    theta, full = _theta(draw), draw.choice(({"rope_type": "default"}, yarn))
+    rope = {"full_attention": {**full, "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta}}  # fmt: skip
+    return transformers.Olmo3Config(
+        **_plain_heads(_alike(draw)) | {"num_hidden_layers": 5}, sliding_window=draw.choice((7, 33)),
+        rope_parameters=rope,
+    )  # fmt: skip
+
+
+def _granite(draw: random.Random) -> Any:
+    return transformers.GraniteConfig(
+        **_plain_heads(_alike(draw)), attention_multiplier=draw.choice((0.1, 0.3)), embedding_multiplier=6.0,
+        residual_multiplier=draw.choice((1.0, 0.4)), logits_scaling=draw.choice((1.0, 4.0)),
+        attention_bias=draw.random() < 0.3, mlp_bias=draw.random() < 0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": _theta(draw)},
+    )  # fmt: skip
+
+
+def _gemma2(draw: random.Random) -> Any:
+    return transformers.Gemma2Config(
+        **_any_width(draw, _alike(draw)) | {"tie_word_embeddings": True}, sliding_window=draw.choice((5, 40)),
+        query_pre_attn_scalar=draw.choice((8, 16, 24)), attn_logit_softcapping=draw.choice((2.0, 50.0)),
+        final_logit_softcapping=draw.choice((3.0, 30.0)),
+        rope_parameters={"rope_type": "default", "rope_theta": _theta(draw)},
+    )  # fmt: skip
+
+
+def _gemma3_text(draw: random.Random) -> Any:
+    full = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}))
+    rope = {"full_attention": {**full, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    return transformers.Gemma3TextConfig(
+        **_any_width(draw, _alike(draw)) | {"num_hidden_layers": draw.choice((3, 7)), "tie_word_embeddings": True},
+        sliding_window=draw.choice((5, 40)), query_pre_attn_scalar=draw.choice((8, 16, 24)), rope_parameters=rope,
+    )  # fmt: skip
+
+
+def _glm4(draw: random.Random) -> Any:
+    rope = {"rope_type": "default", "rope_theta": _theta(draw), "partial_rotary_factor": draw.choice((0.25, 0.5))}
+    return transformers.Glm4Config(
+        **_any_width(draw, _alike(draw)), rope_parameters=rope, attention_bias=draw.random() < 0.5
+    )
+
+
+def _phi3(draw: random.Random) -> Any:
+    sizes, share = _plain_heads(_alike(draw)), draw.choice((1.0, 0.75, 0.5))
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if draw.random() < 0.5:
+        pairs = int(head_dim * share) // 2
+        rope = {"rope_type": "longrope", "short_factor": [draw.uniform(1, 2) for _ in range(pairs)],
+                "long_factor": [draw.uniform(2, 9) for _ in range(pairs)]}  # fmt: skip
+    return transformers.Phi3Config(
+        **sizes, original_max_position_embeddings=SWITCH, sliding_window=draw.choice((None, 19)),
+        rope_parameters={**rope, "rope_theta": _theta(draw), "partial_rotary_factor": share},
+    )  # fmt: skip
+
+
+def _ministral3(draw: random.Random) -> Any:
+    rope = {
+        "rope_type": "yarn", "rope_theta": _theta(draw), "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": draw.choice((0.1, 0.7)),
+    }  # fmt: skip
+    return transformers.Ministral3Config(**_any_width(draw, _alike(draw)), rope_parameters=rope)
+
+
+CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
+    "olmo2": _olmo2, "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text,
+    "glm4": _glm4, "phi3": _phi3, "ministral3": _ministral3,
+}  # fmt: skip
+# llama.cpp's architectures of them.
+ARCHITECTURES = {
+    "olmo2": "olmo2", "olmo3": "olmo2", "granite": "granite", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "glm4": "glm4", "phi3": "phi3", "ministral3": "mistral3",
+}  # fmt: skip
+
+
+def family_model(family: str, seed: int) -> Any:
+    """A transformers model in fp32 of a random configuration, whose every parameter matters."""
+    config = CONFIGURATIONS[family](random.Random(f"{family} {seed}"))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    generator, first = torch.Generator().manual_seed(seed), 0.0 if family.startswith(("gemma2", "gemma3")) else 1.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(first + 0.2 * noise)
+            elif "embed_tokens" in name or name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def _scaling(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    kinds = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+    if kind := kinds.get(rope["rope_type"]):
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(rope["factor"])
+        if kind == gguf.RopeScalingType.YARN:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, Any]:
+    """What is written of a family besides sizes; returns small tensors."""
+    rope = dict(config.rope_parameters)
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    _scaling(writer, full)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if family == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    elif family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    elif family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif family in ("glm4", "phi3"):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
+    elif family == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if full["rope_type"] != "longrope":
+        return {}
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    scale = config.max_position_embeddings / config.original_max_position_embeddings
+    writer.add_rope_scaling_attn_factors((1 + np.log(scale) / np.log(config.original_max_position_embeddings)) ** 0.5)
+    return {f"rope_factors_{kind}.weight": full[f"{kind}_factor"] for kind in ("short", "long")}
+
+
+def write_family(path: Path, family: str, model: Any) -> Path:
+    """A model in F32 as llama.cpp's converter writes it, which shifts the norms of Gemma, and interleaves the rows of
+    queries and keys of what it rotates by neighbouring channels."""
+    config, arch = model.config, ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(path, arch)
+    head_dim = model.model.layers[0].self_attn.head_dim
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_tokenizer_model("none")
+    writer.add_token_list([f"t{index}" for index in range(VOCABULARY)])
+    writer.add_eos_token_id(1)
+    vectors = _metadata(writer, family, config)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
+            values = values + 1
+        if family in ("granite", "ministral3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+            halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
+    for name, vector in vectors.items():
+        writer.add_tensor(name, np.array(vector, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
