@@ -23,6 +23,7 @@ import harness
 from harness import Check, emit
 
 _HERE = Path(__file__).resolve().parent.parent
+_PATHS = (".", "kernels", "tools", "tools/peers")
 _OURS = "bench_streaming.py --systems ours --repeats 1"
 _PASS, _SPEED = "results.ours.windows.0.pass_s.median", "results.ours.tok_per_s"
 _WIDENED = "--source {source} --text {text}"
@@ -78,7 +79,7 @@ def run(tree: Path, words: list[str], timeout_s: float, card: str | None) -> dic
     Raises:
         RuntimeError: It printed no JSON.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / part) for part in (".", "kernels", "tools"))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / part) for part in _PATHS)}
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     if card is not None:
         environment["CUDA_VISIBLE_DEVICES"] = card
