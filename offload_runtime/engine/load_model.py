@@ -134,25 +134,11 @@ class LoadedModel:
         """Of all links together; None when nothing is streamed."""
         return sum(card.link_peak_gbps or 0.0 for card in self.cards) or None
 
-    def stall_seconds(self) -> float:
-        """That computing has waited for copies so far."""
-        return sum(card.engine.stall_seconds() for card in self.cards)
-
-    def copy_seconds(self) -> float:
-        """That a link has been busy so far, on average over those that carry something."""
-        links = [card for card in self.cards if card.link_peak_gbps is not None] or self.cards
-        return sum(card.engine.copy_seconds() for card in links) / len(links)
-
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
         rings = [arena for card in self.cards for arena, _ in card.staged.rings]
         return sum(arena.pinned_bytes for arena in (*self.weights.layers.values(), *rings))
-
-    @property
-    def pageable_bytes(self) -> int:
-        """Host memory that is staged."""
-        return sum(card.staged.pageable.nbytes for card in self.cards)
 
     def end_copies(self) -> None:
         """Before anything that is copied is let go of."""

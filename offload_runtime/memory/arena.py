@@ -200,24 +200,21 @@ class PageableMemory:
         # Reentrant: the garbage collector may give memory back in any thread, at any moment.
         self._lock = threading.RLock()
         self._ranges: list[tuple[int, int]] = []  # first address and that behind the last, ascending
+        self.nbytes = 0  # of all of them
         self._reads: list[Future[None]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """What is entered now."""
-        with self._lock:
-            return sum(end - start for start, end in self._ranges)
 
     def enter(self, memory: torch.Tensor) -> None:
         """Take up memory, no part of which is known yet: uint8 [n], host."""
         if memory.nbytes:
             with self._lock:
                 insort(self._ranges, (memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+                self.nbytes += memory.nbytes
 
     def forget(self, memory: torch.Tensor) -> None:
         """Drop `memory` if it was entered as such."""
         with self._lock:
             self._ranges = [entered for entered in self._ranges if entered[0] != memory.data_ptr()]
+            self.nbytes = sum(end - start for start, end in self._ranges)
 
     def locked_bytes(self, memory: torch.Tensor) -> int:
         """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""

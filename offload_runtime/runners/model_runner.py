@@ -108,7 +108,10 @@ class Decoder:
         self._multiplier = config.embedding_multiplier
         if config.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.final_norm.dtype).item()
+        self._eps, self._norm_offset = config.attention.eps, config.attention.norm_offset
+        self.num_layers = config.num_layers
         self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
+        self.in_blocks = self.partition.in_blocks
 
     def embed(self, rows: Rows) -> torch.Tensor:
         """The residual stream at the bottom: [N, H]."""
@@ -121,9 +124,8 @@ class Decoder:
 
     def head(self, residual: torch.Tensor) -> torch.Tensor:
         """Logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last layer."""
-        own, attention = self.config, self.config.attention
-        normed = rms_norm(residual, self.final_norm, attention.eps, offset=attention.norm_offset)
-        logits = self.lm_head.linear(normed)
+        own = self.config
+        logits = self.lm_head.linear(rms_norm(residual, self.final_norm, self._eps, offset=self._norm_offset))
         if own.logits_divisor != 1:
             logits = logits.div_(own.logits_divisor)
         return logits if own.logits_cap is None else logits.div_(own.logits_cap).tanh_().mul_(own.logits_cap)
@@ -221,7 +223,7 @@ class ModelRunner:
         self, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None, *, prompts: bool
     ) -> list[torch.Tensor]:
         """Return residual streams behind the last layer, [N, H], of the pieces of these numbers."""
-        in_blocks = prompts and layers is None and self.decoder.partition.in_blocks
+        in_blocks = prompts and layers is None and self.decoder.in_blocks
         if in_blocks and not self.streamer.num_streamed and not self.cache.prefills_by_layer:
             with _over_cards(self.decoder.partition):
                 return _run_blocks(self.decoder, self.streamer, self.cache, pieces, kept, on_layer)
@@ -436,7 +438,7 @@ def _run_layers(
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
-        on_layer(index + 1, decoder.config.num_layers)
+        on_layer(index + 1, decoder.num_layers)
     return [residuals[piece] for piece in kept]
 
 
@@ -480,9 +482,9 @@ def _run_layers_on_cards(
             with current_device(card.device):
                 decoder.layer(index, weights, residual, rows, cache)
             in_transit[piece] = send([residual], card, following, buffers, piece)
-        if index + 1 < decoder.config.num_layers:
+        if index + 1 < decoder.num_layers:
             arrived = received(0)
-        on_layer(index + 1, decoder.config.num_layers)
+        on_layer(index + 1, decoder.num_layers)
     return [
         residual
         for piece in kept
@@ -496,7 +498,7 @@ def _run_blocks(
 ) -> list[torch.Tensor]:  # fmt: skip
     """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
     card before the next one, so that the next card has something to do."""
-    partition, num_layers = decoder.partition, decoder.config.num_layers
+    partition, num_layers = decoder.partition, decoder.num_layers
     rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
     streamer.begin_pass()
     for card, block in groupby(range(num_layers), key=partition.card_of):
