@@ -1,6 +1,7 @@
 """Short passes of fixed shapes as CUDA graphs: launching one costs what launching a kernel costs.
 
-And which shapes the steps of a `DraftTree` have: on CUDA few of them, as every one is a graph.
+`StepGraphs` owns those of a target, a draft or a verifier, and what the host and they exchange. Below are the shapes
+that steps are rounded up to, as each is a graph, and the bytes that all of it takes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
+from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.core import BatchShape
@@ -31,7 +33,7 @@ _PRODUCT_ROWS = 8
 # Rows of a target's pass up to which it is captured: graphs take memory by their rows, and windows over what is on the
 # card rarely have more.
 CAPTURED_ROWS = 64
-# Nodes of a spine behind its first one: so many more steps before the host looks at them.
+# Nodes of a greedy path behind its first one: so many more steps before the host looks at them.
 MOST_GREEDY_STEPS = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
@@ -49,6 +51,9 @@ _WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 class StepGraphs:
     """Runs steps, on CUDA as replays of graphs. A step reads and writes tensors that never move and returns nothing.
 
+    What a step is about the host writes into page-locked memory, which the step fetches, and it finds there what the
+    step shows.
+
     The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
     The second captures it, so that what is run once only is not captured, and from then on the graph is replayed.
     All graphs share one memory pool of each device: they have to run one after the other, and from one thread, whose
@@ -57,17 +62,28 @@ class StepGraphs:
     Args:
         device: Where steps begin and end. On the CPU every run is an ordinary one.
         others: Devices that steps cross to.
-        most_graphs: Beyond these the one that was not used for longest is dropped.
+        captures: Whether steps can be captured: a graph cannot wait for weights that are on their way.
+        input_words, output_words: The most integers that steps fetch and show.
+
+    Attributes:
+        inputs: [input_words] int32, device: what the step has fetched.
+        inputs_host, outputs_host: The page-locked memory as int32 arrays.
     """
 
     def __init__(
-        self, device: torch.device, others: Sequence[torch.device] = (), *, most_graphs: int = MOST_GRAPHS
-    ) -> None:
-        assert most_graphs > 0
-        self._most_graphs = most_graphs
+        self, device: torch.device, others: Sequence[torch.device] = (), *, captures: bool = True,
+        input_words: int = 0, output_words: int = 0,
+    ) -> None:  # fmt: skip
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
-        self._device = device
-        self._replays = device.type == "cuda"
+        self._device, locked = device, device.type == "cuda"
+        self._replays = locked and captures
+        self.inputs = torch.zeros(input_words, dtype=torch.int32, device=device)
+        self._inputs_pinned, self._outputs_pinned = (
+            torch.zeros(words, dtype=torch.int32, pin_memory=locked and words > 0)
+            for words in (input_words, output_words)
+        )
+        self.inputs_host, self.outputs_host = self._inputs_pinned.numpy(), self._outputs_pinned.numpy()
+        self._is_running = False  # the last step may not have fetched its inputs yet
         if self._replays:
             self._stream = torch.cuda.Stream(device)
             self._streams = [torch.cuda.Stream(other) for other in others]  # of what is captured there
@@ -76,6 +92,27 @@ class StepGraphs:
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return sum(graph is not None for graph in self._graphs.values())
+
+    def begin(self) -> None:
+        """Wait until the host may write the inputs of another step: nobody may have asked what the last one found."""
+        if self._is_running:
+            self.wait()
+        self._is_running = True
+
+    def wait(self) -> None:
+        """Wait for what the current stream has to do."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._is_running = False
+
+    def fetch(self, words: int) -> None:
+        """Bring so many of the inputs to the device, within a step."""
+        copy_words(self._inputs_pinned[:words], self.inputs[:words])
+
+    def show(self, found: torch.Tensor, first: int = 0) -> None:
+        """Write a tensor to where the host finds it, from word `first` on, within a step."""
+        words = found.view(-1).view(torch.int32)
+        copy_words(words, self._outputs_pinned[first : first + len(words)])
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run `step` on the current stream without waiting for the device.
@@ -105,7 +142,7 @@ class StepGraphs:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Meanwhile every run is an ordinary one, and nothing is kept: what is played once needs no graph."""
+        """Meanwhile every run is an ordinary one, and nothing is kept: what is run once needs no graph."""
         before, self._replays = self._replays, False
         try:
             yield
@@ -114,7 +151,7 @@ class StepGraphs:
 
     def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = graph
-        if self.num_graphs > self._most_graphs:
+        if self.num_graphs > MOST_GRAPHS:  # the one that was not used for longest is dropped
             oldest = next(key for key, graph in self._graphs.items() if graph is not None)
             torch.cuda.current_stream(self._device).synchronize()  # it may still be running
             self._graphs.pop(oldest).reset()  # type: ignore[union-attr]
@@ -258,7 +295,7 @@ def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[Bat
 
 def tree_input_sizes(shape: BatchShape) -> list[int]:
     """Integers of each part of the inputs of a step over trees: those of a pass; of each sequence its start, RoPE shift
-    and last row; slots of the spines by step; how many of their steps have been made."""
+    and last row; cache positions of the greedy paths by step; how many of their steps have been made."""
     return [*shape.sizes, *[shape.batch] * 3, MOST_GREEDY_STEPS * shape.batch, 1]
 
 
@@ -268,7 +305,7 @@ def tree_input_words(batch: int) -> int:
 
 
 def tree_positions(tree_nodes: int) -> int:
-    """Spare slots of each sequence for proposals of `tree_nodes`.
+    """Spare positions of each sequence for proposals of `tree_nodes`.
 
     Nodes of a window, mostly as many as it has, and many times as many of what is drafted past it while it is
     verified: a pass of a streamed target leaves time for thousands. A draft of 30 layers had used up 8 times as many as

@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
-from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.rms_norm import rms_norm
 from offload_runtime_kernels.rope_store import RopeRows
 
@@ -354,16 +354,8 @@ class CapturedPasses:
 
     def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rope: RopeTable) -> None:
         self._decoder, self._layers, self._cache, self._rope = decoder, layers, cache, rope
-        self._device, most = rope.device, BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0)
-        self.graphs = StepGraphs(self._device)
-        # What passes read and write; the tensors never move. A pass begins by fetching what the host has written to
-        # page-locked memory, and ends by writing its tokens there.
-        locked, words = self._device.type == "cuda", packed_words(most.sizes)
-        self._words = torch.zeros(words, dtype=torch.int32, device=self._device)
-        self._words_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=locked)
-        self._tokens_pinned = torch.zeros(CAPTURED_ROWS, dtype=torch.int64, pin_memory=locked)
-        self._words_host, self._tokens_host = self._words_pinned.numpy(), self._tokens_pinned.numpy()
-        self._is_running = False  # the last pass may not have fetched its words yet
+        words = packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
+        self.graphs = StepGraphs(rope.device, input_words=words, output_words=2 * CAPTURED_ROWS)
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
 
@@ -383,10 +375,8 @@ class CapturedPasses:
         plain = sampling if sampling is not None and sampling.is_plain else None
         parts = shape.lay_out(trees, committed, batch.slots)
         words = pack_words(parts)
-        if self._is_running:  # the tokens of the last pass were not asked for
-            self._wait()
-        self._is_running = True
-        self._words_host[: len(words)] = words
+        self.graphs.begin()
+        self.graphs.inputs_host[: len(words)] = words
         self._frequencies.set_rows(parts[1])
         with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
             self.graphs.run((shape, plain), partial(self._pass, shape, plain))
@@ -401,25 +391,19 @@ class CapturedPasses:
     @torch.inference_mode()
     def _pass(self, shape: BatchShape, sampling: SlotSampling | None) -> None:
         """Run the pass; captured: no tensor of the host but those that never move."""
-        count, words = shape.num_rows, packed_words(shape.sizes)
-        copy_words(self._words_pinned[:words], self._words[:words])
-        rows = device_rows(shape, self._words, self._rope, self._frequencies.tensor[:count])
+        count = shape.num_rows
+        self.graphs.fetch(packed_words(shape.sizes))
+        rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         logits = window_pass(self._decoder, self._layers, self._cache, rows)
         self._logits[:count].copy_(logits)
         if sampling is not None:
-            tokens = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
-            copy_words(tokens.view(torch.int32), self._tokens_pinned[:count].view(torch.int32))
+            self.graphs.show(sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots))
 
     def _tokens(self, count: int) -> list[int]:
         """Return those behind the first rows of the pass that was run last. Waits for it."""
-        self._wait()
-        found: list[int] = self._tokens_host[:count].tolist()
+        self.graphs.wait()
+        found: list[int] = self.graphs.outputs_host.view(np.int64)[:count].tolist()
         return found
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self._is_running = False
 
 
 def _run_layers(

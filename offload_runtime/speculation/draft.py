@@ -348,8 +348,7 @@ class DraftModel(Proposer):
         self._sampling = SlotSampling(batch, device)
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self.texts = DraftKVState(runner, batch=batch)
-        # A graph cannot wait for weights that are on their way.
-        self.graphs = StepGraphs(torch.device("cpu") if runner.streamer.num_streamed else device)
+        self.graphs = StepGraphs(device, captures=not runner.streamer.num_streamed)
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)

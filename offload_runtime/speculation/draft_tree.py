@@ -19,7 +19,6 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
-from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.core import BatchShape
 from offload_runtime.kv import DeviceKVCache
@@ -126,46 +125,36 @@ class DraftTree:
         vocab_size: What the draft may propose are ids below this,
         excluded: but for these, which mean something else in the target, or nothing.
         batch: Sequences.
-        graphs: False runs every step launch by launch on CUDA too.
-        fixed_shapes: Whether steps are rounded up to a few shapes; None on CUDA only, where each is a graph.
 
     Attributes:
         num_places: Nodes of a sequence that can have keys at a time.
     """
 
     def __init__(
-        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, excluded: Sequence[int] = (),
-        batch: int = 1, graphs: bool = True, fixed_shapes: bool | None = None,
-    ) -> None:  # fmt: skip
+        self, runner: ModelRunner, texts: DraftKVState, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1
+    ) -> None:
         cache = runner.cache
         assert grows_trees(cache)
         self._runner, self._cache, self.texts = runner, cache, texts
         self.num_places = len(cache.spare_positions)
-        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         draft_vocab_size = runner.decoder.config.vocab_size
         self._vocab_size, self._children = vocab_size, min(CHILDREN, vocab_size, draft_vocab_size)
         self._device = device = cache.store(0).data.device
         self._excluded = excluded_ids(excluded, device)
         self._sampling, self._greedy = SlotSampling(batch, device), SlotSampling(batch, device)
-        self._rope = runner.rope
-        captured = graphs and not runner.streamer.num_streamed  # a graph cannot wait for weights on their way
-        self.graphs = StepGraphs(device if captured else torch.device("cpu"))
-        self._fixed_shapes = device.type == "cuda" if fixed_shapes is None else fixed_shapes
         self._batch, rows = batch, max(STEP_ROWS, batch)
-        # What steps read and write; the tensors never move. The host writes what they are about to page-locked memory,
-        # which they fetch, and finds there what they have found.
-        locked = device.type == "cuda"
+        # What steps write besides; the tensors never move.
         self._logits = torch.empty(rows, draft_vocab_size, dtype=cache.store(0).data.dtype, device=device)
-        words = tree_input_words(batch)
-        self._inputs = torch.zeros(words, dtype=torch.int32, device=device)
-        self._inputs_pinned = torch.zeros(words, dtype=torch.int32, pin_memory=locked)
-        self._is_running = False  # the last step may not have fetched its inputs yet
-        outputs = rows + MOST_GREEDY_STEPS * batch
-        self._outputs = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, device=device)
-        self._outputs_pinned = torch.zeros(outputs, 2 * self._children, dtype=torch.int32, pin_memory=locked)
-        self._inputs_host, self._outputs_host = self._inputs_pinned.numpy(), self._outputs_pinned.numpy()
+        self._outputs = torch.zeros(
+            rows + MOST_GREEDY_STEPS * batch, 2 * self._children, dtype=torch.int32, device=device
+        )
         self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
-        self._frequencies = RowFrequencies(self._rope, rows)
+        self._frequencies = RowFrequencies(runner.rope, rows)
+        self.graphs = StepGraphs(
+            device, captures=not runner.streamer.num_streamed, input_words=tree_input_words(batch),
+            output_words=self._outputs.numel(),
+        )  # fmt: skip
 
     def room(self, length: int) -> int:
         """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
@@ -201,7 +190,7 @@ class DraftTree:
 
         On the CPU there is nothing to do. Leaves keys in the first spare position alone.
         """
-        if not self._fixed_shapes:
+        if self._device.type != "cuda":
             return
         self._cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
         count, greedy = self._batch, [self._cache.spare_positions[:1]] * self._batch
@@ -223,7 +212,7 @@ class DraftTree:
         for make, shape in steps:
             self.graphs.capture(self._key(make, shape), partial(make, shape))
         self._cache.adopt(0, self._cache.spare_positions[:1], 0)
-        self._wait()
+        self.graphs.wait()
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
@@ -243,7 +232,8 @@ class DraftTree:
         self._cache.begin_window(list(asked), [line.fed for line in lines])
         further = min(len(one.greedy_places) for one in asked.values())
         ends = [line.positions[-1] + 1 for line in lines]
-        if any(self._rope.frequency_set(end) != self._rope.frequency_set(end + further) for end in ends):
+        frequency_set = self._runner.rope.frequency_set
+        if any(frequency_set(end) != frequency_set(end + further) for end in ends):
             further = 0  # a row's frequencies are those of one length
         shape = self._shape(lines, width, further)
         spare = self._cache.spare_positions
@@ -254,8 +244,8 @@ class DraftTree:
             self._run(self._nodes_step, shape)
             for _ in range(further):
                 self._run(self._greedy_step, shape)
-        self._wait()
-        outputs = self._outputs_host[: shape.num_rows + further * shape.batch]
+        self.graphs.wait()
+        outputs = self.graphs.outputs_host.reshape(len(self._outputs), -1)[: shape.num_rows + further * shape.batch]
         tokens = outputs[:, : self._children].tolist()
         scores = outputs[:, self._children :].view(np.float32).tolist()
         answers: dict[int, list[Children]] = {}
@@ -297,23 +287,21 @@ class DraftTree:
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
         reach = max(max(line.positions) for line in lines) + 1 + further
         shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
-        if not self._fixed_shapes:
+        if self._device.type != "cuda":
             return shape
         return captured_shape(shape, width=width, capacity_tokens=self._cache.capacity_tokens)
 
     def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
         """Write what the next step is about to where it will fetch it."""
-        if self._is_running:  # the step before was interrupted
-            self._wait()
-        self._is_running = True
+        self.graphs.begin()
         sizes = tree_input_sizes(shape)
-        parts = unpack(self._inputs_host, sizes)
+        parts = unpack(self.graphs.inputs_host, sizes)
         tokens, positions, cache_positions, owners, slots, committed, ancestors, *of_lines, greedy_positions, _ = parts
         paths, greedy_positions = (
             ancestors.reshape(-1, shape.depth),
             greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch),
         )
-        self._inputs_host[: packed_words(sizes)] = 0
+        self.graphs.inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
         for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):
             first = number * shape.width
@@ -330,15 +318,9 @@ class DraftTree:
             greedy_positions[: len(following), number] = following
         self._frequencies.set_rows(positions.tolist())
 
-    def _wait(self) -> None:
-        """For what the current stream has to do."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self._is_running = False
-
     def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
         """The inputs of a step, in the order of `tree_input_sizes`."""
-        return unpack(self._inputs, tree_input_sizes(shape))
+        return unpack(self.graphs.inputs, tree_input_sizes(shape))
 
     def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
         return make.__name__, shape, self._sampling.graph_key
@@ -349,12 +331,11 @@ class DraftTree:
     def _nodes_step(self, shape: BatchShape) -> None:
         """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no
         tensor of the host but those that never move."""
-        words = packed_words(tree_input_sizes(shape))
-        copy_words(self._inputs_pinned[:words], self._inputs[:words])
+        self.graphs.fetch(packed_words(tree_input_sizes(shape)))
         self._pass(shape)
         self._choose(shape, slice(0, shape.num_rows), self._outputs[: shape.num_rows])
         self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
-        self._show(0, shape.num_rows)
+        self.graphs.show(self._outputs[: shape.num_rows])
 
     def _greedy_step(self, shape: BatchShape) -> None:
         """Go on from each sequence's last row with its best child, whose keys go to the next of its greedy positions;
@@ -373,17 +354,13 @@ class DraftTree:
         found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
         found.index_copy_(0, step, answer[None])
         steps_done += 1
-        self._show(num_rows, num_rows + MOST_GREEDY_STEPS * batch)
-
-    def _show(self, first: int, last: int) -> None:
-        """Write some of the outputs to where the host finds them."""
-        copy_words(self._outputs[first:last].view(-1), self._outputs_pinned[first:last].view(-1))
+        self.graphs.show(found, num_rows * 2 * self._children)
 
     def _pass(self, shape: BatchShape) -> None:
         """Feed the rows; their logits are in `_logits` then."""
         runner, frequencies = self._runner, self._frequencies.tensor[: shape.num_rows]
         shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
-        rows = device_rows(shape, self._inputs, self._rope, frequencies, shifts)
+        rows = device_rows(shape, self.graphs.inputs, runner.rope, frequencies, shifts)
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         self._logits[: shape.num_rows].copy_(logits)
         if self._excluded is not None:
