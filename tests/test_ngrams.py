@@ -62,7 +62,7 @@ def chances_by_search(tokens: Sequence[int], depth: int, rates: MatchRates) -> d
             others = chances[path]
             for token in dict.fromkeys(texts[start][length] for start in ranked):
                 matched = max(starts[start] for start in through if texts[start][length] == token)
-                rate = rates.rate(min(matched, 128) + length)
+                rate = math.exp(rates.logs(min(matched, 128) + length)[0])
                 chances[(*path, token)] = others * rate
                 others *= 1 - rate
     del chances[()]

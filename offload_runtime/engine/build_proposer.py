@@ -38,8 +38,8 @@ def make_proposer(
     plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget], *,
     trees: bool = False, recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
 ) -> Proposer:  # fmt: skip
-    """Who proposes, for all sequences of the batch: a draft whose cache was planned for trees grows them. On a GPU all
-    models and their steps are warmed up.
+    """Return the proposer for all sequences of the batch: a draft whose cache was planned for trees grows them. On a
+    GPU all models and their steps are warmed up.
 
     Args:
         plan: Who proposes, and whether there is a retrieval verifier on top.
@@ -82,8 +82,8 @@ def _shared_vocabulary(target: LoadedModel, draft: LoadedModel) -> SharedVocabul
 
 
 def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]) -> RetrievalCache:
-    """What the retrieval verifier sees of the target's cache, whose prefills borrow memory of it where they were
-    planned to."""
+    """Return what the retrieval verifier sees of the target's cache, whose prefills borrow memory of it where they
+    were planned to."""
     options, source = plan.request.speculation, target.runner.cache
     assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     retrieved = RetrievalCache(
@@ -135,7 +135,7 @@ def _make_triforce(
 def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: int) -> None:
     """Compile the kernels of the verifier's steps, which would hold up the first proposals.
 
-    Leaves the target's cache empty, and the draft's with what was played.
+    Leaves the target's cache empty, and the draft's with what was proposed.
 
     Args:
         proposer: Of the target.

@@ -60,7 +60,7 @@ def settle(plan: RunPlan, proposer: Proposer, params: GenerationParams) -> Draft
     require(fine, f"tree_nodes {nodes} exceeds the {room} that a window here has room for: load it {remedy}")
     remedy = f"drop it, choose --draft ngram, or load a draft model {remedy}"
     fine = not params.tree_nodes or makes_trees(proposer)
-    require(fine, f"tree_nodes {nodes} does nothing where nobody proposes branches: {remedy}")
+    require(fine, f"tree_nodes {nodes} does nothing where nothing proposes branches: {remedy}")
     if plain:
         return PLAIN
     if gamma is None and not nodes:

@@ -18,7 +18,7 @@ REWRITTEN_TOKENS = 2
 
 
 def excluded_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """Tokens that a draft never proposes, for graphs of its steps: [N] int64; None where there are none."""
+    """Return the tokens that a draft never proposes, for graphs of its steps: [N] int64; None where there are none."""
     return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
 
 
@@ -52,15 +52,15 @@ class DraftKVState:
         self._agreed = [0] * batch  # of every sequence, how many of these have been found to be the text's
 
     def join(self, slot: int) -> None:
-        """From now on a sequence's text is another one; until the next time it only grows."""
+        """Let another text begin in a slot, which only grows until the next one does."""
         self._agreed[slot] = 0
 
     def start_for(self, length: int) -> int:
-        """What a streaming cache has let go of once a text has `length` tokens."""
+        """Return what a streaming cache has let go of once a text has `length` tokens."""
         return 0 if self.streaming is None else self.streaming.start_for(length)
 
     def num_kept(self, length: int) -> int:
-        """Tokens that the cache keeps of a text of `length`."""
+        """Return the tokens that the cache keeps of a text of `length`."""
         return length - self.start_for(length)
 
     @torch.inference_mode()
@@ -90,23 +90,23 @@ class DraftKVState:
         self._bring(slot, tokens, len(tokens), len(tokens))
 
     def holds(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Whether the cache has the keys of exactly these tokens."""
+        """Return whether the cache has the keys of exactly these tokens."""
         return self._num_shared(slot, tokens) == len(tokens) == len(self._cached[slot])
 
     def num_held(self, slot: int, tokens: Sequence[int]) -> int:
-        """Leading tokens of a text that the cache holds the keys of, all of which it has kept."""
+        """Return the leading tokens of a text that the cache holds the keys of, all of which it has kept."""
         if self.starts[slot]:
             return 0
         self._agreed[slot] = 0  # it may be another text
         return min(self._num_shared(slot, tokens), self._runner.cache.length(slot))
 
     def restored(self, slot: int, tokens: Sequence[int]) -> None:
-        """The cache has been given the keys of these tokens, and of no others."""
+        """Note that the cache has been given the keys of these tokens, and of no others."""
         self._cached[slot], self._agreed[slot] = list(tokens), 0
 
     def _num_shared(self, slot: int, tokens: Sequence[int]) -> int:
-        """Leading tokens of a text whose keys the cache holds. What was compared before is not looked at again: a text
-        of 120K tokens would take longer than a step."""
+        """Return the leading tokens of a text whose keys the cache holds. What was compared before is not looked at
+        again: a text of 120K tokens would take longer than a step."""
         cached = self._cached[slot]
         length = min(len(cached), len(tokens))
         places = range(min(self._agreed[slot], length), length)
@@ -139,7 +139,8 @@ class DraftKVState:
         self._cached[slot], self._agreed[slot] = cached, target
 
     def learned(self, slot: int, newest: Sequence[int]) -> None:
-        """Steps have written the keys of `newest`, the tokens behind those that the cache had caught up to."""
+        """Note that steps have written the keys of `newest`, the tokens behind those that the cache had caught up
+        to."""
         self._set_length(slot, len(self._cached[slot]) + len(newest))
         self._cached[slot] += newest
 
@@ -180,5 +181,6 @@ class DraftKVState:
         self._runner.run_rows(self._runner.rows([chain], [committed], [slot], rope_shift=self.rope_shifts[slot]))
 
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
-        """The target's padded vocabulary may be the longer one; what is guessed behind such a token is no matter."""
+        """Return tokens as the draft knows them: the target's padded vocabulary may be the longer one; what is
+        guessed behind such a token is no matter."""
         return [min(token, self.last_token) for token in tokens]

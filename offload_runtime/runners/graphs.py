@@ -94,7 +94,7 @@ class StepGraphs:
         return sum(graph is not None for graph in self._graphs.values())
 
     def begin(self) -> None:
-        """Wait until the host may write the inputs of another step: nobody may have asked what the last one found."""
+        """Wait until the host may write the inputs of another step: the last one may still be running."""
         if self._is_running:
             self.wait()
         self._is_running = True
@@ -142,7 +142,7 @@ class StepGraphs:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Meanwhile every run is an ordinary one, and nothing is kept: what is run once needs no graph."""
+        """Make every run an ordinary one for a while, and keep nothing: what is run once needs no graph."""
         before, self._replays = self._replays, False
         try:
             yield
@@ -157,7 +157,7 @@ class StepGraphs:
             self._graphs.pop(oldest).reset()  # type: ignore[union-attr]
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """On the current stream, and in order with those of the other devices."""
+        """Replay on the current stream, in order with those of the other devices."""
         current = torch.cuda.current_stream(self._device)
         others = [torch.cuda.current_stream(stream.device) for stream in self._streams]
         for other in others:
@@ -189,7 +189,7 @@ class StepGraphs:
 
     @contextmanager
     def _on_other_devices(self) -> Iterator[None]:
-        """Within a capture: what a step does on the other devices is a part of it."""
+        """Make what a step does on the other devices a part of a capture."""
         with ExitStack() as undo:
             for stream, pool in zip(self._streams, self._pools, strict=True):
                 stream.wait_stream(self._stream)
@@ -207,31 +207,32 @@ def _pool_of(device: torch.device) -> torch.cuda.MemPool:
 
 
 def warm_up_batches(batch: int) -> list[int]:
-    """Numbers of sequences, up to `batch`, whose steps need other kernels: these are made for powers of two of rows."""
+    """Return the numbers of sequences, up to `batch`, whose steps need other kernels: these are made for powers of
+    two of rows."""
     return [*(1 << power for power in range((batch - 1).bit_length())), batch]
 
 
 def warm_up_lengths(longest: int) -> list[int]:
-    """Tokens of texts, up to `longest`, whose steps need other kernels than those of a text of one token."""
+    """Return the tokens of texts, up to `longest`, whose steps need other kernels than those of a text of one token."""
     return sorted({min(length, longest) for length in _WARM_UP_TOKENS if longest > 1})
 
 
 def graph_reach(max_tokens_with_draft: int, capacity_tokens: int) -> int:
-    """Tokens that a captured step looks at: those that it has to, up to a power of two of blocks, as far as there are
-    any, so that few graphs are needed."""
+    """Return the tokens that a captured step looks at: those that it has to, up to a power of two of blocks, as far
+    as there are any, so that few graphs are needed."""
     most = -(-capacity_tokens // BLOCK_TOKENS)
     blocks = -(-max_tokens_with_draft // BLOCK_TOKENS)
     return min(1 << (blocks - 1).bit_length(), most) * BLOCK_TOKENS
 
 
 def captured_width(width: int) -> int:
-    """Rows of each window that a captured pass fills windows of `width` up to: products of few rows take eight at a
-    time, so that few shapes cost nothing."""
+    """Return the rows of each window that a captured pass fills windows of `width` up to: products of few rows take
+    eight at a time, so that few shapes cost nothing."""
     return min(1 << (width - 1).bit_length(), -(-width // _PRODUCT_ROWS) * _PRODUCT_ROWS)
 
 
 def captured_pass_shape(shape: BatchShape, capacity_tokens: int) -> BatchShape:
-    """The shape that a pass over windows is rounded up to where each is a CUDA graph.
+    """Return the shape that a pass over windows is rounded up to where each is a CUDA graph.
 
     Args:
         shape: What the windows need.
@@ -242,7 +243,8 @@ def captured_pass_shape(shape: BatchShape, capacity_tokens: int) -> BatchShape:
 
 
 def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """Device bytes of the CUDA graphs of a target's passes, of what they read and write, and of what they allocate."""
+    """Return the device bytes of the CUDA graphs of a target's passes, of what they read and write, and of what they
+    allocate."""
     rows = CAPTURED_ROWS
     inputs = 4 * (packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
@@ -250,13 +252,13 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
 
 
 def step_graph_bytes(num_layers: int) -> int:
-    """Device bytes of the graphs of a model's steps, but for what a step allocates, which they share."""
+    """Return the device bytes of the graphs of a model's steps, but for what a step allocates, which they share."""
     nodes = MOST_GRAPHS * (num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
     return nodes + _LIBRARY_BYTES
 
 
 def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int, has_head: bool = True) -> int:
-    """Device bytes that the pass of a step allocates, sampling included.
+    """Return the device bytes that the pass of a step allocates, sampling included.
 
     Args:
         config: The model's shape.
@@ -270,8 +272,8 @@ def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int,
 
 
 def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> BatchShape:
-    """The shape that a step over trees is rounded up to where every shape is a CUDA graph: few rows or all, by powers
-    of two.
+    """Return the shape that a step over trees is rounded up to where every shape is a CUDA graph: few rows or all, by
+    powers of two.
 
     Args:
         shape: What the step needs.
@@ -283,7 +285,8 @@ def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> Ba
 
 
 def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[BatchShape]:
-    """The shapes of steps about one text, or about several of about the same length: what is captured at load."""
+    """Return the shapes of steps about one text, or about several of about the same length: what is captured at
+    load."""
     reaches = [_LEAST_REACH]
     while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
         reaches.append(2 * reaches[-1])
@@ -294,18 +297,19 @@ def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[Bat
 
 
 def tree_input_sizes(shape: BatchShape) -> list[int]:
-    """Integers of each part of the inputs of a step over trees: those of a pass; of each sequence its start, RoPE shift
-    and last row; cache positions of the greedy paths by step; how many of their steps have been made."""
+    """Return the integers of each part of the inputs of a step over trees: those of a pass; of each sequence its
+    start, RoPE shift and last row; cache positions of the greedy paths by step; how many of their steps have been
+    made."""
     return [*shape.sizes, *[shape.batch] * 3, MOST_GREEDY_STEPS * shape.batch, 1]
 
 
 def tree_input_words(batch: int) -> int:
-    """Of the largest step of so many sequences or fewer."""
+    """Return the input words of the largest step of so many sequences or fewer."""
     return packed_words(tree_input_sizes(BatchShape(batch, -(-STEP_ROWS // batch), MOST_DEPTH, 0)))
 
 
 def tree_positions(tree_nodes: int) -> int:
-    """Spare positions of each sequence for proposals of `tree_nodes`.
+    """Return the spare positions of each sequence for proposals of `tree_nodes`.
 
     Nodes of a window, mostly as many as it has, and many times as many of what is drafted past it while it is
     verified: a pass of a streamed target leaves time for thousands. A draft of 30 layers had used up 8 times as many as
@@ -315,8 +319,8 @@ def tree_positions(tree_nodes: int) -> int:
 
 
 def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, batch: int, trees: bool) -> int:
-    """Device bytes of the CUDA graphs of a draft's steps over `rows`; `trees`: also of those that grow trees, on a
-    stream and in a pool of their own."""
+    """Return the device bytes of the CUDA graphs of a draft's steps over `rows`; `trees`: also of those that grow
+    trees, on a stream and in a pool of their own."""
     nbytes = step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
     if trees:
         rows = max(STEP_ROWS, batch)

@@ -60,7 +60,7 @@ _LIBRARY_WORKSPACE_BYTES = 72 << 20
 
 
 def most_prompt_tokens(chunk_tokens: int, context_tokens: int) -> int:
-    """Of all prompts that a pass reads, which has room for the longest one."""
+    """Return the most tokens of all prompts that a pass reads, which has room for the longest one."""
     return max(chunk_tokens, context_tokens)
 
 
@@ -68,7 +68,7 @@ def workspace_bytes(
     config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, rows: int, sampled_rows: int,
     has_head: bool = True, mixes: bool = False,
 ) -> int:  # fmt: skip
-    """Device bytes of the activations of the largest pass.
+    """Return the device bytes of the activations of the largest pass.
 
     Args:
         config: The model's shape.
@@ -78,7 +78,7 @@ def workspace_bytes(
         rows: Of a decoding window.
         sampled_rows: Of these, rows that tokens are sampled from at once.
         has_head: Whether logits are made here.
-        mixes: Whether a pass reads several prompts beside windows.
+        mixes: Whether a pass reads several prompts besides windows.
     """
     tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     stream = tokens * config.hidden_size
@@ -114,7 +114,7 @@ class Decoder:
         self.in_blocks = self.partition.in_blocks
 
     def embed(self, rows: Rows) -> torch.Tensor:
-        """The residual stream at the bottom: [N, H]."""
+        """Return the residual stream at the bottom: [N, H]."""
         embedded = self.embedding.rows(rows.tokens)
         return embedded if self._multiplier == 1 else embedded.mul_(self._multiplier)
 
@@ -123,7 +123,8 @@ class Decoder:
         self.config.layers[index].forward(index, residual, weights, rows, cache)
 
     def head(self, residual: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last layer."""
+        """Return the logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last
+        layer."""
         own = self.config
         logits = self.lm_head.linear(rms_norm(residual, self.final_norm, self._eps, offset=self._norm_offset))
         if own.logits_divisor != 1:
@@ -410,7 +411,7 @@ def _run_layers(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
     on_layer: OnLayer | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Residual streams behind the last layer, [N, H], of the pieces of these numbers."""
+    """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers."""
     on_layer = on_layer or (lambda done, layers: None)
     if len(decoder.partition.cards) > 1:
         with _over_cards(decoder.partition):
@@ -427,15 +428,15 @@ def _run_layers(
 
 
 def _residual_buffers(decoder: Decoder, pieces: list[Rows], device: torch.device) -> Sequence[torch.Tensor]:
-    """Where the residual stream of each piece lies on a device, uint8: all of them one piece of memory, of which the
-    allocator loses nothing in between."""
+    """Return where the residual stream of each piece lies on a device, uint8: all of them one piece of memory, of
+    which the allocator loses nothing in between."""
     row_bytes = decoder.config.hidden_size * decoder.final_norm.dtype.itemsize
     lengths = [aligned_bytes(len(rows.tokens) * row_bytes) for rows in pieces]
     return torch.empty(sum(lengths), dtype=torch.uint8, device=device).split(lengths)
 
 
 def _embedded(decoder: Decoder, pieces: list[Rows], destinations: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The residual streams of the pieces at the bottom, [N, H], one after the other in this memory."""
+    """Return the residual streams of the pieces at the bottom, [N, H], one after the other in this memory."""
     for rows, destination in zip(pieces, destinations, strict=True):
         embedded = decoder.embed(rows)
         yield destination[: embedded.nbytes].view(embedded.dtype).view(embedded.shape).copy_(embedded)
@@ -444,9 +445,9 @@ def _embedded(decoder: Decoder, pieces: list[Rows], destinations: Sequence[torch
 def _run_layers_on_cards(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer
 ) -> list[torch.Tensor]:
-    """The same where the layers are on several cards.
+    """Do the same where the layers are on several cards.
 
-    Where the next layer is on another card a piece departs as soon as it is done and arrives just before that layer, so
+    Where the next layer is on another card a piece leaves as soon as it is done and arrives just before that layer, so
     that both cards compute while there are more pieces than one. The first one arrives before the card waits for the
     layer's weights: what it then waits for is its link, and not the other cards as well.
     """
@@ -480,8 +481,8 @@ def _run_blocks(
     decoder: Decoder, streamer: LayerStreamer, cache: LayerCache, pieces: list[Rows],
     kept: Sequence[int], on_layer: OnLayer | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The same where each card has one block of layers and nothing is streamed: a piece goes through all layers of a
-    card before the next one, so that the next card has something to do."""
+    """Do the same where each card has one block of layers and nothing is streamed: a piece goes through all layers
+    of a card before the next one, so that the next card has something to do."""
     partition, num_layers = decoder.partition, decoder.num_layers
     rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
     streamer.begin_pass()
@@ -503,8 +504,8 @@ def _run_blocks(
 
 @contextmanager
 def _over_cards(partition: LayerPartition) -> Iterator[None]:
-    """Around a pass over several cards. Where it breaks off, what they still have to do is waited for: else one could
-    write to a buffer of transfers behind what the next pass has written there."""
+    """Wait, where a pass over several cards breaks off, for what they still have to do: else one could write to a
+    buffer of transfers behind what the next pass has written there."""
     try:
         yield
     except BaseException:
@@ -518,8 +519,8 @@ def _over_cards(partition: LayerPartition) -> Iterator[None]:
 def _begin_on_cards(
     decoder: Decoder, pieces: list[Rows]
 ) -> tuple[dict[Card, list[Rows]], dict[Card, Sequence[torch.Tensor]], list[Transfer]]:
-    """For every card the rows of each piece and where its residual stream lands there, uint8; and the streams, [N, H],
-    on the way to the card of the first layer.
+    """Return for every card the rows of each piece and where its residual stream arrives there, uint8; and the streams,
+    [N, H], on the way to the card of the first layer.
 
     If each stream that arrives took memory of its own, what leaves could not be used again until the device has sent
     it, and the host is layers ahead.

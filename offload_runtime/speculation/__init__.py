@@ -18,10 +18,8 @@ from offload_runtime.speculation.step import (
     StepResult,
     Tally,
     Texts,
-    accepted_path,
     makes_trees,
     run_step,
-    still_computing,
 )
 from offload_runtime.speculation.tree import TreeDraftProposer
 from offload_runtime.speculation.triforce import (

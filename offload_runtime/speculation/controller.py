@@ -27,7 +27,7 @@ COPY = "copy"
 _FIRST_RATES: Mapping[str, float] = {"chain": 0.75, "tree": 0.8, "ngram": 0.5, "unigram": 0.2, COPY: 0.9}
 # That counts as much of a step: three without a hit settle it. What a size lets expect of the next one counts more.
 _FIRST_WEIGHT, _NEXT_WEIGHT = 0.25, 4.0
-# Steps that means look back on, while a mode is played and while it is not: texts change their nature.
+# Steps that means look back on, while a mode is chosen and while it is not: texts change their nature.
 _MEMORY, _IDLE_MEMORY = 24, 48
 # Times of a size that its mean looks back on; one that is so much longer than expected may have captured a graph or
 # waited for a reader: it counts as no more than that where there are enough others, else if the next one is as long.
@@ -47,7 +47,7 @@ _SHORT_TOKENS = 1024
 
 
 def _as_timed(choice: DraftBudget) -> DraftBudget:
-    """A choice whose steps take as long: copies are n-grams."""
+    """Return a choice whose steps take as long: copies are n-grams."""
     return DraftBudget("ngram", choice.size) if choice.mode == COPY else choice
 
 
@@ -61,26 +61,26 @@ Cost = Callable[[DraftBudget, int, int], float]
 
 
 def size_for(count: int) -> int:
-    """The smallest of `SIZES` that is no less than `count`, or the largest of all."""
+    """Return the smallest of `SIZES` that is no less than `count`, or the largest of all."""
     return SIZES[min(bisect_left(SIZES, count), len(SIZES) - 1)]
 
 
 def size_within(count: int) -> int:
-    """The largest of `SIZES` that is no more than `count`."""
+    """Return the largest of `SIZES` that is no more than `count`."""
     return SIZES[_index(count)]
 
 
 def guessed_cost(choice: DraftBudget, *, streamed: bool = False) -> float:
-    """Plain steps that a step may take where nobody knows the machine.
+    """Return how many plain steps a step may take, where there are no figures of the machine.
 
-    A draft's tokens cost, rows hardly do; beside what is streamed neither costs much.
+    A draft's tokens cost, rows hardly do; where layers are streamed neither costs much.
     """
     per_proposal = {"chain": 0.042, "tree": 0.012}.get(choice.mode, 0.002)
     return 1 + (per_proposal / 10 if streamed else per_proposal) * choice.size
 
 
 class AcceptanceModel:
-    """How many proposals of a mode the target accepts: rates by size, each an exponential mean with a prior.
+    """Knows how many proposals of a mode the target accepts: rates by size, each an exponential mean with a prior.
 
     The first proposals of a window are those of a smaller one, so a window tells about all sizes up to its own, and the
     rate between two sizes is the prior of the next. A chain's rate is that of a proposal behind accepted ones; others
@@ -97,7 +97,7 @@ class AcceptanceModel:
         self.credit = _FIRST_LOSS  # plain steps that a text may lose to copies, and as many as they have brought tokens
 
     def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
-        """Windows of up to `size` proposals were verified.
+        """Note what came of windows of up to `size` proposals.
 
         Args:
             size: Proposals asked for; what was not proposed counts as rejected.
@@ -113,7 +113,7 @@ class AcceptanceModel:
                 self._hits[_index(node)] += 1 / len(windows)
 
     def decay(self, memory: int) -> None:
-        """A step was played, of this mode or of another one: what was known of so many becomes old."""
+        """Let what is known of so many steps become older by one, of this mode or of another one."""
         if self.steps:
             kept = 1 - 1 / memory
             self.steps *= kept
@@ -125,13 +125,13 @@ class AcceptanceModel:
         return (self._hits[0] + self._first_weight * self._first) / (self._trials[0] + self._first_weight)
 
     def expect(self, other: AcceptanceModel) -> None:
-        """A tree's first node is a chain's: what is known better of another mode of the same draft is to be expected of
-        this one too, which may have been unlucky."""
+        """Expect what is better known of another mode of the same draft, as a tree's first node is a chain's;
+        this one may have been unlucky."""
         if other.steps >= 1 and other.steps > self.steps:
             self._first, self._first_weight = other.first_rate, min(other.steps, _NEXT_WEIGHT)
 
     def curve(self, count: int = len(SIZES)) -> list[float]:
-        """Accepted proposals to be expected of a window of each of the first `SIZES`."""
+        """Return the accepted proposals to be expected of a window of each of the first `SIZES`."""
         rate, accepted, reached = self._first, 0.0, 1.0
         curve = [0.0]
         for step, (low, high) in enumerate(pairwise(SIZES[:count])):
@@ -150,17 +150,17 @@ class AcceptanceModel:
 
 
 class LatencyModel:
-    """Seconds of steps, from before anything is proposed until the target's tokens are on the host: what the cost
-    function says, in the ratio that was measured.
+    """Knows the seconds of steps, from before anything is proposed until the target's tokens are on the host: what the
+    cost function says, in the ratio that was measured.
 
     Args:
         cost: Times to expect; without figures of the machine only their proportions count.
-        sure: Whether it comes from such figures, so that plain decoding need not be played to hold others against it.
+        sure: Whether it comes from such figures, so that plain decoding need not be timed to hold others against it.
         before: Of other contexts, whose ratios count until there are own ones, and where plain decoding was timed so
             that once is enough here.
 
     Attributes:
-        doubted: What is to be timed again.
+        suspect: What is to be timed again.
     """
 
     def __init__(self, cost: Callable[[DraftBudget], float], *, sure: bool, before: LatencyModel | None = None) -> None:
@@ -172,7 +172,7 @@ class LatencyModel:
         self._curves: dict[str, list[float]] = {}
 
     def observe(self, choice: DraftBudget, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         choice = _as_timed(choice)
         usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
         suspicious, suspect = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self.suspect
@@ -194,28 +194,28 @@ class LatencyModel:
         return self._ratios.get(PLAIN, (0.0, 0))[1] >= self._plain_times
 
     def knows(self, mode: str) -> bool:
-        """Whether times of a mode are more than a guess."""
+        """Return whether times of a mode are more than a guess."""
         return self._sure or any(choice.mode == _as_timed(DraftBudget(mode, 1)).mode for choice in self._ratios)
 
     @property
     def plain_s(self) -> float:
-        """Of plain decoding: no more than anything else takes."""
+        """The seconds of plain decoding: no more than anything else takes."""
         return min([self.seconds(PLAIN), *(ratio * self._expect(one) for one, (ratio, _) in self._ratios.items())])
 
     def seconds(self, choice: DraftBudget) -> float:
-        """To be expected."""
+        """Return the seconds to be expected."""
         return self._expect(choice) * self.ratio(_as_timed(choice))
 
     def curve(self, mode: str, count: int) -> list[float]:
-        """Seconds of windows of each of the first `SIZES`, and perhaps of further ones."""
+        """Return the seconds of windows of each of the first `SIZES`, and perhaps of further ones."""
         mode = _as_timed(DraftBudget(mode, 1)).mode
         curve = self._curves.setdefault(mode, [])
         curve += [self.seconds(DraftBudget(mode, size) if size else PLAIN) for size in SIZES[len(curve) : count]]
         return curve
 
     def ratio(self, choice: DraftBudget) -> float:
-        """Of what was measured to what was expected: its own, and the nearer sizes' of its mode the more they are
-        near."""
+        """Return the ratio of what was measured to what was expected: a choice's own, and those of other sizes of its
+        mode the more the nearer they are."""
         at, total, weights = _index(choice.size), 0.0, 0.0
         for other, (ratio, count) in self._ratios.items():
             if other.mode in (choice.mode, PLAIN.mode):
@@ -230,7 +230,7 @@ class LatencyModel:
 
 @dataclass(frozen=True)
 class _Standing:
-    """A choice: its speed and how long it takes, both in those of plain decoding, and the speed that it may turn out to
+    """Compares a choice with plain decoding: its speed, how long it takes, and the speed that it may turn out to
     have."""
 
     choice: DraftBudget
@@ -240,7 +240,7 @@ class _Standing:
 
 
 class _Account:
-    """What is known of texts that are sampled in one way, and what may be lost to finding out more."""
+    """Holds what is known of texts that are sampled in one way, and what may be lost to finding out more."""
 
     def __init__(self, modes: Collection[str]) -> None:
         self.models = {mode: AcceptanceModel(mode) for mode in modes}
@@ -249,12 +249,13 @@ class _Account:
         self.probing = _MOST_CREDIT  # against the best
 
     def credit(self, latency: LatencyModel) -> float:
-        """Plain steps that may be lost against plain decoding. Where steps of such a length were not played yet, what
-        others have earned, and no debt: what short passes have lost, long ones would take long to earn."""
+        """Return how many plain steps may be lost against plain decoding. Where there were no steps of such a length
+        yet it is what others have earned, and no debt: what short passes have lost, long ones would take long to earn.
+        """
         return self._credits.get(latency, max(_FIRST_LOSS, self._newest))
 
     def earn(self, latency: LatencyModel, tokens: float, cost: float) -> None:
-        """A step of so many plain ones brought so many tokens."""
+        """Note that a step of so many plain ones brought so many tokens."""
         credit = self.credit(latency) + tokens - (1 - _LOST_SHARE) * cost
         self._newest = self._credits[latency] = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
 
@@ -264,10 +265,10 @@ _MOST_ACCOUNTS = 64
 
 
 class Controller:
-    """Chooses for all texts of a runtime, and learns from what is played.
+    """Chooses for all texts of a runtime, and learns from what came of it.
 
     Args:
-        modes: That there can ever be.
+        modes: All that there can ever be.
         cost: Seconds of steps by the figures of the machine; None where it is not known.
         streamed: Whether a pass brings anything over the link.
     """
@@ -280,7 +281,7 @@ class Controller:
         self._latencies: dict[tuple[int, int], LatencyModel] = {}
 
     def begin(self, sampling: SamplingParams) -> None:
-        """A text has begun: whether it is one that copies itself says none of those before it."""
+        """Begin a text: none of those before it says whether it copies itself."""
         models = self._account(sampling).models
         if COPY in models:
             models[COPY] = AcceptanceModel(COPY)
@@ -288,13 +289,13 @@ class Controller:
     def choose(
         self, sampling: SamplingParams, limits: Mapping[str, int], *, num_sequences: int = 1, context_tokens: int = 0
     ) -> DraftBudget:
-        """How to play the next step.
+        """Return what the next step had better propose.
 
         Args:
             sampling: How tokens are chosen; the seed does not matter.
             limits: The modes that have something to propose, each with its largest window.
-            num_sequences: That take part.
-            context_tokens: Of the longest.
+            num_sequences: How many take part.
+            context_tokens: The tokens of the longest.
         """
         account = self._account(sampling)
         latency = self._latency(num_sequences, context_tokens)
@@ -314,7 +315,7 @@ class Controller:
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
         other = max(found, key=lambda one: one.speed if one is best else one.upper_bound)
         loss = max(0.0, 1 - other.speed / best.speed) * other.cost
-        # What looks best is played first: it tells about the others, too. Trying a chain and n-grams before a tree that
+        # What looks best comes first: it tells about the others, too. Trying a chain and n-grams before a tree that
         # cost nothing took 3 of 22 passes of a 13B over an emulated link, 10 % of the speed (H200).
         mode = best.choice.mode
         untried = best.choice != PLAIN and latency.knows(mode) and not account.models[mode].steps
@@ -324,7 +325,7 @@ class Controller:
         return other.choice
 
     def _best_of(self, mode: str, largest: int, account: _Account, latency: LatencyModel) -> _Standing:
-        """The best window of a mode, of those that may be lost."""
+        """Return the best window of a mode, of those that may be lost."""
         model, count = account.models[mode], _index(largest) + 1
         gains, times, plain_s = model.curve(count), latency.curve(mode, count), latency.plain_s
         # Where times are no more than a guess, the first one tells most if it is of the smallest window.
@@ -344,7 +345,7 @@ class Controller:
         self, sampling: SamplingParams, choice: DraftBudget, windows: Sequence[Sequence[int]], *, tokens: float,
         seconds: float | None = None, num_sequences: int = 1, context_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """A step was played. Arguments as of `choose`, and:
+        """Learn from a step. Arguments as of `choose`, and:
 
         Args:
             choice: What was asked for.
@@ -370,12 +371,8 @@ class Controller:
         account.earn(latency, tokens, cost)
         account.probing = min(account.probing + _PROBING_SHARE * cost, _MOST_CREDIT)
 
-    def first_rate(self, sampling: SamplingParams, mode: str) -> float:
-        """How often the first proposal of a mode is accepted."""
-        return self._account(sampling).models[mode].first_rate
-
     def _account(self, sampling: SamplingParams) -> _Account:
-        """Of requests that choose their tokens so."""
+        """Return the account of requests that choose their tokens so."""
         key = sampling.without_noise
         account = self._accounts.pop(key) if key in self._accounts else _Account(self._modes)
         self._accounts[key] = account
@@ -384,8 +381,8 @@ class Controller:
         return account
 
     def _latency(self, num_sequences: int, context_tokens: int) -> LatencyModel:
-        """Of steps about so many sequences, the longest of which has so many tokens; it begins with what was measured
-        of the nearest length."""
+        """Return the times of steps about so many sequences, the longest of which has so many tokens; it begins with
+        what was measured of the nearest length."""
         octave = (context_tokens // _SHORT_TOKENS).bit_length()
         key = num_sequences, octave
         if key not in self._latencies:

@@ -70,11 +70,11 @@ class WindowOutput:
     runners_up: Sequence[int]  # the next best of each that was sampled here; -1 for none, undefined before
 
     def between(self, start: int, stop: int) -> list[int]:
-        """The tokens of positions `start` to `stop` - 1."""
+        """Return the tokens of positions `start` to `stop` - 1."""
         return self._part(self.tokens, start, stop)
 
     def runners_up_between(self, start: int, stop: int) -> list[int]:
-        """The runners-up of the tokens of positions `start` to `stop` - 1."""
+        """Return the runners-up of the tokens of positions `start` to `stop` - 1."""
         return self._part(self.runners_up, start, stop)
 
     def _part(self, values: Sequence[int], start: int, stop: int) -> list[int]:
@@ -85,7 +85,7 @@ class WindowOutput:
 class DeviceWindow:
     """Tokens of several sequences on the compute device. Its tensors never move, so that CUDA graphs may hold them.
 
-    Each sequence's are a row of one tensor, as `window_steps` describes them. Only whoever verifies proposals moves
+    Each sequence's are a row of one tensor, as `window_steps` describes them. Only the verifier of proposals moves
     `end`.
 
     Args:
@@ -117,7 +117,7 @@ class DeviceWindow:
         self._fit_rows()
 
     def leave(self, slot: int) -> None:
-        """A sequence, if it did, takes part in no more steps; the window must be uploaded before the next one."""
+        """Let a sequence take part in no more steps; the window must be uploaded before the next one."""
         self._joined.discard(slot)
         self._fit_rows()
 
@@ -144,7 +144,7 @@ class DeviceWindow:
         self.inputs = dict(inputs)
 
     def read(self) -> dict[int, WindowOutput]:
-        """What there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
+        """Return what there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
         width = max(one.last - one.base for one in self.inputs.values())
         count = WINDOW_HEADER_WORDS + width
         parts = self._rows[:, :count], self._runners_up[: self.num_rows, :width]
@@ -158,7 +158,7 @@ class DeviceWindow:
         self, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
         skip_committed: bool = False, place: torch.Tensor | None = None,
     ) -> StepRows:  # fmt: skip
-        """The rows that a layout names, counted from `start` ([num_rows] int32, device): see `step_rows`."""
+        """Return the rows that a layout names, counted from `start` ([num_rows] int32, device): see `step_rows`."""
         return window_steps.step_rows(
             self._rows, start, layout, rotation, last_token=last_token, skip_committed=skip_committed, place=place
         )
@@ -181,7 +181,7 @@ class DeviceWindow:
 
 
 def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:
-    """Bytes of a `DeviceWindow`."""
+    """Return the bytes of a `DeviceWindow`."""
     return 4 * batch * (WINDOW_HEADER_WORDS + 2 * capacity)
 
 
@@ -267,7 +267,8 @@ class GuessTree:
 
 
 def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:
-    """The tree of so many nodes of which most is accepted, but for levels that are not worth a step of the draft.
+    """Return the tree of so many nodes of which most is accepted, but for levels that are not worth a step of the
+    draft.
 
     Args:
         num_nodes: At least 1.
@@ -283,7 +284,7 @@ def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:
 
 
 def _likely_parents(num_nodes: int, num_levels: int, acceptance: float) -> tuple[int, ...]:
-    """The same of at most so many levels."""
+    """Return the same of at most so many levels."""
     # Of each node: how improbable it is, its depth, its parent's place here, what its elder siblings leave over.
     found, heap = list[tuple[float, int, int, float]](), [(-acceptance, 1, -1, 1.0)]
     while heap and len(found) < num_nodes:
@@ -301,7 +302,7 @@ def _likely_parents(num_nodes: int, num_levels: int, acceptance: float) -> tuple
 
 
 def expected_accepted(parents: Sequence[int], acceptance: float) -> float:
-    """Nodes of a tree that a step accepts in the mean, by how often a draft's likeliest token is right."""
+    """Return the nodes of a tree that a step accepts in the mean, by how often a draft's likeliest token is right."""
     rates, left = list[float](), dict[int, float]()
     for parent in parents:
         rest = left.get(parent, 1.0)
@@ -358,7 +359,7 @@ class DraftModel(Proposer):
         self._chains = [StepLayout.chain(-count, count, device) for count in (1, REWRITTEN_TOKENS)]
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
-        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
 
     def warm_up(self) -> None:
         """Compile the kernels of all steps of chains, which would hold up the first proposals.
@@ -403,18 +404,19 @@ class DraftModel(Proposer):
             self.texts.catch_up(slot, [])
 
     def join(self, slot: int, params: SamplingParams) -> None:
-        """From now on a sequence is another one, and its tokens are chosen so."""
+        """Let a sequence begin in a slot, whose tokens are chosen so."""
         self._sampling.assign(slot, params)
         self.window.join(slot)
         self.texts.join(slot)
 
     def leave(self, slot: int) -> None:
-        """A sequence has ended, if there was one: steps go on without it."""
+        """End a slot's sequence, if there is one: steps go on without it."""
         self._sampling.release(slot)
         self.window.leave(slot)
 
     def room(self, length: int) -> int:
-        """Most tokens that can be proposed behind `length` tokens: none behind more than the cache is for."""
+        """Return the most tokens that can be proposed behind `length` tokens: none behind more than the cache is
+        for."""
         kept = self.texts.num_kept(length)
         if kept > self._capacity_tokens:
             return 0

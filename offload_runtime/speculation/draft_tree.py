@@ -54,7 +54,7 @@ _MEMORY = 200
 # Share of what was measured before that counts on with every round, or step.
 _KEPT = 0.8
 # A step this much slower than another has compiled or captured something, and is no measure of the next one; a round so
-# much longer than those before has waited for whoever reads the text.
+# much longer than those before has waited for the reader of the text.
 _OUTLIER = 4.0
 # Measurements of a step until its time is known.
 _ENOUGH = 3
@@ -108,7 +108,7 @@ class StepLine:
 
 
 def grows_trees(cache: object) -> TypeGuard[DeviceKVCache | StreamingDraftCache]:
-    """Whether a draft's cache has places for what may become part of a text."""
+    """Return whether a draft's cache has places for what may become part of a text."""
     return isinstance(cache, (DeviceKVCache, StreamingDraftCache)) and len(cache.spare_positions) > 0
 
 
@@ -121,7 +121,7 @@ class DraftTree:
     Args:
         runner: Of the small model, all layers resident; its cache keeps all tokens, or the first and newest ones, and
             has spare positions.
-        texts: What the cache holds, shared with whoever else drafts with it.
+        texts: What the cache holds, shared with the chains of the same draft.
         vocab_size: What the draft may propose are ids below this,
         excluded: but for these, which mean something else in the target, or nothing.
         batch: Sequences.
@@ -157,28 +157,29 @@ class DraftTree:
         )  # fmt: skip
 
     def room(self, length: int) -> int:
-        """Tokens of a path behind a text of so many that have keys; negative for a text that is too long itself."""
+        """Return the tokens of a path behind a text of so many that have keys; negative for a text that is too long
+        itself."""
         return self._cache.capacity_tokens - self.texts.num_kept(length)
 
     def width(self, num_sequences: int) -> int:
-        """Most rows of each sequence in a step that serves so many."""
+        """Return the most rows of each sequence in a step that serves so many."""
         return max(1, STEP_ROWS // num_sequences)
 
     def join(self, slot: int, params: SamplingParams) -> None:
-        """From now on a sequence is another one, and scored so."""
+        """Let a sequence begin in a slot, which is scored so."""
         self._sampling.assign(slot, params)
         self.texts.join(slot)
 
     def leave(self, slot: int) -> None:
-        """A sequence has ended, if there was one."""
+        """End a slot's sequence, if there is one."""
         self._sampling.release(slot)
 
     def holds(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Whether the cache has the keys of exactly these tokens."""
+        """Return whether the cache has the keys of exactly these tokens."""
         return self.texts.holds(slot, tokens)
 
     def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
-        """The text whose keys the cache holds has gone on with nodes of the tree: move their keys to their places."""
+        """Let the text whose keys the cache holds go on with nodes of the tree: move their keys to their places."""
         spare = self._cache.spare_positions
         self._cache.adopt(slot, [spare[place] for place in places], self._cache.length(slot))
         self.texts.learned(slot, tokens)
@@ -216,8 +217,8 @@ class DraftTree:
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
-        """What may follow some nodes, in one step, and down the greedy path behind the last of them, a step for each of
-        its nodes. Waits.
+        """Return what may follow some nodes, in one step, and down the greedy path behind the last of them, a step for
+        each of its nodes. Waits.
 
         Args:
             asked: By sequence. A root that has not been expanded comes first; what was is not asked again. Spines are
@@ -260,7 +261,7 @@ class DraftTree:
         return answers
 
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
-        """Rows of one sequence, after the cache has caught up with most of its text."""
+        """Return the rows of one sequence, after the cache has caught up with most of its text."""
         text, branches = asked.text, asked.branches
         fed: Sequence[int] = ()
         if not branches[0].places:
@@ -319,7 +320,7 @@ class DraftTree:
         self._frequencies.set_rows(positions.tolist())
 
     def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
-        """The inputs of a step, in the order of `tree_input_sizes`."""
+        """Return the inputs of a step, in the order of `tree_input_sizes`."""
         return unpack(self.graphs.inputs, tree_input_sizes(shape))
 
     def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
@@ -385,7 +386,7 @@ class DraftTree:
 
 
 def _children(tokens: list[int], scores: list[float]) -> Children:
-    """What is allowed of a row of the output; nothing where its logits were NaN, or the best one overflowed."""
+    """Return what is allowed of a row of the output; nothing where its logits were NaN, or the best one overflowed."""
     if tokens[0] < 0 or not isfinite(scores[0]):
         return Children([], [])
     allowed = [(token, score) for token, score in zip(tokens, scores, strict=True) if isfinite(score)]
@@ -410,7 +411,7 @@ class ChildProbabilities:
         self._asked = 0  # observations
 
     def log_probabilities(self, scores: Sequence[float]) -> list[float]:
-        """Of children with these finite scores, given their parent."""
+        """Return the log-probabilities of children with these finite scores, given their parent."""
         if not scores:
             return []
         best = max(scores)
@@ -419,7 +420,7 @@ class ChildProbabilities:
         return [self.sharpness * (score - best) + rest for score in scores]
 
     def observe(self, scores: Sequence[float], child: int | None) -> None:
-        """The target has said the child with this index, or none of them (None)."""
+        """Learn that the target has said the child with this index, or none of them (None)."""
         if not scores:
             return
         self._asked += 1
@@ -463,16 +464,16 @@ class StepWorth:
         return self._new_tokens / self._round_s if self._round_s > 0 else None
 
     def forget(self) -> None:
-        """What comes next is nothing like what was before."""
+        """Forget what was measured: what comes next is nothing like it."""
         self.pause()
         self._new_tokens, self._round_s, self._rounds = 0.0, 0.0, 0.0  # all decayed
 
     def pause(self) -> None:
-        """The next round to begin is not behind the last one."""
+        """Note that the next round to begin does not follow the last one."""
         self._began_s = None
 
     def begin(self, new_tokens: int) -> None:
-        """Proposals for another round begin; the round before gave so many tokens."""
+        """Begin the proposals of another round; the round before gave so many tokens."""
         now_s = time.perf_counter()
         if self._began_s is not None:
             round_s, weight = now_s - self._began_s, 1.0
@@ -484,12 +485,13 @@ class StepWorth:
         self._began_s = now_s
 
     def seconds(self, levels: int) -> float | None:
-        """How long so many steps that follow each other without the host take; None as long as nobody knows."""
+        """Return how long so many steps that follow each other without the host take; None while that is unknown."""
         level_s, count = self._level_s.get(levels > 1, (0.0, 0))
         return levels * level_s if count >= _ENOUGH else None
 
     def stepped(self, seconds: float, levels: int = 1, *, hidden: bool = False) -> None:
-        """So many steps of drafting took so long; `hidden` behind a pass, beside which they take no less than alone."""
+        """Note how long so many steps of drafting took; `hidden` behind a pass, where they take no less than
+        alone."""
         known_s, count = self._level_s.get(levels > 1, (math.inf, 0))
         level_s = seconds / levels
         if count < _ENOUGH or _OUTLIER * level_s < known_s:
@@ -499,7 +501,8 @@ class StepWorth:
         self._level_s[levels > 1] = known_s, count + 1
 
     def pays(self, gain: float, levels: int = 1) -> bool:
-        """Whether so many steps should be made that are expected to add `gain` tokens to what the next pass gives.
+        """Return whether so many steps should be made that are expected to add `gain` tokens to what the next pass
+        gives.
 
         As long as no rate is known only those that delay nothing are: first windows that were drafted to their end
         took 0.30 and 0.13 s, where 17 tokens came every 0.2 s (135M draft of a 13B target, H200).

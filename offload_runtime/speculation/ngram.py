@@ -36,7 +36,7 @@ _MEMORY = 200
 
 @dataclass(frozen=True)
 class Guesses:
-    """A proposal, and of each node the log-probability that it follows its parent and those before it do not."""
+    """A tree, and of each node the log-probability that it follows its parent and the siblings before it do not."""
 
     tree: TokenTree
     log_probabilities: Sequence[float]
@@ -44,8 +44,8 @@ class Guesses:
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
-    """What may become a node: log-probabilities from the text's end on and given its parent, and the continuations that
-    say so, by match and start, the longest match first."""
+    """Something that may become a node, with its log-probabilities from the text's end on and given its parent, and the
+    continuations that say so, by match and start, the longest match first."""
 
     chance: float
     given: float
@@ -59,9 +59,10 @@ class _Candidate:
 
 
 class MatchRates:
-    """How often what followed an earlier occurrence of a text's ending follows again, by the tokens that match.
+    """Says how often what followed an earlier occurrence of a text's ending follows again, by the tokens that match.
 
-    Of one token it is one time in five, of a hundred nearly always. Kept by classes of lengths, each a running mean.
+    Where one token matches it is one time in five, where a hundred do nearly always. Each class of lengths has a
+    running mean.
     """
 
     def __init__(self) -> None:
@@ -70,19 +71,15 @@ class MatchRates:
         self._logs = [(math.log(rate), math.log1p(-rate)) for rate in self._rates]
 
     def observe(self, matched: int, hit: bool) -> None:
-        """What followed a match of so many tokens, at least one, has come true or not."""
+        """Note whether what followed a match of so many tokens, at least one, has come true."""
         at = bisect_right(_MATCHED, matched) - 1
         self._observed[at] = min(self._observed[at] + 1, _MEMORY)
         rate = self._rates[at] + (hit - self._rates[at]) / self._observed[at]
         rate = self._rates[at] = min(max(rate, _LEAST_RATE), _MOST_RATE)
         self._logs[at] = math.log(rate), math.log1p(-rate)
 
-    def rate(self, matched: int) -> float:
-        """That what followed so many tokens follows again."""
-        return self._rates[bisect_right(_MATCHED, matched) - 1]
-
     def logs(self, matched: int) -> tuple[float, float]:
-        """Log-probabilities that it does and that it does not."""
+        """Return the log-probabilities that what followed so many tokens follows again and that it does not."""
         return self._logs[bisect_right(_MATCHED, matched) - 1]
 
 
@@ -104,7 +101,7 @@ class NgramLookup:
         self._guess: tuple[int, int, int] | None = None  # the best one's start and match, and where it would be
 
     def chain(self, tokens: Sequence[int], count: int) -> TokenTree:
-        """What followed the longest match, the latest of several: `count` tokens, or none where nothing matches.
+        """Return what followed the longest match, the latest of several: `count` tokens, or none where nothing matches.
 
         Args:
             tokens: As for `catch_up`.
@@ -117,7 +114,7 @@ class NgramLookup:
         return TokenTree.chain([self._continued(start, offset) for offset in range(count)], NGRAM)
 
     def tree(self, tokens: Sequence[int], depth: int, nodes: int, *, least: float = -math.inf) -> Guesses:
-        """The most probable continuations that the text has seen, merged, the most probable nodes first.
+        """Return the most probable continuations that the text has seen, merged, the most probable nodes first.
 
         Args:
             tokens: As for `catch_up`.
@@ -149,12 +146,12 @@ class NgramLookup:
             heappush(waiting, _Candidate(node.chance + given, given, number, token, node.depth + 1, behind))
 
     def longest(self) -> int:
-        """Tokens of the ending of what is known that occurred before, up to the largest size of an n-gram; 0 where its
-        last token is new."""
+        """Return how many tokens of the ending of what is known occurred before, up to the largest size of an n-gram;
+        0 where its last token is new."""
         return next((size for size in _SIZES if self._occurrences(size)), 0)
 
     def _starts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """How much matches, and where the continuation begins: the longest match first, of several the latest."""
+        """Return how much matches, and where what followed begins: the longest match first, the latest of several."""
         self.catch_up(tokens)
         found: dict[int, int] = {}
         for size in _SIZES:
@@ -166,15 +163,15 @@ class NgramLookup:
         return starts
 
     def _continued(self, start: int, offset: int) -> int:
-        """What a continuation says so far behind its start; past the end of the text it repeats itself."""
+        """Return what a continuation says so far behind its start; past the end of the text it repeats itself."""
         return self._tokens[start + offset % (len(self._tokens) - start)]
 
     def _occurrences(self, size: int) -> Sequence[int]:
-        """Behind the newest occurrences of the ending of this size."""
+        """Return where the newest occurrences of the ending of this size end."""
         return self._followers.get(tuple(self._tokens[-size:]), ())[-_MOST_OCCURRENCES:]
 
     def _matched(self, start: int, length: int) -> int:
-        """Tokens before `start` that are those of the ending, of which so many are known to be."""
+        """Return how many tokens before `start` are those of the ending, of which so many are known to be."""
         tokens, most = self._tokens, min(start, LONGEST_MATCH)
         while length < most and tokens[start - 1 - length] == tokens[-1 - length]:
             length += 1
@@ -206,7 +203,7 @@ class NgramLookup:
         self._learn()
 
     def _learn(self) -> None:
-        """What has come of the last guess."""
+        """Learn from what has come of the last guess."""
         if self._guess is None or len(self._tokens) == self._guess[2]:
             return
         (start, matched, end), self._guess = self._guess, None
@@ -219,7 +216,7 @@ class NgramLookup:
 
 
 class NgramProposer(Proposer):
-    """An `NgramLookup` for every slot.
+    """Proposes what an `NgramLookup` for every slot says.
 
     It has three modes: `copy` where an ending of at least eight tokens occurred before, which is nearly always right,
     `ngram` where one of at least two did, and `unigram` where only the last token did, which is right far less often.
@@ -268,8 +265,8 @@ class NgramProposer(Proposer):
 
 
 class WithNgrams(Proposer):
-    """Leaves requests of the modes `ngram` and `copy` to n-grams, which cost nothing, and all others to a draft; beside
-    its chains n-grams take what room there is.
+    """Leaves budgets of the modes `ngram` and `copy` to n-grams, which cost nothing, and all others to a draft; n-grams
+    take the room that its chains leave.
 
     Args:
         draft: Proposes unless n-grams are asked for.
@@ -329,5 +326,5 @@ class WithNgrams(Proposer):
 
 
 def drafting(proposer: Proposer) -> Proposer:
-    """Who drafts, without the n-grams beside."""
+    """Return the proposer that drafts, without the n-grams around it."""
     return proposer.draft if isinstance(proposer, WithNgrams) else proposer

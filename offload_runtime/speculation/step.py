@@ -37,7 +37,7 @@ Budgets = Mapping[int, DraftBudget]  # what may be proposed to some of them, by 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What one level decided about the proposals of another.
+    """Counts what one level decided about the proposals of another.
 
     Attributes:
         proposed_by: `ngram`, `draft` or `retrieval` (the target over retrieved chunks).
@@ -55,12 +55,12 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """Accepted of the proposed; 0 when nothing was."""
+        """The share of the proposals that was accepted; 0 when there were none."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     @property
     def accepted_per_verification(self) -> float:
-        """Proposals that a verification brought, its own token not counted."""
+        """How many proposals a verification brought, its own token not counted."""
         return self.accepted / self.verifications if self.verifications else 0.0
 
 
@@ -77,18 +77,18 @@ class Proposer:
         return None
 
     def modes(self, texts: Texts) -> Sequence[str]:
-        """The ways to propose (see `Choice`) that have any idea of what follows one of these texts, which are all there
-        are of some sequences, and room for it; of no texts all ways that there are."""
+        """Return the modes (see `DraftBudget`) that have any idea of what follows one of these texts, which are all
+        there are of some sequences, and room for it; of no texts all modes that there are."""
         return ()
 
     def join(self, slot: int, params: SamplingParams) -> None:
-        """A request takes a slot: a sequence begins there, only grows, and its tokens will be chosen so."""
+        """Let a sequence begin in a slot, which only grows, and whose tokens will be chosen so."""
 
     def leave(self, slot: int) -> None:
-        """A slot's request has ended, if there was one: nothing is asked about it until another one joins."""
+        """End a slot's sequence, if there is one: nothing is asked about it until another one joins."""
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        """A slot's sequence begins with `tokens`: do now what would hold up the first proposals."""
+        """Do what would hold up the first proposals behind a sequence that begins with `tokens`."""
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         """Return tokens that may follow, for each slot that has a budget, of at least one token; none where there is no
@@ -96,32 +96,37 @@ class Proposer:
         return dict.fromkeys(budgets, TokenTree())
 
     def ahead(self, pending: Callable[[], bool]) -> None:
-        """What was proposed is being verified, or a prompt read that was prepared for: go on for as long as `pending`
-        says yes, asked between short steps."""
+        """Go on while what was proposed is verified, or a prompt read that was prepared for, for as long as `pending`
+        says yes, which is asked between short steps."""
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
-        """What levels of its own have decided about a slot since it was joined, the first level first. May wait for
-        the device."""
+        """Return what levels of its own have decided about a slot since it was joined, the first level first. May wait
+        for the device."""
         return ()
 
 
 def makes_trees(proposer: Proposer) -> bool:
-    """Whether guesses may branch where a request has room for more than a chain, whoever else may be asked for."""
+    """Return whether guesses may branch where a request has room for more than a chain."""
     able = proposer.modes({})
     return "tree" in able or ("ngram" in able and "chain" not in able)
 
 
 def chains_where(room: Callable[[int], int], texts: Texts) -> Sequence[str]:
-    """`modes` of who makes chains, up to `room(length)` tokens behind a text of so many."""
+    """Return the modes of a proposer of chains, of up to `room(length)` tokens behind a text of so many."""
     return ("chain",) if not texts or any(room(len(tokens)) > 0 for tokens in texts.values()) else ()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one pass gave one request: `tokens` are the target's, and `path` the nodes of the proposal that agreed, one
-    for each of the tokens but the last; `logprobs` are the tokens', and `logits` [n, V] the rows that they were chosen
-    from, where they were asked for. Nodes of the proposal that a grammar forbids were not in the pass, and did not
-    agree."""
+    """Holds what one pass gave one request.
+
+    Attributes:
+        tokens: The target's.
+        proposal: What was proposed. Nodes that a grammar forbids were not in the pass, and did not agree.
+        path: The nodes of the proposal that agreed, one for each of the tokens but the last.
+        logprobs: Of the tokens, where they were asked for.
+        logits: [n, V], the rows that the tokens were chosen from, where they were asked for.
+    """
 
     tokens: list[int]
     proposal: TokenTree
@@ -131,12 +136,12 @@ class StepResult:
 
     @property
     def accepted_sources(self) -> list[str]:
-        """Who proposed what was accepted, token by token."""
+        """The sources of what was accepted, token by token."""
         return [self.proposal.sources[node] for node in self.path]
 
 
 def accepted_path(proposal: TokenTree, samples: Sequence[int]) -> list[int]:
-    """The nodes that equal the target's samples, from the committed end on.
+    """Return the nodes that equal the target's samples, from the committed end on.
 
     Args:
         proposal: Chain or tree.
@@ -171,8 +176,8 @@ class Tally:
         self._verified: Counter[str] = Counter()  # windows by who has proposed any of it
 
     def add(self, sources: Sequence[str], accepted_sources: Sequence[str], *, window: str) -> None:
-        """One round of one sequence: of its proposals, and of those that were accepted, who made them, in order; and
-        what was asked for, in words."""
+        """Count one round of one sequence: who made its proposals and those that were accepted, in order, and what was
+        asked for, in words."""
         self.windows[window] += 1
         if not sources:
             return
@@ -183,7 +188,7 @@ class Tally:
         self.accepted_by_source.update(accepted_sources)
 
     def levels(self, proposed_by: str, inner: Sequence[Acceptance]) -> tuple[Acceptance, ...]:
-        """All levels, the target's last. A draft's proposals are all of its windows, n-grams among them; of a
+        """Return all levels, the target's last. A draft's proposals are all of its windows, n-grams among them; of a
         hierarchy they are those that it made.
 
         Args:
@@ -195,18 +200,6 @@ class Tally:
         if proposed_by == "retrieval":
             counts = self._verified[proposed_by], proposed[proposed_by], accepted[proposed_by]
         return (*inner, Acceptance(proposed_by, "target", *counts))
-
-
-def still_computing(logits: torch.Tensor) -> Callable[[], bool]:
-    """Whether a pass that was just enqueued on the current stream is still running; asking waits for nothing.
-
-    On the CPU it never is: a pass is over when its logits are there, so what is drafted then delays the next one.
-    """
-    if not logits.is_cuda:
-        return lambda: False
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(logits.device))
-    return lambda: not done.query()
 
 
 def run_step(
@@ -226,7 +219,7 @@ def run_step(
             the target's cache has the beginning; it has all tokens of the others but the last.
         budgets: What may be proposed.
         recorder: Of a trace, if there is one.
-        logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to tell beside each.
+        logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to name with each.
         prepared: Slots whose prompts the proposer is to `prepare`, as something will be proposed behind them.
         on_layer: As of a `Batch`.
         with_logits: Whether the results have the logits that their tokens were chosen from.
@@ -261,7 +254,7 @@ def run_step(
             with recorder.span("prepare", host=True, tokens=[len(texts[slot])]) if recorder else nullcontext():
                 proposer.prepare(slot, texts[slot])
         if prepared or any(proposals.values()):
-            draft_ahead(proposer, still_computing(batch.logits), recorder)
+            _draft_ahead(proposer, batch.logits, recorder)
         assert batch.tokens is not None
         samples = batch.tokens()
         for slot, first in zip(batch.slots, batch.firsts, strict=True):
@@ -285,10 +278,16 @@ def run_step(
     return results
 
 
-def draft_ahead(proposer: Proposer, pending: Callable[[], bool], recorder: TraceRecorder | None) -> None:
-    """Let a proposer go on while a pass is running; a trace sees it from the host, as the device does it beside."""
-    started_s = time.perf_counter()
-    proposer.ahead(pending)
+def _draft_ahead(proposer: Proposer, logits: torch.Tensor, recorder: TraceRecorder | None) -> None:
+    """Let a proposer go on while the pass that was just enqueued is running; a trace sees it from the host.
+
+    On the CPU a pass is over when its logits are there, so what is drafted then would delay the next one.
+    """
+    started_s, done = time.perf_counter(), None
+    if logits.is_cuda:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(logits.device))
+    proposer.ahead(lambda: done is not None and not done.query())
     if recorder is not None:
         recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
 
@@ -340,7 +339,7 @@ def _proposals(
 
 
 def _pruned(proposal: TokenTree, matcher: GrammarMatcher | None) -> tuple[TokenTree, Sequence[int]]:
-    """What of a proposal a grammar allows, and which of its nodes these are."""
+    """Return what of a proposal a grammar allows, and which of its nodes these are."""
     if matcher is None or not proposal:
         return proposal, range(len(proposal))
     nodes = matcher.allowed(proposal.tokens, proposal.parents)
@@ -350,7 +349,8 @@ def _pruned(proposal: TokenTree, matcher: GrammarMatcher | None) -> tuple[TokenT
 def _require_tokens(
     tokens: Sequence[int], first_position: int, slot: int, matcher: GrammarMatcher | None
 ) -> None:  # fmt: skip
-    """Of tokens that plain decoding would choose too: what follows a rejected proposal is nobody's output."""
+    """Raise where tokens that plain decoding would choose too are none: what follows a rejected proposal is no
+    output."""
     if -1 in tokens:
         if matcher is not None:
             matcher.require_next(tokens[: tokens.index(-1)], slot)

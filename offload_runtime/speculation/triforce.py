@@ -45,13 +45,14 @@ _CHEAP_ROWS, _LEAST_GUESSES = 64, 4
 
 
 def num_guesses(most: int, batch: int) -> int:
-    """Nodes of the tree of each of `batch` sequences, at most `most`: in all about as many rows as take no longer than
-    one."""
+    """Return the nodes of the tree of each of `batch` sequences, at most `most`: in all about as many rows as take
+    no longer than one."""
     return min(most, max(_LEAST_GUESSES, _CHEAP_ROWS // batch - _LEAST_GUESSES))
 
 
 def most_guess_rows(most: int, batch: int, *, others: int) -> int:
-    """Most rows of a step over up to `batch` sequences, each of a tree of up to `most` nodes and of `others`."""
+    """Return the most rows of a step over up to `batch` sequences, each of a tree of up to `most` nodes and of
+    `others`."""
     return max(count * (num_guesses(most, count) + others) for count in range(1, batch + 1))
 
 
@@ -85,30 +86,30 @@ class RetrievalVerifier:
         self._frequencies = RowFrequencies(rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, rope.scaling)
         self._counts = torch.zeros(batch, 2, dtype=torch.int64, device=device)  # steps, accepted proposals
-        self.recorder: TraceRecorder | None = None  # whoever wants a trace of the steps sets it
+        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
 
     @torch.inference_mode()
     def join(self, slot: int, params: SamplingParams) -> None:
-        """From now on a sequence is another one, and its tokens are chosen so."""
+        """Let a sequence begin in a slot, whose tokens are chosen so."""
         self._sampling.assign(slot, params)
         self.window.join(slot)
         self.cache.forget(slot)
         self._counts[slot].zero_()
 
     def leave(self, slot: int) -> None:
-        """A sequence has ended, if there was one: steps go on without it."""
+        """End a slot's sequence, if there is one: steps go on without it."""
         self._sampling.release(slot)
         self.window.leave(slot)
 
     @property
     def counts(self) -> list[tuple[int, int]]:
-        """Of every sequence, its steps since it joined and the proposals that they accepted. Waits for the device."""
+        """The steps of every sequence since it joined and the proposals that they accepted. Waits for the device."""
         return [(steps, accepted) for steps, accepted in self._counts.tolist()]
 
     @torch.inference_mode()
     def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
-        """Steps will put up to `counts[s]` tokens behind the `lengths[s]` of sequence s, while all others stand still;
-        whether the chunks must be chosen anew."""
+        """Prepare for steps that put up to `counts[s]` tokens behind the `lengths[s]` of sequence s, while all
+        others stand still; whether the chunks must be chosen anew."""
         for slot, length in lengths.items():
             self._frequencies.set(slot, length)
         return self.cache.begin_steps(range(self.window.num_rows), counts)
@@ -143,7 +144,8 @@ class RetrievalVerifier:
 def verifier_step_bytes(
     config: ModelConfig, element_bytes: int, *, batch: int, rows: int, far_chunks: int, has_head: bool = True
 ) -> int:
-    """Device bytes of the window and of what a step of the verifier computes on its way, which its graphs keep.
+    """Return the device bytes of the window and of what a step of the verifier computes on its way, which its graphs
+    keep.
 
     Args:
         config: The target's shape.
@@ -189,7 +191,7 @@ class TriForceProposer(Proposer):
         self.trees = trees
         self._refresh_steps = refresh_steps
         self._max_tokens_with_draft = max_tokens_with_draft
-        self.num_steps = 0  # of the retrieval verifier since nobody had joined, each of all sequences
+        self.num_steps = 0  # of the retrieval verifier since no slot had joined, each of all sequences
         # Of every slot that has joined, the steps of the verifier that were counted, and what was proposed to them.
         self._proposed: dict[int, tuple[int, int]] = {}
 
@@ -248,7 +250,8 @@ class TriForceProposer(Proposer):
         return proposals
 
     def counts(self, slot: int) -> Sequence[Acceptance]:
-        """What the retrieval verifier decided about the draft's proposals, those behind what was asked for included."""
+        """Return what the retrieval verifier decided about the draft's proposals, those behind what was asked for
+        included."""
         if self._draft is None or slot not in self._proposed:
             return ()
         _, accepted = self._count()[slot]
@@ -264,13 +267,14 @@ class TriForceProposer(Proposer):
         return counts
 
     def _newest(self, slot: int, tokens: Sequence[int]) -> Sequence[int]:
-        """The newest tokens of a text, which the first steps feed: those before them have keys in the draft's cache."""
+        """Return the newest tokens of a text, which the first steps feed: those before them have keys in the draft's
+        cache."""
         if self._draft is None:
             return tokens[-1:]
         return self._draft.texts.catch_up_but(slot, tokens, self.tree.num_known - 1)
 
     def _room(self, length: int) -> int:
-        """Most tokens that can be proposed behind `length` tokens."""
+        """Return the most tokens that can be proposed behind `length` tokens."""
         room = min(self._max_tokens_with_draft - length, self._window.capacity - self.tree.num_known)
         if self._draft is not None:
             room = min(room, self._draft.room(length))
@@ -299,15 +303,15 @@ class TriForceProposer(Proposer):
                 return outputs
 
     def _learned(self, slot: int, inputs: WindowInput, outputs: WindowOutput) -> None:
-        """The draft takes note of what was agreed on for a sequence."""
+        """Note for the draft what was agreed on for a sequence."""
         if self._draft is not None:
             # The keys of what the last step has accepted lie where its tree was.
             written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
             self._draft.texts.learned(slot, outputs.between(inputs.base, written))
 
     def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> TokenTree:
-        """What was agreed on for a sequence, and beside its first tokens what the retrieval verifier would have said
-        instead, `extra_nodes` at most."""
+        """Return what was agreed on for a sequence, and as branches what the retrieval verifier would
+        have said instead, `extra_nodes` at most."""
         stop = min(inputs.stop, outputs.end)
         tokens = outputs.between(inputs.end, stop)
         # A level with NaN logits has nothing to say.
