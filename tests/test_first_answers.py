@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 import offload_runtime
 from offload_runtime import Runtime
 from offload_runtime.cli.app import app
-from offload_runtime.verify import VerificationPlan, VerificationReport, verify
+from offload_runtime.verify import QUICK, VerificationReport, verify
 from tests.helpers.engine import PROMPT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,10 +96,10 @@ def test_what_is_printed_of_objects_is_short_and_says_what_they_are(target: Path
 
 
 def test_verification_that_is_stopped_reports_what_there_is(target: Path) -> None:
-    plan = VerificationPlan.built_in(quick=True, tokens=8, seeds=32, extra=None)
+    plan = replace(QUICK, tokens=8)
 
     def stop(stage: str, done: int, steps: int) -> None:
-        if done == 4:
+        if done == 2:
             raise KeyboardInterrupt
 
     with Runtime.load(target, device="cpu", context=256) as runtime:

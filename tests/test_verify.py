@@ -24,9 +24,8 @@ from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import SamplingParams
-from offload_runtime.verify import Fit
+from offload_runtime.verify import Fit, VerificationPlan, VerificationReport, verify
 from offload_runtime.verify.equality import verify_identity
-from offload_runtime.verify.report import VerificationPlan, VerificationReport, verify
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of
 
@@ -76,15 +75,11 @@ def test_a_small_plan_is_exact(small_report: VerificationReport) -> None:
     assert small_report.fits and all(fit.freedom and fit.draws >= RUN_PLAN.seeds for fit in small_report.fits)
 
 
-def ignore() -> None:
-    """Nobody watches the progress."""
-
-
 @pytest.mark.slow
 def test_generations_are_those_of_plain_decoding(runtime: Runtime) -> None:
     """What defects of many kinds are held against in `tests/mutations.py`: a short part of the report."""
     prompts, settings = {"words": runtime.encode(PROMPT)}, {"top-p": PLAN.settings["top-p"]}
-    runs = list(verify_identity(runtime, prompts, settings, count=8, on_step=ignore))
+    runs = list(verify_identity(runtime, prompts, settings, count=8))
     assert not VerificationReport(False, runs, []).bad_runs
 
 

@@ -44,9 +44,12 @@ def verify(options: VerifyOptions) -> None:
 
     from offload_runtime import __version__
     from offload_runtime.engine.runtime import device_facts
-    from offload_runtime.verify import VerificationPlan, compare_one_card, decode_plainly, verify
+    from offload_runtime.verify import FULL, QUICK, compare_one_card, decode_plainly, verify
 
-    plan = VerificationPlan.built_in(quick=options.quick, tokens=options.tokens, seeds=options.seeds, extra=extra)
+    plan = QUICK if options.quick else FULL
+    asked = {"tokens": options.tokens, "seeds": options.seeds}
+    numbers: Any = {name: number for name, number in asked.items() if number is not None}
+    plan = replace(plan, prompts={**plan.prompts, **extra}, **numbers)
     with (
         only_json(options.as_json),
         load_runtime(config, show_progress=show_progress, check=plan.encoded, threads=options.threads) as runtime,

@@ -1,9 +1,253 @@
 """The proof, on the machine at hand, that speculation and offloading change nothing: `offload-runtime verify`.
 
-It drives a loaded `Runtime` from outside: equality with plain decoding, token by token and bit by bit, and a test of
-goodness of fit of what is sampled.
+It drives a loaded `Runtime` from outside.
+
+1. *Equality* (`equality`): over many prompts, settings of sampling, windows, proposers and turns, every generation
+   is compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits
+   behind each.
+2. *Goodness of fit*: sampled tokens follow the target's own probabilities (`distribution`).
+3. *Several cards* (`compare_one_card`): plain decoding by all of them is that by the first alone.
+
+Everything is seeded, so a second run on the same machine says the same.
 """
 
-from offload_runtime.verify.distribution import Fit
-from offload_runtime.verify.equality import IdentityRun, compare_one_card
-from offload_runtime.verify.report import VerificationPlan, VerificationReport, decode_plainly, verify
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count, cycle, islice
+from typing import Any
+
+from offload_runtime.engine.request import PromptRoom
+from offload_runtime.engine.runtime import Runtime
+from offload_runtime.errors import require
+from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
+from offload_runtime.verify.equality import (
+    ON_ONE_CARD,
+    IdentityRun,
+    Transcript,
+    proposers_of,
+    transcribe,
+    verify_identity,
+)
+
+OnProgress = Callable[[str, int, int], None]
+
+PROMPTS = {
+    "prose": "The history of the steam engine began when",
+    "code": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return",
+    "repetition": "one two three four one two three four one two three four one two three",
+    "story": "It was late in the evening when the old man opened the door, looked at the boy, and said:",
+    "list": "Things to pack for the journey:\n1. a warm coat\n2. a map\n3. a lamp\n4.",
+    "data": '{"name": "Anna", "age": 31, "city": "Oslo"}\n{"name": "Ben", "age": 27, "city":',
+    "dialogue": "Q: What is the capital of France?\nA: Paris.\nQ: What is the capital of Italy?\nA: Rome.\nQ:",
+    "languages": "Le petit café est fermé. Das kleine Café ist geschlossen. 小さな",
+}
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "T 0.6": SamplingParams(temperature=0.6),
+    "T 1, top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "T 1": SamplingParams(temperature=1.0),
+    "T 0.8, top-k 20": SamplingParams(temperature=0.8, top_k=20),
+}
+MIN_TOKENS, MIN_SEEDS = 8, 32
+# All prompts together, over and over, make a long one: several blocks of keys, and on a GPU enough for the attention of
+# long prompts. It meets the first setting only.
+LONG_PROMPT = "long"
+# Of the whole run: how likely an exact runtime is called a defect by the tests of fit.
+FAMILY_LEVEL = 1e-4
+
+_FIT_PROMPTS = 4
+# What a token of a comparison takes on a CPU, prompts and tests of fit included, in times of a plain one: SmolLM2-135M
+# on two cores took 1.3 for 1,000 of them and 1.9 for 600.
+_CPU_SHARE = 1.8
+_ONE_CARD_SETTINGS = 2
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """What is compared: `prompts` and `settings` by name; `seeds` for every test of fit; `long_tokens` of a prompt that
+    is made of the others, as far as the context has room for it."""
+
+    prompts: Mapping[str, str] = field(default_factory=lambda: PROMPTS)
+    settings: Mapping[str, SamplingParams] = field(default_factory=lambda: SETTINGS)
+    tokens: int = 64
+    seeds: int = 256
+    long_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        tokens, seeds = self.tokens, self.seeds
+        require(tokens >= MIN_TOKENS, f"tokens must be at least {MIN_TOKENS}, or no window has room, not {tokens}")
+        require(seeds >= MIN_SEEDS, f"seeds must be at least {MIN_SEEDS} for a chi-square test, not {seeds}")
+
+    def encoded(self, room: PromptRoom) -> dict[str, list[int]]:
+        """Return token ids of the prompts by name.
+
+        Raises:
+            ContextLengthError: One and the tokens that follow it exceed the context.
+        """
+        return {
+            name: room.fit(text, self.tokens, name=f"the prompt {name!r}", option="--tokens")
+            for name, text in self.prompts.items()
+        }
+
+    def encoded_by(self, runtime: Runtime) -> dict[str, list[int]]:
+        """Return the same of a loaded runtime."""
+        return self.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+
+
+FULL = VerificationPlan(long_tokens=1200)
+# With these a 135M takes less than two minutes on two cores.
+QUICK = VerificationPlan(dict(islice(PROMPTS.items(), 3)), dict(islice(SETTINGS.items(), 3)), 10, 32, long_tokens=600)
+
+
+@dataclass
+class VerificationReport:
+    """Everything that was found, or what there was until Ctrl-C, if it is `interrupted`."""
+
+    bitwise: bool
+    runs: list[IdentityRun]
+    fits: list[Fit]
+    interrupted: bool = False
+
+    @property
+    def level(self) -> float:
+        """Return the least p-value allowed to one test of fit (Bonferroni)."""
+        return FAMILY_LEVEL / max(1, len(self.fits))
+
+    @property
+    def bad_runs(self) -> list[IdentityRun]:
+        """Return runs with a defect."""
+        return [run for run in self.runs if run.finding.verdict == "defect"]
+
+    @property
+    def bad_fits(self) -> list[Fit]:
+        """Return tests that the sampled tokens fail."""
+        return [fit for fit in self.fits if fit.p_value < self.level]
+
+    @property
+    def verdict(self) -> str:
+        """Return `defect`, `near-ties` when rounding explains what differs, or `exact`."""
+        if self.bad_runs or self.bad_fits:
+            return "defect"
+        return "near-ties" if any(run.finding.verdict == "near-tie" for run in self.runs) else "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        fits = [{**asdict(fit), "p_value": fit.p_value} for fit in self.fits]
+        return {
+            "verdict": self.verdict, "interrupted": self.interrupted, "bitwise_compared": self.bitwise,
+            "identity": [asdict(run) for run in self.runs], "fit_level": self.level, "fit": fits,
+        }  # fmt: skip
+
+
+def verify(
+    runtime: Runtime, plan: VerificationPlan, *, on_progress: OnProgress = lambda stage, done, steps: None,
+    on_expected: Callable[[float], None] | None = None,
+) -> VerificationReport:  # fmt: skip
+    """Compare speculation with plain decoding, and sampled tokens with the target's probabilities.
+
+    Args:
+        runtime: Loaded with the draft under test; it must allow a gamma of 63, and ends its current generation.
+        plan: What to compare.
+        on_progress: Called with (stage, done, all) after each comparison or test.
+        on_expected: Called before the first of them with about how many seconds all of it takes.
+
+    Returns:
+        Everything, or at Ctrl-C what there is by then.
+
+    Raises:
+        ContextLengthError: A prompt and its tokens exceed the runtime's context.
+        NumericalError: The target's logits are NaN.
+    """
+    report = VerificationReport(runtime.device.type == "cuda", [], [])
+    try:
+        prompts = plan.encoded_by(runtime)
+        if on_expected is not None:
+            on_expected(_expected_s(runtime, plan, prompts))
+        _compare(runtime, plan, prompts, report, on_progress)
+        _fit(runtime, plan, prompts, report, on_progress)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def _num_runs(runtime: Runtime, plan: VerificationPlan) -> int:
+    """Count generations that are compared: of each proposer, as loaded, and in one more history."""
+    proposers = len(proposers_of(runtime, (), accuracy=1.0)) + 2
+    return (len(plan.prompts) * len(plan.settings) + (plan.long_tokens > 0)) * proposers
+
+
+def _compare(
+    runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]], report: VerificationReport,
+    on_progress: OnProgress,
+) -> None:  # fmt: skip
+    """Add every generation compared with plain decoding to a report."""
+    runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens)
+    if plan.long_tokens:
+        most = min(plan.long_tokens, runtime.context_tokens - plan.tokens)
+        long = {LONG_PROMPT: list(islice(cycle(chain.from_iterable(prompts.values())), most))}
+        first = dict(islice(plan.settings.items(), 1))
+        runs = chain(runs, verify_identity(runtime, long, first, count=plan.tokens))
+    for run in runs:
+        report.runs.append(run)
+        on_progress("identity", len(report.runs), _num_runs(runtime, plan))
+
+
+def _fit(
+    runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]], report: VerificationReport,
+    on_progress: OnProgress,
+) -> None:  # fmt: skip
+    """Add to a report whether sampling follows the target: single rows of logits, all together, whole generations."""
+    contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
+    settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
+    steps, numbers = len(contexts) * len(settings) + plan.seeds, count(1)
+    for fit in fit_rows(runtime, contexts, settings, seeds=plan.seeds):
+        report.fits.append(fit)
+        on_progress("sampling", next(numbers), steps)
+    report.fits.append(total("rows of logits together", report.fits))
+    prompt = next(iter(contexts.values()))
+    likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
+    proposers = list(proposers_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
+    places = fit_generations(
+        runtime, prompt, proposers, seeds=plan.seeds, on_step=lambda: on_progress("sampling", next(numbers), steps)
+    )
+    report.fits += [*places, total("answers together", places)]
+
+
+def _expected_s(runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]]) -> float:
+    """Estimate how many seconds `verify` takes, from a short plain answer that is timed."""
+    prompt, params = next(iter(prompts.values())), GenerationParams(MIN_TOKENS, ignore_eos=True)
+    transcribe(runtime, prompt, params)  # what is made once is not timed
+    begun_s = time.monotonic()
+    transcribe(runtime, prompt, params)
+    token_s = (time.monotonic() - begun_s) / MIN_TOKENS
+    plain = len(plan.prompts) * len(plan.settings)
+    of_cpu = _CPU_SHARE if runtime.device.type == "cpu" else 1.0
+    return token_s * of_cpu * ((_num_runs(runtime, plan) + plain) * plan.tokens + plan.seeds * GENERATION_TOKENS)
+
+
+Plainly = dict[tuple[str, str], Transcript]  # by the names of prompt and setting
+
+
+def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProgress, *, stage: str) -> Plainly:
+    """Generate what plain decoding says to all prompts of a plan, greedily and in the next setting: the logits of every
+    token stay on the host. Errors as of `verify`."""
+    found: Plainly = {}
+    prompts, settings = plan.encoded_by(runtime), dict(islice(plan.settings.items(), _ONE_CARD_SETTINGS))
+    for prompt_name, prompt in prompts.items():
+        for seed, (setting_name, setting) in enumerate(settings.items()):
+            params = GenerationParams(plan.tokens, ignore_eos=True, sampling=replace(setting, seed=seed))
+            found[prompt_name, setting_name] = transcribe(runtime, prompt, params)
+            on_progress(stage, len(found), len(prompts) * len(settings))
+    return found
+
+
+def compare_one_card(one: Plainly, several: Plainly, *, bitwise: bool) -> list[IdentityRun]:
+    """Compare what several cards say with what one says."""
+    return [
+        IdentityRun.of(prompt, setting, ON_ONE_CARD, one[prompt, setting], other, bitwise=bitwise)
+        for (prompt, setting), other in several.items()
+    ]

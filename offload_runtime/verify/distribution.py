@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 
@@ -46,9 +45,9 @@ class Fit:
 
     @property
     def p_value(self) -> float:
-        """Probability of a statistic at least this large when the draws follow the probabilities; 0 for the impossible.
+        """Return the probability of a statistic at least this large when the draws follow the probabilities.
 
-        From the regularised upper incomplete gamma function.
+        It is 0 for the impossible, and else from the regularised upper incomplete gamma function.
         """
         if self.impossible:
             return 0.0
@@ -59,7 +58,7 @@ class Fit:
 
 
 def target_probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """What `sampling` makes of a row of logits: [V] of any floating dtype -> [V] float64 on the host, of sum 1."""
+    """Return what `sampling` makes of logits: [V] of any floating dtype -> [V] float64 on the host, of sum 1."""
     scaled = logits.double().cpu() / sampling.temperature
     if sampling.top_k and sampling.top_k < scaled.numel():
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
@@ -74,7 +73,7 @@ def target_probabilities(logits: torch.Tensor, sampling: SamplingParams) -> torc
 
 
 def fit(name: str, counts: torch.Tensor, probabilities: torch.Tensor) -> Fit:
-    """Chi-square of counts [V] int64 against probabilities [V] float64.
+    """Compute chi-square of counts [V] int64 against probabilities [V] float64.
 
     Cells that are too small are pooled with those of similar probability, so that an error of the temperature, which
     moves tokens up or down by their probability, still shows in a flat distribution.
@@ -97,7 +96,7 @@ def fit(name: str, counts: torch.Tensor, probabilities: torch.Tensor) -> Fit:
 
 
 def total(name: str, fits: Sequence[Fit]) -> Fit:
-    """One test of independent ones together: many small deviations in one direction show here first."""
+    """Make one test of independent ones together: many small deviations in one direction show here first."""
     return Fit(
         name, sum(f.draws for f in fits), sum(f.statistic for f in fits), sum(f.freedom for f in fits),
         sum(f.impossible for f in fits),
@@ -108,11 +107,11 @@ def fit_row(name: str, row: torch.Tensor, sampling: SamplingParams, *, position:
     """Draw from one row of logits over many seeds and a few positions: no pass of the target is needed.
 
     Args:
-        name: Of the test.
+        name: The test is called so.
         row: [V] in the model's dtype, on the device whose sampler is tested.
         sampling: Its seed is replaced.
         position: First of `_DRAWS_PER_SEED` positions that are sampled with every seed.
-        seeds: Each used once.
+        seeds: Each is used once.
     """
     rows = row.expand(_DRAWS_PER_SEED, -1).contiguous()
     positions = torch.arange(position, position + _DRAWS_PER_SEED, device=row.device)
@@ -125,34 +124,24 @@ def fit_row(name: str, row: torch.Tensor, sampling: SamplingParams, *, position:
 
 
 def fit_rows(
-    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, seeds: int,
-    on_step: Callable[[], None],
-) -> Iterator[Fit]:  # fmt: skip
-    """Test the sampler on the logits behind each prompt; one pass of the target per prompt.
-
-    Args:
-        runtime: Its device samples.
-        prompts: Token ids by name.
-        settings: By name, none of them greedy.
-        seeds: Per test.
-        on_step: Called after each test.
-    """
-    numbers = count()
+    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, seeds: int
+) -> Iterator[Fit]:
+    """Test the sampler on the logits behind each prompt, by name, in each setting, of which none is greedy; one pass of
+    the target per prompt, `seeds` per test."""
+    first = _FIRST_ROW_SEED
     for prompt_name, prompt in prompts.items():
         row = transcribe(runtime, prompt, GenerationParams(1)).rows[0].to(runtime.device)
         for setting_name, sampling in settings.items():
-            first = _FIRST_ROW_SEED + next(numbers) * seeds
-            name = f"{prompt_name}, {setting_name}"
-            found = fit_row(name, row, sampling, position=len(prompt), seeds=range(first, first + seeds))
-            on_step()
-            yield found
+            name, of_test = f"{prompt_name}, {setting_name}", range(first, first + seeds)
+            yield fit_row(name, row, sampling, position=len(prompt), seeds=of_test)
+            first += seeds
 
 
 def fit_generations(
-    runtime: Runtime, prompt: Sequence[int], sampling: SamplingParams, proposers: Sequence[Proposer], *, seeds: int,
-    on_step: Callable[[], None],
-) -> list[Fit]:  # fmt: skip
-    """Test whole speculative generations: every token given those before it, one test per place in the answer.
+    runtime: Runtime, prompt: Sequence[int], proposers: Sequence[Proposer], *, seeds: int, on_step: Callable[[], None]
+) -> list[Fit]:
+    """Test whole speculative generations at temperature 1: every token given those before it, one test per place in the
+    answer.
 
     Answers are read again by passes that know nothing of speculation. A token's *percentile* is the probability of all
     tokens likelier than it (of equals those before it) plus a random share of its own; given what came before, these
@@ -162,15 +151,14 @@ def fit_generations(
     Args:
         runtime: Generates with speculation.
         prompt: Token ids.
-        sampling: Not greedy; its seed is replaced.
         proposers: They take turns.
         seeds: Generations.
         on_step: Called after each generation.
     """
     answers = []
     for number in range(seeds):
-        seeded = replace(sampling, seed=_FIRST_GENERATION_SEED + number)
-        params = GenerationParams(GENERATION_TOKENS, gamma=GENERATION_TOKENS - 1, ignore_eos=True, sampling=seeded)
+        sampling = SamplingParams(temperature=1.0, seed=_FIRST_GENERATION_SEED + number)
+        params = GenerationParams(GENERATION_TOKENS, gamma=GENERATION_TOKENS - 1, ignore_eos=True, sampling=sampling)
         answers.append(transcribe(runtime, prompt, params, proposers[number % len(proposers)]).tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -178,7 +166,7 @@ def fit_generations(
     # One plain pass over each answer: nothing is proposed or accepted.
     for number, (answer, rows) in enumerate(zip(answers, runtime.logits(list(prompt), answers), strict=True)):
         for place, (token, row) in enumerate(zip(answer, rows.cpu(), strict=True)):
-            p = target_probabilities(row, sampling)
+            p = target_probabilities(row, SamplingParams(temperature=1.0))
             likelier = (p > p[token]) | ((p == p[token]) & (torch.arange(p.numel()) < token))
             percentiles[number, place] = p[likelier].sum() + shares[number, place] * p[token]
     cells = min(_MOST_CELLS, int(seeds / _MIN_EXPECTED))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice, zip_longest
@@ -116,7 +116,7 @@ class Transcript:
 
     @cached_property
     def foreign_tokens(self) -> int:
-        """Tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
+        """Count tokens that are not what the host, sampling once more at absolute positions, makes of their logits."""
         again = resample(self.rows, self.params.sampling, self.first_position)
         return sum(a != b for a, b in zip_longest(again, self.tokens))
 
@@ -139,23 +139,18 @@ def transcribe(
     return Transcript(result.tokens, rows, params, len(prompt), result.stats.passes)
 
 
-def loaded_proposers(runtime: Runtime) -> dict[str, Proposer]:
-    """The proposers to test on a runtime: n-gram lookup, and the runtime's own if it is another."""
+def proposers_of(runtime: Runtime, script: Sequence[int], *, accuracy: float, seed: int = 0) -> dict[str, Proposer]:
+    """Return the proposers to test on a runtime: n-gram lookup, the runtime's own if it is another, and a script."""
     own = drafting(runtime.engine.proposer)
     proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
     if own.name not in (None, NGRAM):
         proposers["triforce" if own.name == "retrieval" else "draft"] = own
-    return proposers
-
-
-def differing_rows(left: torch.Tensor, right: torch.Tensor) -> list[int]:
-    """Indices of rows [N, V] (one dtype, on the host) that are not the same to the last bit."""
-    bits = torch.int16 if left.element_size() == 2 else torch.int32
-    return (left.view(bits) != right.view(bits)).any(-1).nonzero().flatten().tolist()
+    scripted = ScriptedProposer(script, runtime.config.vocab_size, accuracy=accuracy, seed=seed)
+    return {**proposers, scripted.name: scripted}
 
 
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:
-    """The tokens that rows of logits [N, V] stand for, at `first_position` and the positions after it."""
+    """Return the tokens that rows of logits [N, V] stand for, at `first_position` and the positions after it."""
     positions = torch.arange(first_position, first_position + rows.shape[0], device=rows.device)
     slots = SlotSampling.of([sampling], rows.device)
     return sample(rows, slots, positions, torch.zeros_like(positions)).tolist()
@@ -182,7 +177,7 @@ class Mismatch:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains it: the logits moved no further, and the candidates were that close."""
+        """Return whether rounding explains it: the logits moved no further, and the candidates were that close."""
         return self.moved <= self.rounding and self.margin <= _SPREAD * self.moved
 
 
@@ -233,81 +228,50 @@ class IdentityRun:
     finding: Finding
     tree_nodes: int | None = None
 
+    @classmethod
+    def of(
+        cls, prompt: str, setting: str, name: str, plain: Transcript, other: Transcript, *, bitwise: bool
+    ) -> IdentityRun:
+        """Compare a generation of this `name` with plain decoding."""
+        params, tokens, finding = other.params, len(other.tokens), compare(plain, other, bitwise=bitwise)
+        seed, gamma = params.sampling.seed, params.gamma
+        return cls(prompt, setting, seed, name, gamma, tokens, other.passes, finding, params.tree_nodes)
+
 
 def verify_identity(
-    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
-    on_step: Callable[[], None],
-) -> Iterator[IdentityRun]:  # fmt: skip
-    """Compare with plain decoding, one run after the other, all proposers, and what the runtime does by itself, in a
-    batch and as a further turn too. The gammas take turns; each meets every setting and proposer.
+    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int
+) -> Iterator[IdentityRun]:
+    """Compare `count` tokens with plain decoding, one run after the other: of all proposers, and of what the runtime
+    does by itself, in a batch and as a further turn too. The gammas take turns; each meets every setting and proposer.
 
     Args:
         runtime: Both sides of every comparison.
         prompts: Token ids by name.
         settings: By name; seeds are replaced.
         count: Tokens of every generation.
-        on_step: Called after each generation.
     """
-    loaded = loaded_proposers(runtime)
     for prompt_number, (prompt_name, prompt) in enumerate(prompts.items()):
         for setting_number, (setting_name, setting) in enumerate(settings.items()):
             seed, number = prompt_number * len(settings) + setting_number, prompt_number + setting_number
             params = GenerationParams(count, ignore_eos=True, sampling=replace(setting, seed=seed))
             plain = transcribe(runtime, prompt, params)
-            on_step()
-            others = _generate_otherwise(runtime, loaded, plain, prompt, list(prompts.values()), number)
-            for name, expected, other in others:
-                finding = compare(expected, other, bitwise=runtime.device.type == "cuda")
-                on_step()
-                yield IdentityRun(
-                    prompt_name, setting_name, seed, name, other.params.gamma, len(other.tokens), other.passes,
-                    finding, other.params.tree_nodes,
-                )  # fmt: skip
-
-
-Plainly = dict[tuple[str, str], Transcript]  # by the names of prompt and setting
-
-
-def decode_plainly(
-    runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int,
-    on_step: Callable[[], None],
-) -> Plainly:  # fmt: skip
-    """What plain decoding says to every prompt in every setting. Arguments as of `verify_identity`."""
-    found: Plainly = {}
-    for prompt_name, prompt in prompts.items():
-        for seed, (setting_name, setting) in enumerate(settings.items()):
-            params = GenerationParams(count, ignore_eos=True, sampling=replace(setting, seed=seed))
-            found[prompt_name, setting_name] = transcribe(runtime, prompt, params)
-            on_step()
-    return found
-
-
-def compare_one_card(one: Plainly, several: Plainly, *, bitwise: bool) -> list[IdentityRun]:
-    """What several cards say beside one."""
-    return [
-        IdentityRun(
-            prompt, setting, other.params.sampling.seed, ON_ONE_CARD, None, len(other.tokens), other.passes,
-            compare(one[prompt, setting], other, bitwise=bitwise),
-        )
-        for (prompt, setting), other in several.items()
-    ]  # fmt: skip
+            for name, expected, other in _generate_otherwise(runtime, plain, prompt, list(prompts.values()), number):
+                bitwise = runtime.device.type == "cuda"
+                yield IdentityRun.of(prompt_name, setting_name, name, expected, other, bitwise=bitwise)
 
 
 def _generate_otherwise(
-    runtime: Runtime, loaded: Mapping[str, Proposer], plain: Transcript, prompt: Sequence[int],
-    prompts: Sequence[Sequence[int]], number: int,
-) -> Iterator[tuple[str, Transcript, Transcript]]:  # fmt: skip
+    runtime: Runtime, plain: Transcript, prompt: Sequence[int], prompts: Sequence[Sequence[int]], number: int
+) -> Iterator[tuple[str, Transcript, Transcript]]:
     """Generate what plain decoding said with every proposer; then as a user does, from the beginning and in another
     way. `number` chooses the way and the first gamma.
 
     Yields:
         A name for it, plain decoding of the same prompt from the beginning, and the generation.
     """
-    params, vocab_size = plain.params, runtime.config.vocab_size
-    script = ScriptedProposer(
-        [*prompt, *plain.tokens], vocab_size, accuracy=_SCRIPT_ACCURACY, seed=params.sampling.seed
-    )
-    for turn, (name, proposer) in enumerate({**loaded, script.name: script}.items(), start=number):
+    params = plain.params
+    proposers = proposers_of(runtime, [*prompt, *plain.tokens], accuracy=_SCRIPT_ACCURACY, seed=params.sampling.seed)
+    for turn, (name, proposer) in enumerate(proposers.items(), start=number):
         gamma = GAMMAS[turn % len(GAMMAS)]
         nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in proposer.modes({}) else None
         yield name, plain, transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
@@ -329,17 +293,16 @@ def _generate_otherwise(
 
 
 def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:
-    """What differs between a generation and plain decoding, and whether rounding explains it.
+    """Find what differs between a generation and plain decoding, and whether rounding explains it.
 
-    Args:
-        plain: Plain decoding.
-        other: With speculation.
-        bitwise: Whether logits must be the same to the last bit, as passes on CUDA promise.
+    `bitwise` demands logits that are the same to the last bit, as passes on CUDA promise.
     """
     tokens = enumerate(zip_longest(plain.tokens, other.tokens))  # the end of the shorter one differs as well
     at = next((index for index, (expected, token) in tokens if expected != token), None)
     same_context = min(len(plain.rows), len(other.rows), len(plain.tokens) if at is None else at + 1)
-    differing = differing_rows(plain.rows[:same_context], other.rows[:same_context])
+    bits = torch.int16 if plain.rows.element_size() == 2 else torch.int32
+    row, other_row = (one.rows[:same_context].view(bits) for one in (plain, other))
+    differing = int((row != other_row).any(-1).sum())
     foreign = plain.foreign_tokens + other.foreign_tokens
     mismatch = None if at is None or at >= same_context else _measure(plain, other, at)
     if foreign or (bitwise and (differing or at is not None)):
@@ -348,11 +311,11 @@ def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:
         verdict = "identical"
     else:
         verdict = "near-tie" if mismatch is not None and mismatch.near_tie else "defect"
-    return Finding(verdict, at, len(differing), foreign, mismatch)
+    return Finding(verdict, at, differing, foreign, mismatch)
 
 
 def _measure(plain: Transcript, other: Transcript, at: int) -> Mismatch:
-    """How close plain decoding was to saying what speculation says as new token `at`."""
+    """Measure how close plain decoding was to saying what speculation says as new token `at`."""
     sampling, position = plain.params.sampling, torch.tensor([plain.first_position + at])
     row, other_row = plain.rows[at], other.rows[at]
     expected, token = plain.tokens[at], other.tokens[at]
@@ -373,7 +336,7 @@ def _measure(plain: Transcript, other: Transcript, at: int) -> Mismatch:
 
 
 def _exclusion(row: torch.Tensor, sampling: SamplingParams, token: int) -> float:
-    """How far an excluded token is from being allowed: row [V]; the largest of what the filters ask for.
+    """Measure how far an excluded token is from being allowed: row [V]; the largest of what the filters ask for.
 
     In logits / T for top-k and min-p. For top-p in probability, which moves by less than the logits / T do.
     """
