@@ -70,6 +70,7 @@ long_target = _checkpoint("long_target", context=16384)
 deep_target = _checkpoint("deep_target", num_layers=10, context=4096)
 wide_target = _checkpoint("wide_target", hidden_size=512, context=16384)
 two_layer_target = _checkpoint("two_layer_target", num_layers=2, context=16384)
+windowed_target = _checkpoint("windowed_target", num_layers=2, context=16384, window=40)
 one_layer_draft = _checkpoint("one_layer_draft", num_layers=1, seed=1, context=16384)  # says something else
 
 

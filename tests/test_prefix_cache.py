@@ -60,7 +60,8 @@ class Seen:
         cache.begin_window((), ())  # all sequences are to be seen
         positions = torch.arange(min(length - 1, cache.length(slot)), device=runtime.device)
         own = torch.tensor([slot], device=runtime.device)
-        sides = [cache.store(layer).at(own, positions) for layer in range(runtime.config.num_layers)]
+        full = [layer for layer, window in enumerate(runtime.config.layer_windows) if window is None]
+        sides = [cache.store(layer).at(own, positions) for layer in full]
         self.kv = [side for pair in sides for side in pair]
 
     @property
@@ -192,6 +193,29 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
                 said = [say(runtime, engine, prompt) for prompt in prompts]
             assert [one.tokens for one in said] == expected
             assert [one.num_kept for one in said] == of_prompts
+
+
+@pytest.mark.parametrize(("way", "kv"), [("plain", "gpu"), ("tree", "host")])
+def test_prompts_that_share_beginnings_behind_sliding_windows(
+    windowed_target: Path, noisy_copy_of: Callable[[Path], Path], way: str, kv: str
+) -> None:
+    draft = noisy_copy_of(windowed_target)
+    with loaded(windowed_target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
+        tasks = make_tasks(9, seed=len(way))
+        expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
+        check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+
+
+def test_what_slots_lose_of_sliding_windows_comes_back_at_its_end_alone(windowed_target: Path) -> None:
+    """A slot has let go of what windows reach from further ahead, and so has the store."""
+    one, two = TEXT[:800], TEXT[100:850]
+    prompts, kept = [one, two, one, one[:100], two, one[:300], [*one, 5]], [0, 0, 768, 0, 512, 0, 768]
+    with loaded(windowed_target, draft="none", kv="gpu") as runtime:
+        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
+        with runtime.serving(prefix_cache_bytes=8 * block_bytes(runtime)) as engine:
+            said = [say(runtime, engine, prompt) for prompt in prompts]
+        assert [one.tokens for one in said] == expected
+        assert [one.num_kept for one in said] == kept
 
 
 def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:

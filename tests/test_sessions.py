@@ -90,6 +90,11 @@ def test_a_loaded_session_goes_on_as_if_it_had_never_ended(target: Path, draft: 
     check_goes_on(target, tmp_path / "chat.json", **{"draft": draft, "device": "cpu", **WAYS[way]})
 
 
+@pytest.mark.parametrize("way", ["device", "host"])
+def test_a_session_behind_sliding_windows_goes_on(windowed_target: Path, tmp_path: Path, way: str) -> None:
+    check_goes_on(windowed_target, tmp_path / "chat.json", **{"device": "cpu", **WAYS[way]})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "two cards"])
 def test_a_loaded_session_goes_on_on_a_gpu(target: Path, draft: Path, tmp_path: Path, way: str) -> None:

@@ -67,7 +67,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
     if not plan.on_host:
         return DeviceKVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budgets=budgets,
-            owners=plan.owners, name=name, spare_positions=plan.tree_positions,
+            owners=plan.owners, name=name, spare_positions=plan.tree_positions, pass_rows=plan.pass_rows,
         )  # fmt: skip
     on_host = list[HostKVCard]()
     for one, own, memory in zip(cards, plan.cards, memories, strict=True):
@@ -78,7 +78,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, cards=on_host, owners=plan.owners,
-        resident_layers=plan.placement.resident_kv_layers, name=name,
+        resident_layers=plan.placement.resident_kv_layers, pass_rows=plan.pass_rows, name=name,
     )  # fmt: skip
 
 

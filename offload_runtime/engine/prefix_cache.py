@@ -21,7 +21,6 @@ from offload_runtime.engine.sessions import SavedPrefixes
 from offload_runtime.errors import BudgetError
 from offload_runtime.kv import BlockLayout, BlockStore
 from offload_runtime.kv.block_store import SavedBlock
-from offload_runtime.kv.device import block_shapes
 from offload_runtime.memory import check_host_memory
 
 
@@ -70,8 +69,7 @@ class PrefixCache:
         self.forget(slot)  # until the cache has no more than what is shared
         cache.truncate(slot, kept[slot])
         if len(stored) * BLOCK_TOKENS > kept[slot]:
-            whole = kept[slot] // BLOCK_TOKENS
-            cache.truncate(slot, whole * BLOCK_TOKENS)
+            whole = cache.truncate(slot, kept[slot] // BLOCK_TOKENS * BLOCK_TOKENS) // BLOCK_TOKENS
             cache.begin_restore(slot, len(stored) * BLOCK_TOKENS)
             for block in stored[whole:]:
                 cache.restore_block(slot, block, BLOCK_TOKENS)
@@ -112,10 +110,10 @@ class PrefixCache:
         """Let the store and the directory have a slot's blocks if any but those of the first `kept` tokens are lost, as
         long as there is host memory."""
         (tokens, prompt_tokens), cache, target = self._slots[slot], self._target.runner.cache, self._target
-        held = min(cache.length(slot), len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
+        held = cache.keeps(slot, min(cache.length(slot), len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS)
 
-        def save(block: int) -> SavedBlock:
-            layout = BlockLayout(block_shapes(target.config), target.plan.dtype)
+        def save(block: int, whole: bool) -> SavedBlock:
+            layout = BlockLayout.of(target.config, target.plan.dtype, whole=whole)
             check_host_memory(layout.nbytes, what="the prefix cache")
             saved = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8))
             cache.save_block(slot, block, saved)
@@ -138,10 +136,11 @@ class PrefixCache:
         prompt_tokens, rope = self._slots[slot].prompt_tokens, self._target.rope
         if rope.frequency_set(prompt_tokens) != rope.frequency_set(len(prompt)):
             return 0
-        return min(self._num_equal(slot, prompt), len(prompt) - 1)
+        return self._num_equal(slot, prompt[:-1])
 
     def _num_equal(self, slot: int, text: Sequence[int]) -> int:
-        """Leading tokens of a text that a slot holds."""
+        """Leading tokens of a text that a slot holds, and could go on behind."""
         tokens = self._slots[slot].tokens
         most = min(self._target.runner.cache.length(slot), len(tokens), len(text))
-        return next((place for place in range(most) if tokens[place] != text[place]), most)
+        equal = next((place for place in range(most) if tokens[place] != text[place]), most)
+        return self._target.runner.cache.keeps(slot, equal)

@@ -470,7 +470,8 @@ class Runtime(AbstractContextManager["Runtime"]):
             return None
         on_host = self.plan.target.on_host
         require(not on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
-        return BlockStore(nbytes // self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none"))
+        block_bytes = self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none")
+        return BlockStore(self.config, nbytes // block_bytes)
 
     def _require_block(self, nbytes: int, what: str, remedy: str) -> int:
         """Bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""

@@ -15,7 +15,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError, require
 from offload_runtime.files import delete_leftovers, regular_file, write_atomically
 from offload_runtime.kv import BlockFiles, BlockLayout, block_names
-from offload_runtime.kv.device import block_shapes
+from offload_runtime.kv.block_store import first_whole_block, num_restorable
 from offload_runtime.options import require_unicode
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
@@ -79,44 +81,54 @@ class SessionCache:
     draft_state: DraftKVState | None = None
     locks: bool = False
 
-    def names(self, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
-        """What the blocks of a text are called, whose prompt had so many tokens."""
+    def blocks(self, files: BlockFiles, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
+        """What the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open one and
+        those that its windows reach are whole, and others where they are there so alone."""
+        # A draft's cache keeps all of its layers.
+        first_whole = first_whole_block(self.model.config, len(tokens)) if self.draft_state is None else 0
+        config, dtype = self.model.config, self.model.plan.dtype
+        layouts = [BlockLayout.of(config, dtype, whole=one, locks=self.locks) for one in (False, True)]
+        found = dict[str, BlockLayout]()
+        for block, (name, other) in enumerate(self._names(tokens, prompt_tokens)):
+            whole = block >= first_whole or (name in files and other not in files)
+            found[name if whole else other] = layouts[whole]
+        return found
+
+    def num_stored(self, files: BlockFiles, tokens: Sequence[int], prompt_tokens: int) -> int:
+        """How many leading blocks of a text are there and bring it back."""
+        names = self._names(tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
+        there = takewhile(lambda pair: pair[0] in files or pair[1] in files, names)
+        return num_restorable(self.model.config, [name in files for name, _ in there])
+
+    def _names(self, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
+        """What each block of a text is called where it is whole, and where it is not."""
         # How a draft was rotated changes no token.
         frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
-        return block_names(f"{json.dumps(self.made_with)} {frequencies}", tokens)
+        kind = f"{json.dumps(self.made_with)} {frequencies}"
+        return list(zip(block_names(kind, tokens), block_names(f"{kind} without windows", tokens), strict=True))
 
-    def save(self, files: BlockFiles, slot: int, names: Sequence[str]) -> None:
+    def save(self, files: BlockFiles, slot: int, blocks: Mapping[str, BlockLayout]) -> None:
         """Save those of a slot's blocks that are not there yet. Raises as `BlockFiles.save`."""
         self._synchronize()
-        cache = self.model.runner.cache
-        files.save(names, self._layout, lambda block, to: cache.save_block(slot, block, to))
+        files.save(blocks, partial(self.model.runner.cache.save_block, slot))
 
-    def restore(self, files: BlockFiles, slot: int, tokens: Sequence[int], names: Sequence[str]) -> None:
+    def restore(self, files: BlockFiles, slot: int, tokens: Sequence[int], blocks: Mapping[str, BlockLayout]) -> None:
         """Bring a slot, which holds whole blocks of these tokens or nothing, to all of them. What came before an error
         stays. Raises as `BlockFiles.read`, and `ContextLengthError`."""
         self._synchronize()  # what is queued for the slot would write over it
         cache = self.model.runner.cache
         cache.begin_restore(slot, len(tokens))
         try:
-            for saved in files.read(names[cache.length(slot) // BLOCK_TOKENS :], self._layout):
+            for saved in files.read(dict(islice(blocks.items(), cache.length(slot) // BLOCK_TOKENS, None))):
                 cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
         finally:
             if self.draft_state is not None:
                 self.draft_state.restored(slot, tokens[: cache.length(slot)])
 
-    def verify(self, files: BlockFiles, names: Sequence[str]) -> None:
-        """Raise `SessionError` unless all of these blocks are there and whole."""
-        for _ in files.read(names, self._layout):
-            pass
-
     def _synchronize(self) -> None:
         for device in self.model.runner.decoder.partition.devices:
             if device.type == "cuda":  # a draft has a stream of its own
                 torch.cuda.synchronize(device)
-
-    @property
-    def _layout(self) -> BlockLayout:
-        return BlockLayout(block_shapes(self.model.config), self.model.plan.dtype, self.locks)
 
 
 def session_caches(
@@ -154,10 +166,11 @@ class SavedPrefixes:
     def save(self, slot: int, tokens: Sequence[int], prompt_tokens: int) -> None:
         """Save whole blocks of a slot, of which the target's cache may hold the first tokens only."""
         for cache in self._caches:
-            state, length = cache.draft_state, cache.model.runner.cache.length(slot)
-            held = min(length, len(tokens)) if state is None else state.num_held(slot, tokens)
+            state, kv = cache.draft_state, cache.model.runner.cache
+            held = min(kv.length(slot), len(tokens)) if state is None else state.num_held(slot, tokens)
+            held = kv.keeps(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
             try:
-                cache.save(self._files, slot, cache.names(tokens[:held], prompt_tokens)[: held // BLOCK_TOKENS])
+                cache.save(self._files, slot, cache.blocks(self._files, tokens[:held], prompt_tokens))
             except (StorageError, BudgetError) as error:
                 logging.getLogger(__name__).warning("%s", error)
 
@@ -166,8 +179,7 @@ class SavedPrefixes:
         its last token."""
         for cache in self._caches:
             state, kv = cache.draft_state, cache.model.runner.cache
-            names = cache.names(prompt[:-1], len(prompt))[: (len(prompt) - 1) // BLOCK_TOKENS]
-            count = self._files.find(names)
+            count = cache.num_stored(self._files, prompt[:-1], len(prompt))
             held = kv.length(slot) if state is None else state.num_held(slot, prompt)
             if not held < count * BLOCK_TOKENS <= kv.capacity_tokens:
                 continue
@@ -175,11 +187,14 @@ class SavedPrefixes:
                 state.catch_up(slot, ())
             else:
                 kv.truncate(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
+            tokens = prompt[: count * BLOCK_TOKENS]
+            blocks = cache.blocks(self._files, tokens, len(prompt))
+            self._files.find(list(blocks))
             try:
-                cache.restore(self._files, slot, prompt[: count * BLOCK_TOKENS], names[:count])
+                cache.restore(self._files, slot, tokens, blocks)
             except SessionError as error:
                 logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
-                self._files.delete([names[kv.length(slot) // BLOCK_TOKENS]])
+                self._files.delete([list(blocks)[kv.length(slot) // BLOCK_TOKENS]])
             except (StorageError, BudgetError) as error:
                 logging.getLogger(__name__).warning("%s", error)
 
@@ -241,11 +256,11 @@ def save_session(
         for name, cache in caches.items():
             state = cache.draft_state
             count = held if state is None else state.num_held(slot, tokens)
-            whole = cache.names(tokens, saved.prompt_tokens)[: len(tokens) // BLOCK_TOKENS]
-            count = max(count, files.find(whole) * BLOCK_TOKENS)  # where another call has used the cache since
-            names = cache.names(tokens[:count], saved.prompt_tokens)
-            cache.save(files, slot, names)
-            held_by[name], needed = count, needed + names
+            stored = cache.num_stored(files, tokens, saved.prompt_tokens)
+            count = max(count, stored * BLOCK_TOKENS)  # where another call has used the cache since
+            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens)
+            cache.save(files, slot, blocks)
+            held_by[name], needed = count, [*needed, *blocks]
         record = {**conversation, "session": {
             "name": Path(caches["target"].source.reference).name, "made_with": caches["target"].made_with,
             "text": saved.text, "tokens": " ".join(map(str, tokens)), "prompt_tokens": saved.prompt_tokens,
@@ -356,28 +371,29 @@ class SavedSession:
             raise ContextLengthError(f"{path} has {len(tokens)} tokens and the context {capacity}: raise --context")
         # Of each cache as many leading tokens as it was saved with; a draft that is another one reads them itself.
         self.held_tokens = session["held"]["target"]
-        self._caches = list[tuple[SessionCache, Sequence[int], list[str]]]()
+        self._caches = list[tuple[SessionCache, Sequence[int], dict[str, BlockLayout]]]()
         for name, cache in caches.items():
             own = tokens[: session["held"].get(name, 0)]
-            names = cache.names(own, self.saved.prompt_tokens)
-            is_there = files.find(names) == len(names)
+            blocks = cache.blocks(files, own, self.saved.prompt_tokens)
+            is_there = files.find(list(blocks)) == len(blocks)
             self._require(is_there or cache.draft_state is not None, f"blocks of {path} are missing")
             if is_there and len(own) <= cache.model.runner.cache.capacity_tokens:
-                self._caches.append((cache, own, names))
+                self._caches.append((cache, own, blocks))
 
     def verify(self) -> None:
         """Raise `SessionError` unless every block is whole: before anything is given up for it."""
-        for cache, _, names in self._caches:
+        for _, _, blocks in self._caches:
             with self._refusing():
-                cache.verify(self._files, names)
+                for _ in self._files.read(blocks):
+                    pass
 
     def restore(self, slot: int) -> None:
         """Bring the caches to it, in an empty slot. Raises as `verify`."""
-        for cache, tokens, names in self._caches:
+        for cache, tokens, blocks in self._caches:
             if cache.draft_state is not None:
                 cache.draft_state.catch_up(slot, ())
             with self._refusing():
-                cache.restore(self._files, slot, tokens, names)
+                cache.restore(self._files, slot, tokens, blocks)
 
     def _require(self, fine: bool, message: str) -> None:
         if not fine:

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from offload_runtime.errors import SessionError, StorageError
 from offload_runtime.files import write_atomically, writing
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.memory import HostArena, Registrar, check_host_memory, touch
+from offload_runtime.models.config import ModelConfig
 
 _DIGEST_BYTES = 20
 # A block, or what a process that was killed has left of one.
@@ -66,14 +68,21 @@ class BlockLayout:
     dtype: torch.dtype
     locks: bool = False
 
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, *, whole: bool = True, locks: bool = False) -> BlockLayout:
+        """The layout of a block that is whole, or not; see `block_store`."""
+        attentions = enumerate(layer.attention for layer in config.layers)
+        shapes = {layer: one.kv_block_shape for layer, one in attentions if whole or one.window is None}
+        return cls(shapes, dtype, locks)
+
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
         return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
 
     def views(self, memory: torch.Tensor) -> SavedBlock:
-        """A block in memory of its size, uint8."""
-        parts = memory.view(self.dtype).split([math.prod(shape) for shape in self.shapes.values()])
+        """A block at the beginning of memory, uint8."""
+        parts = memory[: self.nbytes].view(self.dtype).split([math.prod(shape) for shape in self.shapes.values()])
         return {layer: part.view(shape) for (layer, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
@@ -115,9 +124,12 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
                 blocks.append((entry.stat().st_mtime_ns, ours[1], entry.stat().st_size))
         return {name: size for _, name, size in sorted(blocks)}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._sizes
+
     def find(self, names: Sequence[str]) -> int:
         """How many leading ones of these are here; this uses them."""
-        count = next((index for index, name in enumerate(names) if name not in self._sizes), len(names))
+        count = next((index for index, name in enumerate(names) if name not in self), len(names))
         now_ns = time.time_ns()
         for number, name in enumerate(reversed(names[:count])):  # what goes first has none behind it
             self._sizes[name] = self._sizes.pop(name)
@@ -126,38 +138,38 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
                     os.utime(self._path(name), ns=(now_ns, now_ns + number))
         return count
 
-    def save(self, names: Sequence[str], layout: BlockLayout, copy: Callable[[int, SavedBlock], None]) -> None:
+    def save(self, blocks: Mapping[str, BlockLayout], copy: Callable[[int, SavedBlock], None]) -> None:
         """Write the blocks that are not here, from the first one on as many as the limit allows.
 
         Args:
-            names: Of a text's blocks, all from the first one on.
-            layout: Of each.
+            blocks: By their names the layouts of a text's blocks, all from the first one on.
             copy: Copies a block, by its index, to host memory.
 
         Raises:
             StorageError: The disk is full, or the directory cannot be written; what is here already stays.
             BudgetError: There is no host memory for what is on its way.
         """
-        missing = [(index, name) for index, name in enumerate(names) if name not in self._sizes]
-        nbytes, all_names = layout.nbytes + _FOOTER.size, set(names)
-        with _staging(layout, len(missing)) as buffers, _threads() as pool:
-            free, jobs = deque(buffers), deque[tuple[Future[None], SavedBlock]]()
+        missing = [(index, name) for index, name in enumerate(blocks) if name not in self]
+        with _staging([blocks[name] for _, name in missing]) as buffers, _threads() as pool:
+            free, jobs = deque(buffers), deque[tuple[Future[None], torch.Tensor]]()
             for index, name in missing:
-                if not self._make_room(nbytes, all_names):
+                nbytes = blocks[name].nbytes + _FOOTER.size
+                if not self._make_room(nbytes, blocks):
                     break
                 if not free:
-                    job, layers = jobs.popleft()
+                    job, buffer = jobs.popleft()
                     job.result()
-                    free.append(layers)
-                layers = free.popleft()
+                    free.append(buffer)
+                buffer = free.popleft()
+                layers = blocks[name].views(buffer)
                 copy(index, layers)
                 self._sizes[name] = nbytes
-                jobs.append((pool.submit(self._write, name, layers), layers))
+                jobs.append((pool.submit(self._write, name, layers), buffer))
             for job, _ in jobs:
                 job.result()
-        self.find(names)
+        self.find(list(blocks))
 
-    def read(self, names: Sequence[str], layout: BlockLayout) -> Iterator[SavedBlock]:
+    def read(self, blocks: Mapping[str, BlockLayout]) -> Iterator[SavedBlock]:
         """The blocks, in host memory, each until the next one is asked for. Arguments as of `save`.
 
         Raises:
@@ -165,14 +177,15 @@ class BlockFiles(AbstractContextManager["BlockFiles"]):
             StorageError: One cannot be read, which may pass.
             BudgetError: As of `save`.
         """
-        with _staging(layout, len(names)) as buffers, _threads() as pool:
-            jobs = deque(pool.submit(self._read, name, to) for name, to in zip(names, buffers, strict=False))
-            for index in range(len(names)):
-                jobs.popleft().result()
-                layers = buffers[index % len(buffers)]
+        with _staging(list(blocks.values())) as buffers, _threads() as pool:
+            pairs = zip(blocks.items(), cycle(buffers), strict=False)
+            views = ((name, layout.views(buffer)) for (name, layout), buffer in pairs)
+            jobs = deque((pool.submit(self._read, *one), one[1]) for one in islice(views, len(buffers)))
+            while jobs:
+                job, layers = jobs.popleft()
+                job.result()
                 yield layers
-                if (following := index + len(buffers)) < len(names):
-                    jobs.append(pool.submit(self._read, names[following], layers))
+                jobs += ((pool.submit(self._read, *one), one[1]) for one in islice(views, 1))
 
     def delete(self, names: Collection[str]) -> None:
         """Delete blocks, as far as the system lets us."""
@@ -247,19 +260,20 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @contextmanager
-def _staging(layout: BlockLayout, count: int) -> Iterator[list[SavedBlock]]:
-    """Host memory for blocks on their way, if there are any; `count` at the most."""
-    count = min(count, max(2, min(_MOST_STAGED, _STAGING_BYTES // layout.nbytes)))
+def _staging(layouts: Sequence[BlockLayout]) -> Iterator[list[torch.Tensor]]:
+    """Host memory for blocks on their way, if there are any: uint8, of the largest each."""
+    nbytes = max((layout.nbytes for layout in layouts), default=0)
+    count = min(len(layouts), max(2, min(_MOST_STAGED, _STAGING_BYTES // max(1, nbytes))))
     if not count:
         yield []
         return
-    check_host_memory(count * layout.nbytes, what="reading or writing a session")
-    arena = HostArena(count * layout.nbytes, name="blocks of a session")
+    check_host_memory(count * nbytes, what="reading or writing a session")
+    arena = HostArena(max(1, count * nbytes), name="blocks of a session")
     touch([arena])
-    if layout.locks:
+    if layouts[0].locks:
         arena.lock(Registrar())
     try:
-        yield [layout.views(piece) for piece in arena.buffer[: count * layout.nbytes].view(count, -1).unbind()]
+        yield list(arena.buffer[: count * nbytes].view(count, nbytes))
     finally:
         arena.close()
 

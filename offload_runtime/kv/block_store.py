@@ -1,4 +1,8 @@
-"""Blocks of keys and values that slots have lost, in ordinary host memory, found by the tokens up to their ends."""
+"""Blocks of keys and values that slots have lost, in ordinary host memory, found by the tokens up to their ends.
+
+Of a layer with a sliding window a saved text has what that reaches from the text's end: a cache need not have what is
+before that. So a block is *whole*, or has the layers alone that attend to everything.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,22 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.models.config import ModelConfig
+
 # A block of a sequence: by layer its keys and values, [2, H_kv, 256, D], host.
 SavedBlock = Mapping[int, torch.Tensor]
+
+
+def first_whole_block(config: ModelConfig, length: int) -> int:
+    """Return the first block that has to be whole for a text to go on behind its first `length` tokens."""
+    reach = max((window for window in config.layer_windows if window is not None), default=length + 1)
+    return max(0, length + 1 - reach) // BLOCK_TOKENS
+
+
+def num_restorable(config: ModelConfig, whole: Sequence[bool]) -> int:
+    """Return how many leading blocks of a text bring it back, of which these are whole."""
+    counts = range(len(whole), 0, -1)
+    return next((n for n in counts if all(whole[first_whole_block(config, n * BLOCK_TOKENS) : n])), 0)
 
 
 class _Key(NamedTuple):
@@ -34,42 +52,50 @@ class BlockStore:
     alone. A block is used whenever one behind it is, so what goes first has none behind it.
 
     Args:
+        config: The model's shape.
         most_blocks: That it holds, at least one.
     """
 
-    def __init__(self, most_blocks: int) -> None:
+    def __init__(self, config: ModelConfig, most_blocks: int) -> None:
         assert most_blocks > 0
-        self._most_blocks, self._numbers = most_blocks, count()
+        self._config, self._most_blocks, self._numbers = config, most_blocks, count()
         self._held: dict[_Key, _Held] = {}  # the least recently used one comes first
 
     def find(self, kind: Hashable, tokens: Sequence[int]) -> list[SavedBlock]:
-        """The leading blocks of a sequence that are held; this uses them.
+        """The leading blocks that are held of a sequence and bring it back; this uses them.
 
         Args:
             kind: Of its keys and values: those of another kind are others.
             tokens: Of the sequence.
         """
         chain = self._chain(kind, tokens)
-        self._use(chain)
-        return [self._held[key].block for key in chain]
+        blocks = [self._held[key].block for key in chain]
+        count = num_restorable(self._config, [len(block) == self._config.num_layers for block in blocks])
+        self._use(chain[:count])
+        return blocks[:count]
 
-    def put(self, kind: Hashable, tokens: Sequence[int], save: Callable[[int], SavedBlock]) -> None:
-        """Hold the whole blocks of a sequence, from the first one on as many as the limit allows.
+    def put(self, kind: Hashable, tokens: Sequence[int], save: Callable[[int, bool], SavedBlock]) -> None:
+        """Hold the full blocks of a sequence, from the first one on as many as the limit allows.
 
         Args:
             kind: As of `find`.
             tokens: Of the sequence.
-            save: Copies a block, by its index. Called for those that are not held.
+            save: Copies a block, by its index, whole or not. Called for those that are not held so.
         """
         chain = self._chain(kind, tokens)
         self._use(chain)
+        first_whole, held = first_whole_block(self._config, len(tokens)), len(chain)
         try:
-            for index in range(len(chain), min(len(tokens) // BLOCK_TOKENS, self._most_blocks)):
-                if len(self._held) >= self._most_blocks:  # of the chain there are fewer
-                    del self._held[next(iter(self._held))]
-                key = self._key(kind, tokens, index, chain)
-                self._held[key] = _Held(next(self._numbers), save(index))
-                chain.append(key)
+            for index in range(min(len(tokens) // BLOCK_TOKENS, self._most_blocks)):
+                whole = index >= first_whole
+                if index >= held:
+                    if len(self._held) >= self._most_blocks:  # of the chain there are fewer
+                        del self._held[next(iter(self._held))]
+                    key = self._key(kind, tokens, index, chain)
+                    self._held[key] = _Held(next(self._numbers), save(index, whole))
+                    chain.append(key)
+                elif whole and len(self._held[chain[index]].block) < self._config.num_layers:
+                    self._held[chain[index]] = self._held[chain[index]]._replace(block=save(index, whole))
         finally:
             self._use(chain)
 

@@ -80,18 +80,22 @@ class KVCache(LayerCache, Protocol):
         about blocks that have become full. Leading rows that are there already, all of a chain, do not move.
         """
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget everything behind the first `length` tokens of a sequence."""
+    def keeps(self, slot: int, length: int) -> int:
+        """Return how many of the first `length` tokens of a sequence it could be cut to: all of them, or none where
+        newer tokens, rejected ones included, lie where a sliding window would reach."""
+
+    def truncate(self, slot: int, length: int) -> int:
+        """Forget everything behind the first `length` tokens of a sequence, or of those that it `keeps`: how many."""
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
-        """Copy a block with committed tokens to host memory; waits for it."""
+        """Copy layers of a block with committed tokens to host memory; waits for it."""
 
     def begin_restore(self, slot: int, length: int) -> None:
         """Saved blocks will make a sequence so long: make room for them. Raises as `begin_prefill`."""
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
         """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
-        until they are there."""
+        until they are there. Layers that it does not have are those whose windows will not reach it."""
 
     def close(self) -> None:
         """Give host memory back."""
@@ -108,15 +112,23 @@ class BlockCache:
         batch: Sequences.
         budgets: Ledgers of the cards.
         owners: The card of each layer by its number; empty: all are on the first.
+        pass_rows: Most rows that a pass has of a sequence at a time; layers with sliding windows reserve no more than
+            these reach, in rings of blocks. None: they keep all.
     """
 
     prefills_by_layer = False
 
     def __init__(
         self, config: ModelConfig, *, capacity_tokens: int, batch: int, budgets: Sequence[DeviceBudget],
-        owners: Sequence[int],
+        owners: Sequence[int], pass_rows: int | None,
     ) -> None:  # fmt: skip
-        self._config, self._devices = config, [budget.device for budget in budgets]
+        self._devices = [budget.device for budget in budgets]
+        attentions = [layer.attention for layer in config.layers]
+        self._num_blocks = [num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)) for one in attentions]
+        windows = zip(config.layer_windows, self._num_blocks, strict=True)
+        self._windows = {(window, blocks) for window, blocks in windows if window is not None}
+        # Of every sequence the end of what was ever written, and the first block that was restored in layers of these.
+        self._written, self._restored_from = [0] * batch, [0] * batch
         self._owners = owners or (0,) * config.num_layers
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
@@ -133,7 +145,28 @@ class BlockCache:
         for slot, count in zip(slots, counts, strict=True):
             self._ends[slot] = self._lengths[slot] + count
             check_capacity(self._ends[slot], self.max_tokens_with_draft)
+            self._written[slot] = max(self._written[slot], self._ends[slot])
         self._rows = slice(None)
+
+    def begin_prefill(self, slot: int, count: int) -> None:
+        check_capacity(self._lengths[slot] + count, self.capacity_tokens)
+        assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
+        self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
+        self._rows = slice(slot, slot + 1)
+
+    def keeps(self, slot: int, length: int) -> int:
+        for window, blocks in self._windows:
+            oldest = max(num_blocks(self._written[slot]) - blocks, self._restored_from[slot])
+            if max(0, length + 1 - window) // BLOCK_TOKENS < oldest:
+                return 0
+        return length
+
+    def truncate(self, slot: int, length: int) -> int:
+        assert 0 <= length <= self._lengths[slot]
+        self._lengths[slot] = length = self.keeps(slot, length)
+        if not length:
+            self._written[slot] = self._restored_from[slot] = 0
+        return length
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
         for layer, target in to.items():
@@ -146,6 +179,8 @@ class BlockCache:
         self.begin_window([slot], [count])
         for layer, source in saved.items():
             self._block(layer, slot, block).copy_(source, non_blocking=True)
+        if len(saved) < len(self._num_blocks):
+            self._restored_from[slot] = block + 1
         self._wait()
         self.commit(slot, count)
 
@@ -183,6 +218,7 @@ class DeviceKVCache(BlockCache):
         owners: The card of each layer by its number; empty: all are on the first.
         name: What to call it in the ledger.
         spare_positions: Places behind all tokens of each sequence, for keys and values of what may become part of it.
+        pass_rows: As of a `BlockCache`; None beside spare positions.
     """
 
     pinned_bytes, mixes = 0, True
@@ -190,24 +226,25 @@ class DeviceKVCache(BlockCache):
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
         budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
+        pass_rows: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners)
+        assert pass_rows is None or not spare_positions, "they lie behind the last block of a layer, not in a ring"
+        super().__init__(
+            config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners, pass_rows=pass_rows
+        )
         self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
-        blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
+        spare_blocks = num_blocks(spare_positions)
         # Layers of one card and shape [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
         self._stacks, self._of_layers = allocate_layers(
-            budgets, self._owners, name, dtype, block_shapes(config, batch, blocks)
-        )
+            budgets, self._owners, name, dtype,
+            block_shapes(config, batch, {layer: own + spare_blocks for layer, own in enumerate(self._num_blocks)}),
+        )  # fmt: skip
 
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._of_layers[layer][self._rows])
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         return attention(q, self.store(layer), rows, params)
-
-    def begin_prefill(self, slot: int, count: int) -> None:
-        check_capacity(self._lengths[slot] + count, self.capacity_tokens)
-        self._rows = slice(slot, slot + 1)
 
     def end_prefill(self, slot: int, count: int) -> None:
         self.commit(slot, count)
@@ -247,15 +284,11 @@ class DeviceKVCache(BlockCache):
             self._tables[layer] = table
         return self._tables[layer]
 
-    def truncate(self, slot: int, length: int) -> None:
-        assert 0 <= length <= self._lengths[slot]
-        self._lengths[slot] = length
-
     def begin_restore(self, slot: int, length: int) -> None:
         check_capacity(length, self.capacity_tokens)
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
-        return self._of_layers[layer][slot, block]
+        return self._of_layers[layer][slot, block % self._of_layers[layer].shape[1]]
 
     def close(self) -> None:
         pass
@@ -323,15 +356,9 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def block_shape(config: ModelConfig, layer: int) -> tuple[int, int, int, int]:
-    """Shape of a layer's block: keys and values, heads, tokens, channels."""
-    attention = config.layers[layer].attention
-    return 2, attention.num_kv_heads, BLOCK_TOKENS, attention.head_dim
-
-
-def block_shapes(config: ModelConfig, *outer: int) -> dict[int, tuple[int, ...]]:
-    """By layer the shape of blocks, behind these dimensions."""
-    return {layer: (*outer, *block_shape(config, layer)) for layer in range(config.num_layers)}
+def block_shapes(config: ModelConfig, batch: int, blocks: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Shapes of so many blocks of each of some layers: [B, N, 2, H_kv, 256, D]."""
+    return {layer: (batch, count, *config.layers[layer].attention.kv_block_shape) for layer, count in blocks.items()}
 
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype, layer: int) -> int:

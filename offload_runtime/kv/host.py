@@ -32,7 +32,7 @@ from offload_runtime.kv.device import (
     BlockCache,
     allocate_layers,
     block_bytes,
-    block_shape,
+    block_shapes,
     check_capacity,
     compact_path,
     filled_blocks,
@@ -45,13 +45,12 @@ from offload_runtime.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which host blocks a pass streams: the first `blocks[s]` of sequence s, of `lengths[s]` committed tokens. It is
-    about the sequences `chosen`, and streams nothing of the others."""
+    """Which host blocks a pass streams: the first `blocks[s]` of sequence s. It is about the sequences `chosen`, and
+    streams nothing of the others."""
 
     epoch: int
     chosen: tuple[int, ...]
     blocks: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 class _CardPass:
@@ -82,7 +81,8 @@ class HostKVCache(BlockCache):
         window_tokens: Most tokens that a decoding pass puts behind the committed ones.
         cards: What each card brings to it.
         owners: The card of each layer by its number; empty: all are on the first.
-        resident_layers: Layers that keep all their blocks on the device.
+        resident_layers: Layers that keep all their blocks on the device, as those with sliding windows do.
+        pass_rows: As of a `BlockCache`.
         name: What to call it in the ledger.
 
     Attributes:
@@ -95,13 +95,16 @@ class HostKVCache(BlockCache):
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
         cards: Sequence[HostKVCard], owners: Sequence[int] = (), resident_layers: Sequence[int] = (),
-        name: str = "KV cache",
+        pass_rows: int | None = None, name: str = "KV cache",
     ) -> None:  # fmt: skip
         budgets = [card.budget for card in cards]
-        super().__init__(config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners)
+        super().__init__(
+            config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners, pass_rows=pass_rows
+        )
         self._dtype = dtype
         self._piece_bytes = [card.piece_bytes for card in cards]
-        streamed = [layer for layer in range(config.num_layers) if layer not in resident_layers]
+        stay = [layer for layer, one in enumerate(config.layer_windows) if one is not None or layer in resident_layers]
+        streamed = [layer for layer in range(config.num_layers) if layer not in stay]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         of_layers = {layer: cards[self._owners[layer]] for layer in streamed}
         sizes = {layer: block_bytes(config, dtype, layer) for layer in streamed}
@@ -111,11 +114,11 @@ class HostKVCache(BlockCache):
         # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
         rings, self._ring = allocate_layers(
             budgets, self._owners, f"{name}: open blocks", dtype,
-            {layer: (batch, self._ring_blocks, *block_shape(config, layer)) for layer in streamed},
+            block_shapes(config, batch, dict.fromkeys(streamed, self._ring_blocks)),
         )  # fmt: skip
         stays, self._resident = allocate_layers(
             budgets, self._owners, f"{name}: resident layers", dtype,
-            {layer: (batch, most_blocks, *block_shape(config, layer)) for layer in resident_layers},
+            block_shapes(config, batch, {layer: self._num_blocks[layer] for layer in stay}),
         )  # fmt: skip
         self._stacks = [*rings.values(), *stays.values()]
         self.prefills_by_layer = bool(streamed)  # a workspace serves all streamed layers of a card
@@ -142,7 +145,7 @@ class HostKVCache(BlockCache):
         self.writes.collect()
         chosen = self._chosen
         blocks = (count if slot in chosen else 0 for slot, count in enumerate(self.writes.arrived))
-        return Snapshot(self._epoch, chosen, tuple(blocks), tuple(self._lengths))
+        return Snapshot(self._epoch, chosen, tuple(blocks))
 
     def is_valid(self, snapshot: Snapshot) -> bool:
         """Whether a pass may go by this snapshot: it is about the same sequences, and what it does not stream of them
@@ -164,15 +167,11 @@ class HostKVCache(BlockCache):
         """A pass begins; the pieces of a card's layers come out of its schedule."""
         self._cards[card].snapshot, self._cards[card].schedule = snapshot, schedule
 
-    def _runs(self, layer: int, snapshot: Snapshot) -> list[Run]:
-        """The layer's pieces; blocks that no sliding window reaches any more stay where they are."""
-        reach = self._config.layers[layer].attention.window
-        runs: list[Run] = []
+    def _runs(self, layer: int, snapshot: Snapshot) -> Iterator[Run]:
+        """The layer's pieces."""
+        most_blocks = self._piece_bytes[self._owners[layer]] // self.blocks.block_bytes[layer]
         for slot, blocks in enumerate(snapshot.blocks):
-            first = 0 if reach is None else max(0, snapshot.lengths[slot] - reach) // BLOCK_TOKENS
-            most_blocks = self._piece_bytes[self._owners[layer]] // self.blocks.block_bytes[layer]
-            runs += self.blocks.runs(slot, first, blocks, most_blocks)
-        return runs
+            yield from self.blocks.runs(slot, 0, blocks, most_blocks)
 
     def _passing(self, layer: int) -> Iterator[tuple[Run, KVBlocks]]:
         """The layer's pieces as they come over the link, [1, n, 2, H_kv, 256, D]; each may be read until the next one
@@ -244,16 +243,14 @@ class HostKVCache(BlockCache):
     def begin_prefill(self, slot: int, count: int) -> None:
         self._abandon_prefill()
         start, total = self._lengths[slot], self._lengths[slot] + count
-        check_capacity(total, self.capacity_tokens)
+        super().begin_prefill(slot, count)
         self.blocks.grow(slot, total // BLOCK_TOKENS, in_background=True)
-        self._rows = slice(slot, slot + 1)
         if not self._ring:
             return
         self.writes.drain()  # the blocks behind `start` are read back
         for number in self._streaming_cards:
             largest = max(self.blocks.block_bytes[layer] for layer in self._ring if self._owners[layer] == number)
-            # Zeros: blocks that no sliding window reaches are not loaded, and a masked key still meets a zero weight.
-            memory = self.borrow_workspace[number](num_blocks(total) * largest).zero_()
+            memory = self.borrow_workspace[number](num_blocks(total) * largest).zero_()  # as of `allocate_zeros`
             self._cards[number].prefill = HostPrefill(
                 slot, start, total, memory, blocks=self.blocks, piece_bytes=self._piece_bytes[number],
                 writeback=self.writes.engines[number],
@@ -387,9 +384,9 @@ class HostKVCache(BlockCache):
                 host, ring = self._places(layer, slot, block)
                 ring.copy_(host, non_blocking=True)
 
-    def truncate(self, slot: int, length: int) -> None:
-        assert 0 <= length <= self._lengths[slot]
+    def truncate(self, slot: int, length: int) -> int:
         self._abandon_prefill()
+        length = super().truncate(slot, length)
         block = length // BLOCK_TOKENS
         self.writes.settle(slot, block)
         if self.writes.arrived[slot] > block:
@@ -398,9 +395,9 @@ class HostKVCache(BlockCache):
         missing = range(lowest, min(self._ring_from[slot], num_blocks(length)))
         self._bring_back(slot, missing, self._ring)
         self._ring_from[slot] = min(self._ring_from[slot], lowest)
-        self._lengths[slot] = length
         self.writes.forget(slot, block)
         self._epoch += 1
+        return length
 
     def begin_restore(self, slot: int, length: int) -> None:
         check_capacity(length, self.capacity_tokens)
@@ -413,7 +410,7 @@ class HostKVCache(BlockCache):
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         if layer in self._resident:
-            return self._resident[layer][slot, block]
+            return self._resident[layer][slot, block % self._num_blocks[layer]]
         if block < self._ring_from[slot]:
             memory = self.blocks.memory(layer, slot, range(block, block + 1))
             return memory.view(self._dtype).view(self._ring[layer].shape[2:])

@@ -409,7 +409,7 @@ class HostPrefill:
         if end < self.total:
             return False
         self.finished_layers.append(self.layer)
-        # Full blocks from before are in the ring already, and here only where a sliding window reaches them.
+        # Full blocks from before are in the ring already.
         for block in range(max(kept_from(end), self.start // BLOCK_TOKENS), num_blocks(end)):
             ring[block % len(ring)] = self.workspace[0, block]
         return True

@@ -64,7 +64,7 @@ class RetrievedChunks:
         self.chunk_size = chunk_size
         self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         owners = owners or (0,) * config.num_layers
-        shapes = block_shapes(config, batch, num_blocks(budget_tokens))
+        shapes = block_shapes(config, batch, dict.fromkeys(range(config.num_layers), num_blocks(budget_tokens)))
         self._stacks, self._data = allocate_layers(budgets, owners, name, dtype, shapes)
         shapes = {layer: (batch, shape[3], self.budget_chunks) for layer, shape in shapes.items()}
         self._places, self.resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, shapes)
@@ -349,7 +349,7 @@ class RetrievedDraftCache(RetrievalCache):
         self.capacity_tokens, self.max_tokens_with_draft = full.capacity_tokens, full.max_tokens_with_draft
         self.length, self.commit, self.commit_path = full.length, full.commit, full.commit_path
         self.observers, self.close = full.observers, full.close
-        self.save_block, self.restore_block = full.save_block, full.restore_block
+        self.save_block, self.restore_block, self.keeps = full.save_block, full.restore_block, full.keeps
         self.begin_restore = full.begin_restore
         self._whole = False  # the running pass attends to everything
 
@@ -382,12 +382,13 @@ class RetrievedDraftCache(RetrievalCache):
         whole = self._whole or params.window is not None
         return (self._source.attend if whole else super().attend)(layer, q, rows, params)
 
-    def truncate(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> int:
         self._source.truncate(slot, length)
         # Not at every rejected guess: those lie behind what is retrieved.
         if length < self._reach[slot]:
             self.chunks.forget(slot, length)
             self._reach[slot] = length
+        return length
 
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gated import Activation
-from offload_runtime_kernels.kv_blocks import KVBlocks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.rms_norm import rms_norm
 from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, Rotation, rope_store
 from offload_runtime_kernels.window_steps import StepRows
@@ -192,6 +192,19 @@ class Attention:
     def kv_elements(self, context: int) -> int:
         """Elements of the keys and values that a cache keeps of `context` tokens of a sequence."""
         return 2 * self.kv_size * context
+
+    @property
+    def kv_block_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a block: keys and values, their heads, tokens, channels."""
+        return 2, self.num_kv_heads, BLOCK_TOKENS, self.head_dim
+
+    def reserved_tokens(self, context: int, pass_rows: int | None) -> int:
+        """Tokens, whole blocks of them, that a cache on the device has room for: the context, or what a sliding window
+        reaches from any of the rows that a pass may have of a sequence. None: the cache keeps all that it is given."""
+        blocks = -(-context // BLOCK_TOKENS)
+        if self.window is not None and pass_rows is not None:  # which begin and end anywhere in a block
+            blocks = min(blocks, -(-(self.window + pass_rows) // BLOCK_TOKENS) + 1)
+        return blocks * BLOCK_TOKENS
 
     def work(self, rows: int, context: int) -> Work:
         """What is done for the last `rows` of `context` tokens, each of which sees its own key and those before it."""

@@ -260,7 +260,18 @@ class ModelPlan:
         """Layers whose keys and values are in host memory."""
         if not self.on_host:
             return ()
-        return tuple(sorted({*self.layers} - {*self.placement.resident_kv_layers}))
+        return tuple(layer for layer in self.full_layers if layer not in self.placement.resident_kv_layers)
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers that attend to everything. The others keep what their windows reach on the device."""
+        return tuple(layer for layer in self.layers if self.config.layer_windows[layer] is None)
+
+    @property
+    def pass_rows(self) -> int | None:
+        """Most rows that a pass has of a sequence, and as many again as may be taken back; None for caches that keep
+        all that they are given, as those of drafts."""
+        return self.chunk_tokens + self.window_tokens if self.step_rows is None else None
 
     @cached_property
     def kv_block_bytes(self) -> int:
@@ -272,8 +283,10 @@ class ModelPlan:
         return sum(self.config.layers[layer].attention.kv_elements(tokens) for layer in layers) * self.dtype.itemsize
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
-        """Keys and values of the whole context in some layers."""
-        return self.batch * self.kv_bytes_of(layers, kv.num_blocks(self.context_tokens) * BLOCK_TOKENS)
+        """What some layers reserve of the whole context."""
+        tokens, rows = self.context_tokens, self.pass_rows
+        reserved = ((layer, self.config.layers[layer].attention.reserved_tokens(tokens, rows)) for layer in layers)
+        return self.batch * sum(self.kv_bytes_of((layer,), tokens) for layer, tokens in reserved)
 
     @property
     def host_kv_bytes(self) -> int:
@@ -282,8 +295,8 @@ class ModelPlan:
 
     @cached_property
     def largest_kv_layer(self) -> tuple[int]:
-        """The layer that keeps the most of a token."""
-        return (max(self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
+        """Of those that attend to everything, if there are any, the layer that keeps the most of a token."""
+        return (max(self.full_layers or self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
 
     @property
     def kv_layer_bytes(self) -> int:
@@ -312,7 +325,7 @@ class ModelPlan:
         """Buffers of that ring with which the links of all cards are busy at once. A card brings the keys and values of
         its next layer while the others attend, one after the other, to what their links bring; of n cards each needs
         room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
-        largest = max(self.streamed_kv_bytes(layer, self.context_tokens - 1) for layer in self.layers)
+        largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
         pieces = self.with_kv_ring(kv.KV_RING_BUFFERS + 1).kv_pieces(largest)  # of that ring's size
         # Beside that the piece that is attended to, and one that arrives.
         return max(kv.KV_RING_BUFFERS + 1, 2 + -(-pieces * (num_cards - 1) // num_cards))
@@ -331,9 +344,11 @@ class ModelPlan:
     @property
     def whole_kv_bytes(self) -> int:
         """The KV cache of all that is kept of the context, wherever it is."""
-        kept_tokens = self.streaming_tokens if self.cache == "streaming" else self.context_tokens
-        blocks = kv.num_blocks(kept_tokens) + kv.num_blocks(self.tree_positions)
-        return self.batch * self.kv_bytes_of(self.layers, blocks * BLOCK_TOKENS)
+        kept_bytes = self.reserved_kv_bytes(self.layers)
+        if self.cache == "streaming":
+            kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
+        tree_tokens = kv.num_blocks(self.tree_positions) * BLOCK_TOKENS
+        return kept_bytes + self.batch * self.kv_bytes_of(self.layers, tree_tokens)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -355,7 +370,7 @@ class ModelPlan:
             return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
         streamed = self.kv_layers_on_host
         return (
-            MemoryPart("KV of resident layers", self.reserved_kv_bytes(self.placement.resident_kv_layers)),
+            MemoryPart("KV of resident layers", self.reserved_kv_bytes({*self.layers}.difference(streamed))),
             MemoryPart("open KV blocks", self.open_kv_bytes(streamed)),
             MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
             MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
@@ -409,10 +424,8 @@ class ModelPlan:
 
     def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
         """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
-        the full blocks that its window reaches."""
-        reach = self.config.layer_windows[layer]
-        first = 0 if reach is None else max(0, length_tokens - reach) // BLOCK_TOKENS
-        return self.batch * self.kv_bytes_of((layer,), (length_tokens // BLOCK_TOKENS - first) * BLOCK_TOKENS)
+        all full blocks."""
+        return self.batch * self.kv_bytes_of((layer,), length_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
     def streamed_kv(self, length_tokens: int) -> dict[int, int]:
         """The same of every layer whose cache is on the host, by layer."""
@@ -709,7 +722,7 @@ class RunPlan:
     @property
     def resident_kv_layers(self) -> tuple[int, ...]:
         """Layers whose keys and values stay on the device."""
-        return self.placement.resident_kv_layers if self.target.on_host else self.placement.layers
+        return tuple(layer for layer in self.placement.layers if layer not in self.target.kv_layers_on_host)
 
     @property
     def is_staged(self) -> bool:

@@ -6,7 +6,7 @@ as many resident layers as fit. Several cards get their layers dealt out, each p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -108,7 +108,7 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     """
     if spare_bytes is None or placement.num_buffers < min(RING_BUFFERS, len(placement.streamed_layers)):
         return placement
-    layers, each = placement.num_layers, target.kv_layer_bytes - target.open_kv_bytes(target.largest_kv_layer)
+    layers, each = len(target.full_layers), target.kv_layer_bytes - target.open_kv_bytes(target.largest_kv_layer)
     spare_bytes -= target.held_bytes(placement)
     if layers * each - target.kv_ring_bytes - target.prefill_workspace_bytes <= spare_bytes:
         count = layers  # nothing is streamed, and what streaming takes is not needed
@@ -118,26 +118,12 @@ def _with_kv_layers(target: ModelPlan, placement: Placement, spare_bytes: int | 
     # spreads them. Two streaming layers of one card in a row would leave the link of the other idle: 1.05 in place of
     # 0.92 s a pass of a 7B with 120K tokens.
     evenly = placement.kv_ring_buffers == KV_RING_BUFFERS  # no other cards to wait for
-    return replace(placement, resident_kv_layers=layers_to_keep(target, placement.layers, count, evenly=evenly))
+    return replace(placement, resident_kv_layers=layers_to_keep(target.full_layers, count, evenly=evenly))
 
 
-def layers_to_keep(
-    target: ModelPlan, layers: Iterable[int], count: int, *, evenly: bool = True
-) -> tuple[int, ...]:  # fmt: skip
-    """`count` of some layers, those first whose keys and values a pass streams the most of, evenly spread among
-    equals or else the first of them: of a sliding window a pass brings little, however long the text is."""
-    bytes_of_reach = dict[int | None, int]()
-    by_bytes: dict[int, list[int]] = {}
-    for layer in layers:
-        reach = target.config.layer_windows[layer]
-        if reach not in bytes_of_reach:
-            bytes_of_reach[reach] = target.streamed_kv_bytes(layer, target.context_tokens - 1)
-        by_bytes.setdefault(bytes_of_reach[reach], []).append(layer)
-    kept: list[int] = []
-    for _, equals in sorted(by_bytes.items(), reverse=True):
-        most = min(count - len(kept), len(equals))
-        kept += [equals[index] for index in (spread(most, len(equals)) if evenly else range(most))]
-    return tuple(sorted(kept))
+def layers_to_keep(layers: Sequence[int], count: int, *, evenly: bool = True) -> tuple[int, ...]:
+    """`count` of some layers, evenly spread or else the first of them."""
+    return tuple(layers[index] for index in (spread(count, len(layers)) if evenly else range(count)))
 
 
 def _least_placed(plan: RunPlan, resident: int) -> RunPlan:
@@ -285,8 +271,7 @@ def _keeping(card: RunPlan, layers: tuple[int, ...]) -> RunPlan:
 
 def _kept_evenly(card: RunPlan) -> tuple[int, ...]:
     """As many layers as keep their keys and values on the card, evenly spread."""
-    placement = card.placement
-    return layers_to_keep(card.target, placement.layers, len(placement.resident_kv_layers))
+    return layers_to_keep(card.target.full_layers, len(card.placement.resident_kv_layers))
 
 
 def _unmatched_bytes(cards: Sequence[_CardLoad]) -> list[float]:

@@ -173,7 +173,7 @@ def _shorter_context(plan: RunPlan) -> int | None:
     target, missing_bytes = plan.target, plan.short_of_host_bytes
     if not target.on_host or not missing_bytes:
         return None
-    fewer = -(-missing_bytes // (target.batch * target.config.kv_bytes_per_token(target.dtype.itemsize)))
+    fewer = -(-missing_bytes // (target.batch * target.kv_bytes_of(target.kv_layers_on_host, 1)))
     tokens = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
     return tokens if tokens >= _LEAST_CONTEXT_TOKENS else None
 

@@ -135,5 +135,5 @@ def _stage_kv(target: ModelPlan, available_bytes: int) -> tuple[tuple[int, ...],
     """Layers of the KV cache that are not locked within `available_bytes`, and what of these is left."""
     layers = target.kv_layers_on_host
     count = min(available_bytes // target.kv_layer_bytes, len(layers) - 1)
-    kept = layers_to_keep(target, layers, count)
+    kept = layers_to_keep(layers, count)
     return tuple(layer for layer in layers if layer not in kept), available_bytes - count * target.kv_layer_bytes

@@ -13,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
@@ -69,19 +76,25 @@ def write_checkpoint(
     context: int = CONTEXT_TOKENS,
     num_kv_heads: int = 2,
     hidden_size: int = 48,
+    window: int | None = None,
 ) -> Path:
-    """Save a random Llama whose next token depends on what it has read; returns `directory`.
+    """Save a random Llama whose next token depends on what it has read; returns `directory`. With a sliding window of
+    so many tokens in all layers but the first it is a Qwen 2.
 
     Large matrices and a small embedding: the default initialisation gives a model that repeats one token.
     """
     tokenizer = byte_level_tokenizer(vocab_size)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=num_kv_heads,
-        max_position_embeddings=context, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": context, "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if window is None:
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape))
+    else:
+        sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, **sliding))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
