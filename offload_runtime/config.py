@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from offload_runtime.errors import OptionError, require
-from offload_runtime.options import MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, validate
+from offload_runtime.errors import OptionError
+from offload_runtime.options import MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, require, validate
 
 SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]

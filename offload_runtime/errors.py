@@ -115,9 +115,3 @@ class DeviceError(OffloadError):
 
 class ProfileError(OffloadError):
     """A machine profile is unknown, cannot be read, or has a wrong key or value."""
-
-
-def require(fine: bool, message: str) -> None:
-    """Raise `OptionError` with this message unless all is `fine`."""
-    if not fine:
-        raise OptionError(message)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from offload_runtime.errors import OptionError, require
+from offload_runtime.errors import OptionError
 from offload_runtime.sizes import parse_bytes, parse_count, parse_sizes
 
 T = TypeVar("T")
@@ -205,6 +205,12 @@ def documented(*kinds: type) -> Callable[[T], T]:
         return documented
 
     return add
+
+
+def require(fine: bool, message: str) -> None:
+    """Raise `OptionError` with this message unless all is `fine`."""
+    if not fine:
+        raise OptionError(message)
 
 
 def require_type(name: str, value: object, hint: Any) -> None:

@@ -11,13 +11,14 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar, cast
 
-from offload_runtime.errors import OptionError, require
+from offload_runtime.errors import OptionError
 from offload_runtime.options import (
     SAMPLING,
     SPECULATION,
     documented,
     is_of_type,
     option,
+    require,
     require_type,
     require_unicode,
     validate,

@@ -17,7 +17,8 @@ from offload_runtime.cli.plan import plan
 from offload_runtime.cli.profile import profile
 from offload_runtime.cli.serve import serve
 from offload_runtime.cli.verify import verify
-from offload_runtime.errors import OffloadError, OptionError, StorageError, require
+from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.options import require
 
 # What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
 BROKEN_PIPE_EXIT_CODE = 141

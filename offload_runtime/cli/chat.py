@@ -22,8 +22,8 @@ from offload_runtime.cli.options import (
     sampling_values,
     with_sampling_option,
 )
-from offload_runtime.errors import OffloadError, OptionError, StorageError, require
-from offload_runtime.options import require_unicode
+from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.options import require, require_unicode
 from offload_runtime.params import GenerationParams
 from offload_runtime.sizes import format_bytes
 

@@ -27,7 +27,8 @@ from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOpti
 from offload_runtime.cli.plan_details import print_explanation
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.errors import BudgetError, require
+from offload_runtime.errors import BudgetError
+from offload_runtime.options import require
 from offload_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:

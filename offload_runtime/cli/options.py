@@ -21,7 +21,6 @@ import typer
 
 from offload_runtime.cli.terminal import read_text, shortened, user_path
 from offload_runtime.config import RuntimeConfig, idle_options
-from offload_runtime.errors import require
 from offload_runtime.hardware import load_profile
 from offload_runtime.options import (
     GROUPS,
@@ -33,6 +32,7 @@ from offload_runtime.options import (
     OptionField,
     option,
     option_fields,
+    require,
     require_unicode,
 )
 from offload_runtime.params import GenerationParams

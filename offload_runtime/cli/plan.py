@@ -17,8 +17,8 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions, refuse_early
 from offload_runtime.cli.plan_details import draw_plan, plan_tables, require_plotting
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.errors import require
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
+from offload_runtime.options import require
 from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:

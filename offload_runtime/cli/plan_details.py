@@ -16,9 +16,10 @@ from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
-from offload_runtime.errors import OptionError, require
+from offload_runtime.errors import OptionError
 from offload_runtime.files import regular_file, write_atomically
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.options import require
 from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:

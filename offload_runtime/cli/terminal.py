@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_runtime.errors import OffloadError, OptionError, StorageError, require
+from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.files import regular_file, user_directory
+from offload_runtime.options import require
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

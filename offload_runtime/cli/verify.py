@@ -21,7 +21,7 @@ from offload_runtime.cli.terminal import (
     status_line,
 )
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
-from offload_runtime.errors import require
+from offload_runtime.options import require
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.sessions import messages_of, reading_session
 from offload_runtime.engine.token_stream import TokenStream
-from offload_runtime.errors import ContextLengthError, require
-from offload_runtime.options import is_of_type
+from offload_runtime.errors import ContextLengthError
+from offload_runtime.options import is_of_type, require
 from offload_runtime.params import GenerationParams, params_once
 from offload_runtime.runners import OnLayer
 

@@ -32,7 +32,6 @@ from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.windows import largest_windows
-from offload_runtime.errors import require
 from offload_runtime.hardware import Emulation, load_profile
 from offload_runtime.hardware.host_bench import read_host_info
 from offload_runtime.memory import (
@@ -45,6 +44,7 @@ from offload_runtime.memory import (
     resolve_device,
     resolve_devices,
 )
+from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes

@@ -15,11 +15,11 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 from offload_runtime.core import DraftBudget
 from offload_runtime.engine.chat_template import ChatTemplate, MessageError
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.errors import ContextLengthError, OptionError, require
+from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.fields import Fields
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.options import is_of_type, require_unicode
+from offload_runtime.options import is_of_type, require, require_unicode
 from offload_runtime.params import GenerationParams
 from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.speculation import Acceptance, Tally

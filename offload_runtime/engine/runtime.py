@@ -32,10 +32,10 @@ from offload_runtime.engine.sessions import (
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.token_stream import TokenStream
 from offload_runtime.engine.windows import settle
-from offload_runtime.errors import BudgetError, require
+from offload_runtime.errors import BudgetError
 from offload_runtime.kv import BlockStore
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.options import documented, require_type
+from offload_runtime.options import documented, require, require_type
 from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES

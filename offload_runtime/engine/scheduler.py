@@ -20,8 +20,8 @@ from offload_runtime.engine.engine import Engine, StepOutput, TokenEvent
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError, require
-from offload_runtime.options import require_type
+from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError
+from offload_runtime.options import require, require_type
 from offload_runtime.params import GenerationParams
 
 # When to ask again, as long as nothing is known of how fast tokens come.

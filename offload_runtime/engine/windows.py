@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 from offload_runtime.core import DraftBudget
 from offload_runtime.engine.request import Request
-from offload_runtime.errors import require
 from offload_runtime.kv import KVCache
+from offload_runtime.options import require
 from offload_runtime.params import GenerationParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.speculation import (

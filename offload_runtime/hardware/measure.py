@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from offload_runtime.config import card_names
-from offload_runtime.errors import BudgetError, DeviceError, StorageError, require
+from offload_runtime.errors import BudgetError, DeviceError, StorageError
 from offload_runtime.files import user_directory
 from offload_runtime.hardware import gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
 from offload_runtime.hardware.profile import MachineProfile
 from offload_runtime.memory import Card, current_device, reaches, resolve_device, resolve_devices
+from offload_runtime.options import require
 from offload_runtime.sizes import GB, GIB, format_bytes
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))

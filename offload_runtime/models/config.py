@@ -9,9 +9,8 @@ from typing import Any
 
 from offload_runtime_kernels.rope_store import Rotation
 
-from offload_runtime.errors import require
 from offload_runtime.models.layers import Attention, DecoderLayer, Tensor
-from offload_runtime.options import require_positive
+from offload_runtime.options import require, require_positive
 
 
 @dataclass(frozen=True)

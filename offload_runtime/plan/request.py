@@ -15,12 +15,13 @@ import torch
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.copy import MOST_THREADS
-from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError, require
+from offload_runtime.errors import ContextLengthError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.hardware.host_bench import HostInfo
 from offload_runtime.hardware.profile import shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.options import require
 from offload_runtime.sizes import GB, format_bytes
 from offload_runtime.weights import DescribedModel, describe_model, share_vocabulary
 

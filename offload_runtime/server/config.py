@@ -6,8 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_runtime.errors import require
-from offload_runtime.options import LIMITS, documented, option, validate
+from offload_runtime.options import LIMITS, documented, option, require, validate
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.errors import require
+from offload_runtime.options import require
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify.distribution import GENERATION_TOKENS, Fit, fit_generations, fit_rows, total
 from offload_runtime.verify.equality import (
