@@ -69,14 +69,15 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleave
 
 
 def rope_store_reference(
-    qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, rotation: Rotation | None, head_norm: HeadNorm | None = None
-) -> torch.Tensor:
+    qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, rotation: Rotation | None, head_norm: HeadNorm | None = None, *,
+    values_are_keys: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch version of `rope_store`."""
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_rows = rows.positions.shape[0]
     heads = qkv[:num_rows].view(num_rows, -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
-    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    num_heads = heads.shape[1] - (1 if values_are_keys else 2) * num_kv_heads
+    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
     if head_norm is not None:
         norms = ((qk[:, :num_heads], head_norm.q_weight), (qk[:, num_heads:], head_norm.k_weight))
         qk = torch.cat([rms_norm_reference(x, w, head_norm.eps, head_norm.offset) for x, w in norms], dim=1)
@@ -103,7 +104,7 @@ def _rope_store_kernel(
     stride_slot: "tl.int64", stride_block: "tl.int64", stride_values: "tl.int64", first_block, num_blocks, eps, offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
-    NORMS_VALUES: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMS_VALUES: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -120,13 +121,16 @@ def _rope_store_kernel(
     else:  # the pairs that are rotated, and behind them those that are not
         first_channel = tl.where(lanes < PAIRS, lanes, PAIRS + lanes)
         second_channel = tl.where(lanes < PAIRS, PAIRS + lanes, half + lanes)
-    source = qkv_ptr + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if VALUES_ARE_KEYS:
+        source = qkv_ptr + (row * (NUM_HEADS + NUM_KV_HEADS) + head - tl.where(is_value, NUM_KV_HEADS, 0)) * HEAD_DIM
+    else:
+        source = qkv_ptr + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
     first = tl.load(source + first_channel, mask=inside, other=0.0)
     second = tl.load(source + second_channel, mask=inside, other=0.0)
     dtype = first.dtype
     # Compared lane by lane: the interpreter turns a broadcast truth value into an integer, which is no mask.
     real = inside & (tl.load(positions_ptr + row) + tl.zeros_like(lanes) >= 0)
-    is_value = head >= NUM_HEADS + NUM_KV_HEADS
     if not is_value:
         x, y = first.to(tl.float32), second.to(tl.float32)
         if HAS_NORM:
@@ -166,12 +170,13 @@ def _rope_store_kernel(
 
 
 def rope_store_triton(
-    qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, rotation: Rotation | None, head_norm: HeadNorm | None = None
-) -> torch.Tensor:
+    qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, rotation: Rotation | None, head_norm: HeadNorm | None = None, *,
+    values_are_keys: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Triton version of `rope_store`."""
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_rows = rows.positions.shape[0]
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_heads = qkv.shape[1] // head_dim - (1 if values_are_keys else 2) * num_kv_heads
     assert qkv.is_contiguous() and qkv.shape[0] >= num_rows and head_dim % 2 == 0 and qkv.dtype == kv.data.dtype
     q = qkv.new_empty(num_rows, num_heads, head_dim)
     first, pairs, interleaved = rotation or Rotation(0, 0)
@@ -183,19 +188,21 @@ def rope_store_triton(
         kv.num_blocks, norm.eps, norm.offset or 0.0,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HALF_BLOCK=triton.next_power_of_2(head_dim // 2), PAIRS=pairs, INTERLEAVED=interleaved,
-        HAS_NORM=head_norm is not None, ROUNDS_FIRST=norm.offset is None, NORMS_VALUES=norm.of_values, num_warps=1,
-        **overlap_options(qkv.device),
+        HAS_NORM=head_norm is not None, ROUNDS_FIRST=norm.offset is None, NORMS_VALUES=norm.of_values,
+        VALUES_ARE_KEYS=values_are_keys, num_warps=1, **overlap_options(qkv.device),
     )  # fmt: skip
     return q
 
 
 def rope_store(
-    qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, rotation: Rotation | None, head_norm: HeadNorm | None = None
-) -> torch.Tensor:
+    qkv: torch.Tensor, rows: RopeRows, kv: KVBlocks, rotation: Rotation | None, head_norm: HeadNorm | None = None, *,
+    values_are_keys: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Rotate q and k of a fused projection and write k and v where the rows belong.
 
     Args:
-        qkv: [at least N, (H + 2 H_kv) D], contiguous: all query heads, then key heads, then value heads.
+        qkv: [at least N, (H + 2 H_kv) D], contiguous: all query heads, then key heads, then value heads; with
+            `values_are_keys` without these, as they are the keys before they are normed and rotated.
         rows: Where each of the N rows stands; no two real rows may name the same place of the same slot.
         kv: Where keys and values lie, in the dtype of `qkv`; written in place.
         rotation: How heads are rotated; None for layers that do not.
@@ -205,4 +212,4 @@ def rope_store(
         The rotated queries [N, H, D]; zero for padding rows.
     """
     run = rope_store_triton if qkv.is_cuda else rope_store_reference
-    return run(qkv, rows, kv, rotation, head_norm)
+    return run(qkv, rows, kv, rotation, head_norm, values_are_keys=values_are_keys)

@@ -1,5 +1,6 @@
 """Gemma 2: norms on both sides of each block, GELU, soft caps; every second layer slides."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from offload_runtime.fields import Fields
@@ -47,7 +48,7 @@ def gguf_scalar(fields: Fields, largest: int) -> float:
     return fields.integer("attention.key_length")
 
 
-def _of_gguf(fields: Fields) -> dict[str, float]:
+def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, float]:
     return {
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),

@@ -1,5 +1,6 @@
 """Gemma 3's text: Gemma 2's layers with norms of each head, of which five of six slide and rotate faster."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ def _model(fields: Fields) -> ModelConfig:
     return around(fields, decoder_by_type(fields, layer, slides, local_theta=theta))
 
 
-def _of_gguf(fields: Fields) -> dict[str, Any]:
+def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     cap = "final_logit_softcapping"
     return {
         "query_pre_attn_scalar": gguf_scalar(fields, 62),

@@ -1,5 +1,6 @@
 """Granite 3: Llama's layers, with multipliers of embeddings, blocks and attention, and a divisor of the logits."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from offload_runtime.fields import Fields
@@ -23,12 +24,12 @@ def _model(fields: Fields) -> ModelConfig:
     )
 
 
-def _of_gguf(fields: Fields) -> dict[str, float]:
-    names = {
+def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, float]:
+    keys = {
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     }  # fmt: skip
-    return {name: fields.number(key) for name, key in names.items() if key in fields}
+    return {name: fields.number(key) for name, key in keys.items() if key in fields}
 
 
 FAMILY = Family(_model, {"max_position_embeddings": 2048, "eos_token_id": 2}, of_gguf=_of_gguf, gguf_interleaved=True)

@@ -149,6 +149,8 @@ class Attention:
         rotation: How queries and keys are rotated; None: not at all.
         qkv_bias, o_bias: Which projections have biases.
         qk_norm: Whether queries and keys are normed before they are rotated, each head by itself or all together.
+        v_norm: Whether each head's values are normed, without a weight.
+        values_are_keys: Whether values are the keys before they are normed and rotated.
         query_growth: How queries grow with their positions, if they do.
         fused: Whether a checkpoint has queries, keys and values as one matrix.
     """
@@ -167,6 +169,8 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
+    v_norm: bool = False
+    values_are_keys: bool = False
     query_growth: QueryGrowth | None = None
     fused: bool = False
 
@@ -187,7 +191,7 @@ class Attention:
     @property
     def qkv_size(self) -> int:
         """Rows of the fused projection of queries, keys and values."""
-        return self.q_size + 2 * self.kv_size
+        return self.q_size + (1 if self.values_are_keys else 2) * self.kv_size
 
     def kv_elements(self, context: int) -> int:
         """Elements of the keys and values that a cache keeps of `context` tokens of a sequence."""
@@ -222,7 +226,8 @@ class Attention:
     def tensors(self) -> Iterator[Tensor]:
         """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D] or of all heads, `sinks` [query
         heads]."""
-        qkv = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        qkv = {"q_proj": self.q_size, "k_proj": self.kv_size}
+        qkv |= {} if self.values_are_keys else {"v_proj": self.kv_size}
         rows = {f"self_attn.{name}": count for name, count in qkv.items()}
         rows = {"self_attn.qkv_proj": self.qkv_size} if self.fused else rows
         yield from _projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
@@ -237,12 +242,14 @@ class Attention:
         """Project, rotate, store keys and values, and attend: [N, H] -> [N, q_size], before the output projection."""
         qkv, norm = weights["qkv"].linear(x), None
         if self.qk_norm == "head":
-            norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, self.eps, self.norm_offset)
+            q_norm, k_norm = weights["q_norm"].dense, weights["k_norm"].dense
+            norm = HeadNorm(q_norm, k_norm, self.eps, self.norm_offset, self.v_norm)
         elif self.qk_norm == "all":
             q, k, _ = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
             for name, part in (("q_norm", q), ("k_norm", k)):
                 rms_norm(part, weights[name].dense, self.eps, offset=self.norm_offset, out=part)
-        q = rope_store(qkv, rows.rope, cache.store(layer), self.rotation, norm)
+        shared = self.values_are_keys
+        q = rope_store(qkv, rows.rope, cache.store(layer), self.rotation, norm, values_are_keys=shared)
         if self.query_growth is not None:
             beta, length = self.query_growth
             growth = 1 + beta * (rows.rope.positions.clamp_min(0) // length + 1).log()
@@ -311,12 +318,14 @@ class DecoderLayer:
         attention, mlp: The two blocks.
         norms: What is normed.
         residual_multiplier: What a block's result is multiplied by before it is added.
+        scaled: Whether the layer ends by multiplying the residual stream by a learnt number.
     """
 
     attention: Attention
     mlp: GatedMLP
     norms: Norms = USUAL_NORMS
     residual_multiplier: float = 1.0
+    scaled: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
         """Those of both blocks, and the norms [H] around them."""
@@ -326,6 +335,8 @@ class DecoderLayer:
         yield from (Tensor(name, f"{name}.weight", shape) for name in (after, before_mlp) if name)
         yield from self.mlp.tensors()
         yield from (Tensor(name, f"{name}.weight", shape) for name in (after_mlp,) if name)
+        if self.scaled:
+            yield Tensor("layer_scalar", "layer_scalar", (1,))
 
     def work(self, rows: int, context: int) -> Work:
         """What the layer does for the last `rows` of `context` tokens of a sequence."""
@@ -352,6 +363,8 @@ class DecoderLayer:
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
         x = residual if before_mlp is None else rms_norm(residual, weights[before_mlp].dense, eps, offset=offset)
         self._add(residual, self.mlp.forward(x, weights), "down", after_mlp, weights)
+        if self.scaled:
+            residual.mul_(weights["layer_scalar"].dense)
 
     def _add(self, residual: torch.Tensor, x: torch.Tensor, packed: str, norm: str | None, weights: Weights) -> None:
         """Project a block's result back, norm and multiply it, and add it to the residual stream."""

@@ -1,5 +1,7 @@
 """OLMo 3: OLMo 2's layers, three of four of which slide, and rotate without the scaling of the others."""
 
+from collections.abc import Collection
+
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.olmo2 import DEFAULTS, layer_of
@@ -13,7 +15,7 @@ def _model(fields: Fields) -> ModelConfig:
     return decoder_by_type(fields, layer_of(fields), slides, local_theta=theta)
 
 
-def _of_gguf(fields: Fields) -> dict[str, float]:
+def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, float]:
     return {"rope_theta": fields.number("rope.freq_base", 500000.0)}
 
 

@@ -6,7 +6,7 @@ the layers would silently ignore gives wrong tokens. Families that do not run ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "granite": ("GraniteForCausalLM", ("granite",)),
     "gemma2": ("Gemma2ForCausalLM", ("gemma2",)),
     "gemma3_text": ("Gemma3ForCausalLM", ("gemma3",)),
+    "gemma4_text": ("Gemma4ForCausalLM", ("gemma4",)),
     "glm4": ("Glm4ForCausalLM", ("glm4",)),
     "phi3": ("Phi3ForCausalLM", ("phi3",)),
     "ministral3": ("Ministral3ForCausalLM", ("mistral3",)),
@@ -48,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _nothing(fields: Fields) -> dict[str, Any]:
+def _nothing(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     return {}
 
 
@@ -60,7 +61,8 @@ class Family:
         model: From what a configuration says, defaults included, to the model.
         defaults: transformers' values for what a file leaves out, where they differ from those of all.
         text_sizes: What configurations of text parts leave out, which were saved as differences from these.
-        of_gguf: From the metadata of a GGUF file about the model to what a `config.json` would say besides the sizes.
+        of_gguf: From the metadata of a GGUF file about the model, and the names of its tensors, to what a `config.json`
+            would say besides the sizes.
         rope_of_gguf: The same of what all files say of rotations; None where llama.cpp reads no more of them.
         gguf_interleaved: Whether llama.cpp rotates neighbouring channels, so that its converter has interleaved the
             rows of queries and keys.
@@ -70,7 +72,7 @@ class Family:
     model: Callable[[Fields], ModelConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_sizes: Mapping[str, int] = field(default_factory=dict)
-    of_gguf: Callable[[Fields], Mapping[str, Any]] = _nothing
+    of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = _nothing
     rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False
     gguf_norm_shift: float = 0.0

@@ -45,6 +45,12 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.fields.where} has no token_embd.weight: it is not a language model's weights")
     size = fields.integer
+
+    def sizes(name: str, default: int | None = None) -> Any:
+        """What may differ by layer: families that do not read lists refuse them."""
+        found = fields.values.get(f"{header.arch}.{name}")
+        return found if isinstance(found, list) else size(name, default)
+
     heads, hidden, num_layers = size("attention.head_count"), size("embedding_length"), size("block_count")
     head_dim = size("attention.key_length", hidden // heads)
     if (of_values := size("attention.value_length", head_dim)) != head_dim:
@@ -55,10 +61,10 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": size("feed_forward_length"),
+        "intermediate_size": sizes("feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": size("attention.head_count_kv", heads),
+        "num_key_value_heads": sizes("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "partial_rotary_factor": size("rope.dimension_count", head_dim, at_most=head_dim) / head_dim,
         "max_position_embeddings": size("context_length"),
@@ -97,7 +103,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         slides = slides if isinstance(slides, list) else [slides] * shape["num_hidden_layers"]
         settings["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
     settings |= {"model_type": family, "architectures": [FAMILIES[family][0]], "sliding_window": window or None}
-    return settings | dict(one.of_gguf(fields))
+    return settings | dict(one.of_gguf(fields, header.tensors.keys()))
 
 
 def _generation(fields: Fields) -> dict[str, Any]:

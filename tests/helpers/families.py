@@ -118,14 +118,26 @@ def _ministral3(draw: random.Random) -> Any:
     return transformers.Ministral3Config(**_any_width(draw, _alike(draw)), rope_parameters=rope)
 
 
+def _gemma4_text(draw: random.Random) -> Any:
+    sizes, shared = _any_width(draw, _alike(draw)), draw.random() < 0.7
+    rope = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    return transformers.Gemma4TextConfig(
+        **sizes | {"num_hidden_layers": draw.choice((3, 7)), "tie_word_embeddings": True}, rope_parameters=rope,
+        sliding_window=draw.choice((5, 40)), hidden_size_per_layer_input=0, attention_k_eq_v=shared,
+        global_head_dim=draw.choice((16, 32)), num_global_key_value_heads=1 if shared else None,
+        final_logit_softcapping=draw.choice((None, 30.0)),
+    )  # fmt: skip
+
+
 CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "olmo2": _olmo2, "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text,
-    "glm4": _glm4, "phi3": _phi3, "ministral3": _ministral3,
+    "gemma4_text": _gemma4_text, "glm4": _glm4, "phi3": _phi3, "ministral3": _ministral3,
 }  # fmt: skip
 # llama.cpp's architectures of them.
 ARCHITECTURES = {
     "olmo2": "olmo2", "olmo3": "olmo2", "granite": "granite", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "glm4": "glm4", "phi3": "phi3", "ministral3": "mistral3",
+    "gemma4_text": "gemma4", "glm4": "glm4", "phi3": "phi3", "ministral3": "mistral3",
 }  # fmt: skip
 
 
@@ -135,6 +147,9 @@ def family_model(family: str, seed: int) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     generator, first = torch.Generator().manual_seed(seed), 0.0 if family.startswith(("gemma2", "gemma3")) else 1.0
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.1 * torch.randn(1, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
@@ -176,6 +191,17 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     elif family in ("glm4", "phi3"):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
+    elif family == "gemma4_text":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_key_length_swa(_layer_sizes(config)[0].head_dim)
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_embedding_length_per_layer_input(0)
+        writer.add_shared_kv_layers(0)
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        pairs = config.per_layer_config[config.num_hidden_layers - 1].head_dim // 2
+        turned = pairs // 4
+        return {"rope_freqs.weight": [1.0] * turned + [1e30] * (pairs - turned)}
     elif family == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
@@ -187,20 +213,29 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     return {f"rope_factors_{kind}.weight": full[f"{kind}_factor"] for kind in ("short", "long")}
 
 
+def _layer_sizes(config: Any) -> list[Any]:
+    """The configuration of each layer, which are one where all are alike."""
+    count = config.num_hidden_layers
+    if isinstance(config, transformers.Gemma4TextConfig):
+        return [config.per_layer_config[layer] for layer in range(count)]
+    return [config] * count
+
+
 def write_family(path: Path, family: str, model: Any) -> Path:
     """A model in F32 as llama.cpp's converter writes it, which shifts the norms of Gemma, and interleaves the rows of
     queries and keys of what it rotates by neighbouring channels."""
     config, arch = model.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, arch)
-    head_dim = model.model.layers[0].self_attn.head_dim
+    head_dim = model.model.layers[-1].self_attn.head_dim
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads = [layer.num_key_value_heads for layer in _layer_sizes(config)]
+    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if getattr(config, "head_dim", None):
+    if getattr(_layer_sizes(config)[0], "head_dim", None):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_tokenizer_model("none")
@@ -209,13 +244,15 @@ def write_family(path: Path, family: str, model: Any) -> Path:
     vectors = _metadata(writer, family, config)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for name, parameter in [*model.named_parameters(), *scalars]:
         values = parameter.detach().numpy()
         if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
             values = values + 1
         if family in ("granite", "ministral3") and name.split(".")[-2] in ("q_proj", "k_proj"):
             halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        name += ".weight" if name.endswith("layer_scalar") else ""
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
     for name, vector in vectors.items():
         writer.add_tensor(name, np.array(vector, dtype=np.float32))

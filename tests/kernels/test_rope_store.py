@@ -42,11 +42,11 @@ def _rows(head_dim: int) -> RopeRows:
 
 def _check(
     num_heads: int, num_kv_heads: int, head_dim: int, *, rotation: Rotation | None, dtype: torch.dtype,
-    norm: bool = False, offset: float | None = None, of_values: bool = False,
+    norm: bool = False, offset: float | None = None, of_values: bool = False, shared: bool = False,
 ) -> None:  # fmt: skip
     rows = _rows(head_dim)
     # Two rows more than positions: the height of the matrix product is padded.
-    qkv = random_tensor(9, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
+    qkv = random_tensor(9, (num_heads + (1 if shared else 2) * num_kv_heads) * head_dim, seed=1, dtype=dtype)
     head_norm = None
     if norm:
         q_weight, k_weight = (random_tensor(head_dim, seed=seed, dtype=dtype) for seed in (2, 3))
@@ -55,9 +55,9 @@ def _check(
     shape = (2, NUM_SEQUENCES, 2 * NUM_BLOCKS, num_kv_heads, BLOCK_TOKENS, head_dim)
     memory = random_tensor(*shape, seed=4, dtype=dtype)
     expected, actual = (KVBlocks(m.permute(1, 2, 0, 3, 4, 5)[:, ::2]) for m in (memory, memory.clone()))
-    expected_q = rope_store_reference(qkv, rows, expected, rotation, head_norm)
+    expected_q = rope_store_reference(qkv, rows, expected, rotation, head_norm, values_are_keys=shared)
     with poisoned_outputs():
-        q = rope_store_triton(qkv, rows, actual, rotation, head_norm)
+        q = rope_store_triton(qkv, rows, actual, rotation, head_norm, values_are_keys=shared)
     # Products with cos and sin cancel, so the error is relative to the head's largest value: a few roundings of it.
     bound = max(float(t.abs().max()) for t in (expected_q, memory)) * UNIT_ROUNDOFF[dtype]
     assert_within(q, expected_q, atol=bound * (8 if dtype == torch.float32 else 4))
@@ -83,9 +83,18 @@ def test_layers_without_rotation_and_with_head_norms(rotation: Rotation | None, 
     _check(6, 2, 80, rotation=rotation, norm=norm, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("rotation", [Rotation(3, 12), Rotation(0, 40, True)])
-def test_norms_with_an_offset_and_of_values(rotation: Rotation) -> None:
-    _check(6, 2, 80, rotation=rotation, norm=True, offset=1.0, of_values=True, dtype=torch.float32)
+@pytest.mark.parametrize(("rotation", "shared"), [(Rotation(3, 12), True), (Rotation(0, 40, True), False)])
+def test_norms_with_an_offset_and_of_values(rotation: Rotation, shared: bool) -> None:
+    _check(6, 2, 80, rotation=rotation, norm=True, offset=1.0, of_values=True, shared=shared, dtype=torch.float32)
+
+
+def test_values_may_be_the_keys_before_they_are_rotated() -> None:
+    rows, qkv = _rows(16), random_tensor(7, 3 * 16, seed=5)
+    kv = KVBlocks(torch.zeros(NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE))
+    q = rope_store_triton(qkv, rows, kv, Rotation(0, 8), values_are_keys=True)
+    keys, values = kv.at(rows.slots[:2].long(), rows.cache_positions[:2].long())
+    assert q.shape == (7, 2, 16)
+    assert torch.equal(values[:, 0], qkv[:2, 32:]) and not torch.equal(keys, values)
 
 
 def test_pairs_are_halves_or_neighbours_of_the_channels_that_are_rotated() -> None:
