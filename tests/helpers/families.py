@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 import transformers
 
 VOCABULARY = 320
+NO_TOKENS = [f"t{index}" for index in range(VOCABULARY)]  # of no kind of tokenizer
+F32 = gguf.GGMLQuantizationType.F32
 SWITCH = 400  # tokens from which on longrope's models turn otherwise: more than any test has
 
 
@@ -125,7 +127,7 @@ def _gemma4_text(draw: random.Random) -> Any:
     return transformers.Gemma4TextConfig(
         **sizes | {"num_hidden_layers": draw.choice((3, 7)), "tie_word_embeddings": True}, rope_parameters=rope,
         sliding_window=draw.choice((5, 40)), hidden_size_per_layer_input=0, attention_k_eq_v=shared,
-        global_head_dim=draw.choice((16, 32)), num_global_key_value_heads=1 if shared else None,
+        global_head_dim=draw.choice((32, 48)), num_global_key_value_heads=1 if shared else None,
         final_logit_softcapping=draw.choice((None, 30.0)),
     )  # fmt: skip
 
@@ -141,9 +143,11 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def family_model(family: str, seed: int) -> Any:
-    """A transformers model in fp32 of a random configuration, whose every parameter matters."""
+def family_model(family: str, seed: int, **changes: Any) -> Any:
+    """A transformers model in fp32 of a random configuration, but for some `changes`, whose every parameter matters."""
     config = CONFIGURATIONS[family](random.Random(f"{family} {seed}"))
+    for name, value in changes.items():
+        setattr(config, name, value)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     generator, first = torch.Generator().manual_seed(seed), 0.0 if family.startswith(("gemma2", "gemma3")) else 1.0
     with torch.no_grad():
@@ -221,9 +225,11 @@ def _layer_sizes(config: Any) -> list[Any]:
     return [config] * count
 
 
-def write_family(path: Path, family: str, model: Any) -> Path:
-    """A model in F32 as llama.cpp's converter writes it, which shifts the norms of Gemma, and interleaves the rows of
-    queries and keys of what it rotates by neighbouring channels."""
+def write_family(
+    path: Path, family: str, model: Any, *, kind: gguf.GGMLQuantizationType = F32, tokens: Sequence[str] = NO_TOKENS
+) -> Path:
+    """A model as llama.cpp's converter writes it, which shifts the norms of Gemma, and interleaves the rows of queries
+    and keys of what it rotates by neighbouring channels; matrices as one `kind` where their rows are whole blocks."""
     config, arch = model.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, arch)
     head_dim = model.model.layers[-1].self_attn.head_dim
@@ -239,7 +245,7 @@ def write_family(path: Path, family: str, model: Any) -> Path:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_tokenizer_model("none")
-    writer.add_token_list([f"t{index}" for index in range(VOCABULARY)])
+    writer.add_token_list(tokens)
     writer.add_eos_token_id(1)
     vectors = _metadata(writer, family, config)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
@@ -253,7 +259,9 @@ def write_family(path: Path, family: str, model: Any) -> Path:
             halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         name += ".weight" if name.endswith("layer_scalar") else ""
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
+        quant = kind if values.ndim > 1 and values.shape[1] % 32 == 0 else F32
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(stored, gguf.quantize(values, quant), raw_dtype=quant)
     for name, vector in vectors.items():
         writer.add_tensor(name, np.array(vector, dtype=np.float32))
     writer.write_header_to_file()
