@@ -19,7 +19,7 @@ from offload_runtime.hardware import (
     save_profile,
 )
 from offload_runtime.hardware.gpu_bench import PcieLink
-from offload_runtime.hardware.profile import DTYPES, PCIE_WIDTHS, CpuFigures, profile_from_mapping, shipped_directory
+from offload_runtime.hardware.profile import DTYPES, CpuFigures, profile_from_mapping, shipped_directory
 
 GIB = 1 << 30
 DECODED = {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "INT4", "INT8", "FP8", "12-bit BF16"}
@@ -50,39 +50,39 @@ def card(**changes: Any) -> dict[str, Any]:
     [
         ({"link_gbs": 3}, "link_gbs is not a key of a profile: did you mean link_gbps? allowed are name, source, gpus"),
         ({"wheels": 4}, "wheels is not a key of a profile: allowed are name, source"),
-        ({"link_gbps": "fast"}, "link_gbps must be a number from 1e-06 to 1e+06 (GB/s, GB = 1e9), not 'fast'"),
-        ({"link_gbps": True}, "link_gbps must be a number"),
-        ({"link_gbps": float("nan")}, "link_gbps must be a number"),
-        ({"hbm_gbps": float("inf")}, "hbm_gbps must be a number"),
-        ({"link_gbps": 0}, "link_gbps must be a number from 1e-06"),
-        ({"vram_bytes": 24.5}, "vram_bytes must be a whole number from 1"),
-        ({"vram_bytes": 10**400}, "vram_bytes must be a whole number from 1"),
-        ({"pcie_width": 5}, "pcie_width must be one of 1, 2, 4, 8, 12, 16, 32, not 5"),
-        ({"gpu_name": "two\nlines"}, "gpu_name must be text"),
-        ({"source": ""}, "source must be text"),
-        ({"tflops": {"int3": 1.0}}, "tflops must be a table keyed by bf16, fp16, fp32"),
-        ({"tflops": {"bf16": -1.0}}, "with values that are a number"),
-        ({"tflops": 165.0}, "tflops must be a table"),
-        ({"library_rows": {"4096": 512}}, "library_rows must be a table keyed by shapes of matrices"),
-        ({"library_rows": {"4096x11008": 0.5}}, "with values that are a whole number from 0 to 4096 "),
-        ({"decode_gweights_per_s": {"bf16": 9.0}}, "decode_gweights_per_s must be a table keyed by ways to store"),
-        ({"decode_gweights_per_s": {"Q4_K": 0}}, "with values that are a number from 0.001 to 1e+06 (Gweights/s)"),
-        ({"link_by_copy_mib": {"big": 1.0}}, "link_by_copy_mib must be a table keyed by a number"),
-        ({"link_by_copy_mib": {"1": 1.0, "1.0": 2.0}}, "two keys of one table mean 1.0"),
-        ({"gpus": 2, "links_alone_gbps": 25.0}, "links_alone_gbps must be a list of numbers from 1e-06 to 1e+06 (GB/s"),
-        ({"gpus": 2, "links_at_once_gbps": [25.0, 0]}, "such as [25.0, 12.5], not [25.0, 0]"),
+        ({"link_gbps": "fast"}, "link_gbps must be of type float | None, not 'fast'"),
+        ({"link_gbps": True}, "link_gbps must be of type float | None, not True"),
+        ({"link_gbps": float("nan")}, "link_gbps must be in [1e-06, 1e+06], not nan"),
+        ({"hbm_gbps": float("inf")}, "hbm_gbps must be in [1e-06, 1e+06]"),
+        ({"link_gbps": 0}, "link_gbps must be in [1e-06, 1e+06], not 0"),
+        ({"vram_bytes": 24.5}, "vram_bytes must be of type int | None, not 24.5"),
+        ({"vram_bytes": 10**400}, "vram_bytes must be in [1, 1.1259e+15]"),
+        ({"pcie_width": 64}, "pcie_width must be in [1, 32], not 64"),
+        ({"gpu_name": "two\nlines"}, "gpu_name must be one line of 1 to 1000 characters"),
+        ({"source": ""}, "source must be one line"),
+        ({"tflops": {"int3": 1.0}}, "tflops has the key 'int3', and each must be bf16|fp16|fp32"),
+        ({"tflops": {"bf16": -1.0}}, "tflops['bf16'] must be in [1e-06, 1e+06], not -1.0"),
+        ({"tflops": 165.0}, "tflops must be of type Mapping[str, float], not 165.0"),
+        ({"library_rows": {"4096": 512}}, "library_rows has the key '4096'"),
+        ({"library_rows": {"4096x11008": 0.5}}, "library_rows must be of type Mapping[str, int]"),
+        ({"decode_gweights_per_s": {"bf16": 9.0}}, "decode_gweights_per_s has the key 'bf16'"),
+        ({"decode_gweights_per_s": {"Q4_K": 0}}, "decode_gweights_per_s['Q4_K'] must be in [0.001, 1e+06], not 0"),
+        ({"link_by_copy_mib": {"big": 1.0}}, "link_by_copy_mib must be of type Mapping[float, float]"),
+        ({"link_by_copy_mib": {"1": 1.0, "1.0": 2.0}}, "two keys of one table mean one number (1, 1.0)"),
+        ({"gpus": 2, "links_alone_gbps": 25.0}, "links_alone_gbps must be of type tuple[float, ...], not 25.0"),
+        ({"gpus": 2, "links_at_once_gbps": [25.0, 0]}, "links_at_once_gbps[2] must be in [1e-06, 1e+06], not 0"),
         ({"gpus": 2, "links_at_once_gbps": [25.0] * 3}, "links_at_once_gbps has 3 figures and gpus = 2: give one for"),
         ({"links_alone_gbps": [25.0]}, "links_alone_gbps has 1 figures and gpus = 1: give one for each of several"),
-        ({"transfer_us_by_kib": {"a row": 20.0}}, "transfer_us_by_kib must be a table keyed by a number"),
-        ({"transfer_us_by_kib": {"8": 0}}, "with values that are a number from 0.001 to 1e+06 (microseconds)"),
-        ({"transfer_us_by_kib": {"8": 1.0, "8.0": 2.0}}, "two keys of one table mean 8.0"),
-        ({"host_by_threads": {"1.5": 1.0}}, "host_by_threads must be a table keyed by a whole number"),
-        ({"cpu": {"name": "x", "cores": 0}}, "cpu.cores must be a whole number from 1"),
+        ({"transfer_us_by_kib": {"a row": 20.0}}, "transfer_us_by_kib must be of type Mapping"),
+        ({"transfer_us_by_kib": {"8": 0}}, "transfer_us_by_kib[8.0] must be in [0.001, 1e+06]"),
+        ({"transfer_us_by_kib": {"8": 1.0, "8.0": 2.0}}, "two keys of one table mean one number (8, 8.0)"),
+        ({"host_by_threads": {"1.5": 1.0}}, "host_by_threads must be of type Mapping[int, float]"),
+        ({"cpu": {"name": "x", "cores": 0}}, "cpu.cores must be in [1, 8192], not 0"),
         ({"cpu": {"name": "x", "cores": 1, "feature": []}}, "cpu.feature is not a key of a profile: did you mean cpu."),
         ({"cpu": {"name": "x"}}, "cpu.cores missing"),
         ({"cpu": "x"}, "cpu must be a table"),
         ({"gpus": 0}, "gpus = 0 cannot have gpu_name, vram_bytes, link_gbps, hbm_gbps"),
-        ({"gpus": None}, "gpus must be a whole number from 0 to 64"),
+        ({"gpus": None}, "gpus must be of type int, not None"),
         ({"vram_bytes": None}, "gpus = 1 needs gpu_name and vram_bytes"),
         ({"vram_reserved_bytes": 25 * GIB}, "vram_reserved_bytes = 26843545600 exceeds vram_bytes"),
         ({"pinnable_bytes": 65 * GIB}, "pinnable_bytes = 69793218560 exceeds ram_bytes"),
@@ -121,7 +121,7 @@ def profiles(draw: st.DrawFn) -> MachineProfile:
         figures["vram_reserved_bytes"] = maybe(st.integers(1, vram_bytes))
         figures["pinnable_bytes"] = maybe(st.integers(1, ram_bytes))
         figures["pcie_generation"] = maybe(st.integers(1, 7))
-        figures["pcie_width"] = maybe(st.sampled_from(PCIE_WIDTHS))
+        figures["pcie_width"] = maybe(st.integers(1, 32))
         shapes = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999)).map("{0[0]}x{0[1]}".format)
         figures["library_rows"] = draw(st.dictionaries(shapes, st.integers(0, 4096), max_size=3))
         decoded = st.dictionaries(st.sampled_from(("Q4_K", "Q8_0", "IQ4_XS", "INT4", "FP8")), st.floats(1e-3, 1e6))
@@ -199,7 +199,7 @@ def test_names_that_cannot_be_loaded_again_are_refused(name: str, own: Path) -> 
     [
         (b'name = "x"\nlink_gbps = = 3\n', "is not TOML: .*line 2"),
         (b'name = "\xff"\n', r"is not UTF-8 text \(byte 8\)"),
-        (b'name = "x"\nsource = "x"\ngpus = 0\nram_bytes = "64 GB"\n', "ram_bytes must be a whole number"),
+        (b'name = "x"\nsource = "x"\ngpus = 0\nram_bytes = "64 GB"\n', "ram_bytes must be of type int"),
         (None, "cannot be read: No such file"),
     ],
 )

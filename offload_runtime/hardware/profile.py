@@ -7,99 +7,39 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from offload_runtime.errors import OptionError, ProfileError
 from offload_runtime.files import user_directory, write_atomically, writing
+from offload_runtime.options import Option, option_fields
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-# Element types of models whose matrix products are measured.
-DTYPES = ("bf16", "fp16", "fp32")
-PCIE_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+DTYPES = ("bf16", "fp16", "fp32")  # of models, whose matrix products are measured
 _LONGEST_TEXT = 1000
+_BYTES = {"least": 1, "most": 1 << 50}
+_GBPS = {"least": 1e-6, "most": 1e6}
+_US = {"least": 1e-3, "most": 1e6}
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What a value must be: `wanted` in words for the message, `admits` for the value."""
-
-    wanted: str
-    admits: Callable[[Any], bool]
-
-
-def _number(least: float, most: float, unit: str = "", *, whole: bool = False) -> _Rule:
-    """A number of `least` to `most`, `whole` or not; `unit` is for the message."""
-
-    def admits(value: Any) -> bool:
-        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        return is_number and least <= value <= most  # NaN and infinity are not
-
-    return _Rule(f"{'a whole number' if whole else 'a number'} from {least:g} to {most:g}{unit}", admits)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable() and 0 < len(value.strip()) <= _LONGEST_TEXT
-
-
-def _table(keys: _Rule, values: _Rule, example: str) -> _Rule:
-    """Figures by key, with an `example` for the message."""
-
-    def admits(value: Any) -> bool:
-        return isinstance(value, Mapping) and all(
-            keys.admits(key) and values.admits(figure) for key, figure in value.items()
-        )
-
-    wanted = f"a table keyed by {keys.wanted}, with values that are {values.wanted}, such as {{{example}}}"
-    return _Rule(wanted, admits)
-
-
-_TEXT = _Rule(
-    f'text in quotes: one line of 1 to {_LONGEST_TEXT} characters, such as "NVIDIA GeForce RTX 4090"', _is_text
-)
-_TEXTS = _Rule(
-    'a list of words, such as ["avx2", "avx512f"]',
-    lambda value: isinstance(value, list | tuple) and all(_is_text(word) for word in value),
-)
-_WIDTH = _Rule(f"one of {', '.join(map(str, PCIE_WIDTHS))}", lambda value: type(value) is int and value in PCIE_WIDTHS)
-_BYTES = _number(1, 1 << 50, " (bytes)", whole=True)
-_RATE = _number(1e-6, 1e6, " (GB/s, GB = 1e9)")
-_RATES = _Rule(
-    "a list of numbers from 1e-06 to 1e+06 (GB/s, GB = 1e9), such as [25.0, 12.5]",
-    lambda value: isinstance(value, list | tuple) and all(map(_RATE.admits, value)),
-)
-_MICROSECONDS = _number(1e-3, 1e6, " (microseconds)")
-_BY_KIB = _table(_number(2**-10, 1 << 30, " (KiB of one transfer)"), _MICROSECONDS, '"8" = 20.0, "8192" = 400.0')
-_BY_MIB = _table(_number(2**-20, 1 << 20, " (MiB of one copy)"), _RATE, '"0.25" = 12.0, "64" = 25.0')
-_BY_THREADS = _table(_number(1, 8192, " (threads)", whole=True), _RATE, '"1" = 12.0, "8" = 60.0')
-_BY_DTYPE = _table(
-    _Rule(", ".join(DTYPES), lambda key: key in DTYPES), _number(1e-6, 1e6, " (TFLOP/s)"), "bf16 = 165.0"
-)
-_BY_SHAPE = _table(
-    _Rule("shapes of matrices", lambda key: isinstance(key, str) and re.fullmatch(r"\d+x\d+", key) is not None),
-    _number(0, 4096, " (rows)", whole=True), '"4096x11008" = 512',
-)  # fmt: skip
-_KIND = re.compile(r"I?Q\d_\w+|INT[48]|FP8|12-bit BF16")
-_BY_KIND = _table(
-    _Rule("ways to store weights", lambda key: _KIND.fullmatch(str(key)) is not None),
-    _number(1e-3, 1e6, " (Gweights/s)"), "Q4_K = 2343.0",
-)  # fmt: skip
-_CPU = _Rule('a table, such as [cpu] name = "…" cores = 16', lambda value: isinstance(value, CpuFigures))
-
-
-def _key(rule: _Rule, *, gpu: bool = False) -> dict[str, Any]:
-    """Metadata of a key of a profile; one of a `gpu` means nothing on a machine without one."""
-    return {"rule": rule, "gpu": gpu}
+def _figure(default: Any = None, *, gpu: bool = True, keys: str | None = None, **bounds: float) -> Any:
+    """Make a field of a profile, for a number or several within the same bounds. One of a `gpu` means nothing on a
+    machine without one; `keys` is what keys of its table are, as a regular expression."""
+    about = {"option": Option("", **bounds), "gpu": gpu, "keys": keys}
+    if default == {}:
+        return field(default_factory=dict, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -109,13 +49,12 @@ class CpuFigures:
     `cores` are the logical ones that a process may use, `features` the flags that matter to attention on the CPU.
     """
 
-    name: str = field(metadata=_key(_TEXT))
-    cores: int = field(metadata=_key(_number(1, 8192, " (logical cores)", whole=True)))
-    features: tuple[str, ...] = field(default=(), metadata=_key(_TEXTS))
+    name: str
+    cores: int = _figure(MISSING, gpu=False, least=1, most=8192)
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_values(self, "cpu.")
-        object.__setattr__(self, "features", tuple(self.features))
 
 
 @dataclass(frozen=True)
@@ -157,39 +96,39 @@ class MachineProfile:
     copies to the device, which keep `link_gbps_while_host_busy`. `disk_gbps` is one sequential reader.
     """
 
-    name: str = field(metadata=_key(_TEXT))
-    source: str = field(metadata=_key(_TEXT))
-    gpus: int = field(metadata=_key(_number(0, 64, whole=True)))
-    ram_bytes: int = field(metadata=_key(_BYTES))
-    gpu_name: str | None = field(default=None, metadata=_key(_TEXT, gpu=True))
-    vram_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
-    vram_reserved_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
-    vram_others_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
-    link_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    link_back_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    link_both_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    links_alone_gbps: tuple[float, ...] = field(default=(), metadata=_key(_RATES, gpu=True))
-    links_at_once_gbps: tuple[float, ...] = field(default=(), metadata=_key(_RATES, gpu=True))
-    transfer_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
-    transfer_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    pcie_generation: int | None = field(default=None, metadata=_key(_number(1, 7, whole=True), gpu=True))
-    pcie_width: int | None = field(default=None, metadata=_key(_WIDTH, gpu=True))
-    hbm_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    launch_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
-    graph_launch_us: float | None = field(default=None, metadata=_key(_MICROSECONDS, gpu=True))
-    pinnable_bytes: int | None = field(default=None, metadata=_key(_BYTES, gpu=True))
-    pin_gbps: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    host_gbps: float | None = field(default=None, metadata=_key(_RATE))
-    host_gbps_while_link_busy: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    link_gbps_while_host_busy: float | None = field(default=None, metadata=_key(_RATE, gpu=True))
-    disk_gbps: float | None = field(default=None, metadata=_key(_RATE))
-    cpu: CpuFigures | None = field(default=None, metadata=_key(_CPU))
-    tflops: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_DTYPE, gpu=True))
-    library_rows: Mapping[str, int] = field(default_factory=dict, metadata=_key(_BY_SHAPE, gpu=True))
-    decode_gweights_per_s: Mapping[str, float] = field(default_factory=dict, metadata=_key(_BY_KIND, gpu=True))
-    link_by_copy_mib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_MIB, gpu=True))
-    transfer_us_by_kib: Mapping[float, float] = field(default_factory=dict, metadata=_key(_BY_KIB, gpu=True))
-    host_by_threads: Mapping[int, float] = field(default_factory=dict, metadata=_key(_BY_THREADS))
+    name: str
+    source: str
+    gpus: int = _figure(MISSING, gpu=False, least=0, most=64)
+    ram_bytes: int = _figure(MISSING, gpu=False, **_BYTES)
+    gpu_name: str | None = _figure()
+    vram_bytes: int | None = _figure(**_BYTES)
+    vram_reserved_bytes: int | None = _figure(**_BYTES)
+    vram_others_bytes: int | None = _figure(**_BYTES)
+    link_gbps: float | None = _figure(**_GBPS)
+    link_back_gbps: float | None = _figure(**_GBPS)
+    link_both_gbps: float | None = _figure(**_GBPS)
+    links_alone_gbps: tuple[float, ...] = _figure((), **_GBPS)
+    links_at_once_gbps: tuple[float, ...] = _figure((), **_GBPS)
+    transfer_us: float | None = _figure(**_US)
+    transfer_gbps: float | None = _figure(**_GBPS)
+    pcie_generation: int | None = _figure(least=1, most=7)
+    pcie_width: int | None = _figure(least=1, most=32)
+    hbm_gbps: float | None = _figure(**_GBPS)
+    launch_us: float | None = _figure(**_US)
+    graph_launch_us: float | None = _figure(**_US)
+    pinnable_bytes: int | None = _figure(**_BYTES)
+    pin_gbps: float | None = _figure(**_GBPS)
+    host_gbps: float | None = _figure(gpu=False, **_GBPS)
+    host_gbps_while_link_busy: float | None = _figure(**_GBPS)
+    link_gbps_while_host_busy: float | None = _figure(**_GBPS)
+    disk_gbps: float | None = _figure(gpu=False, **_GBPS)
+    cpu: CpuFigures | None = None
+    tflops: Mapping[str, float] = _figure({}, keys="|".join(DTYPES), **_GBPS)
+    library_rows: Mapping[str, int] = _figure({}, keys=r"\d+x\d+", least=0, most=4096)
+    decode_gweights_per_s: Mapping[str, float] = _figure({}, keys=r"I?Q\d_\w+|INT[48]|FP8|12-bit BF16", **_US)
+    link_by_copy_mib: Mapping[float, float] = _figure({}, **_GBPS)
+    transfer_us_by_kib: Mapping[float, float] = _figure({}, **_US)
+    host_by_threads: Mapping[int, float] = _figure({}, gpu=False, **_GBPS)
 
     def __post_init__(self) -> None:
         _check_values(self, "")
@@ -199,7 +138,7 @@ class MachineProfile:
         if self.gpus and (self.gpu_name is None or self.vram_bytes is None):
             raise ProfileError(f"gpus = {self.gpus} needs gpu_name and vram_bytes: add them, or set gpus = 0")
         for key in ("links_alone_gbps", "links_at_once_gbps"):
-            object.__setattr__(self, key, rates := tuple(getattr(self, key)))
+            rates = getattr(self, key)
             if rates and not 2 <= self.gpus == len(rates):
                 one_each = "give one for each of several cards, or none"
                 raise ProfileError(f"{key} has {len(rates)} figures and gpus = {self.gpus}: {one_each}")
@@ -232,11 +171,26 @@ class MachineProfile:
 
 def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
     """Check every value that is given; `prefix` goes before the key in the message."""
-    for entry in fields(record):
-        value = getattr(record, entry.name)
-        rule: _Rule = entry.metadata["rule"]
-        if not (rule.admits(value) or (value is None and entry.default is None)):
-            raise ProfileError(f"{prefix}{entry.name} must be {rule.wanted}, not {value!r}")
+    for one, entry in zip(option_fields(type(record)), fields(record), strict=True):
+        name, value = prefix + one.name, getattr(record, one.name)
+        if isinstance(value, list):  # as TOML has them
+            object.__setattr__(record, one.name, value := tuple(value))
+        try:
+            one.checked(name, value)
+            several = (
+                value.items() if isinstance(value, Mapping) else enumerate(value, 1) if type(value) is tuple else ()
+            )
+            for key, item in several:
+                keys = entry.metadata.get("keys")
+                if not (re.fullmatch(keys, key) if isinstance(key, str) else 0 < key < math.inf):
+                    raise ProfileError(f"{name} has the key {key!r}, and each must be {keys or 'a number above 0'}")
+                if one.option is not None:
+                    one.option.require_within(f"{name}[{key!r}]", item)
+        except OptionError as error:
+            raise ProfileError(str(error)) from error
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+            if isinstance(text, str) and not (text.isprintable() and 0 < len(text.strip()) <= _LONGEST_TEXT):
+                raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {text!r}")
 
 
 def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:
@@ -252,24 +206,20 @@ def _check_keys(given: Mapping[str, Any], record: type[CpuFigures] | type[Machin
         if key not in allowed:
             guess = _guess(key, allowed, prefix)
             raise ProfileError(f"{prefix}{key} is not a key of a profile: {guess}allowed are {', '.join(allowed)}")
-    needed = ("name", "cores") if record is CpuFigures else ("name", "source", "gpus", "ram_bytes")
+    needed = [one.name for one in fields(record) if one.default is one.default_factory]  # both are MISSING
     missing = [prefix + key for key in needed if key not in given]
     if missing:
         raise ProfileError(f"{', '.join(missing)} missing: every profile needs {', '.join(prefix + k for k in needed)}")
 
 
 def _number_keys(table: Any, kind: type[int] | type[float]) -> Any:
-    """A table whose keys are read as numbers: keys of TOML are text. What is none stays, for the rules to refuse."""
-    if not isinstance(table, Mapping):
+    """Read the keys of a table as numbers: keys of TOML are text. What is none stays, to be refused."""
+    try:
+        numbers = {kind(key): value for key, value in table.items()}
+    except (AttributeError, ValueError):
         return table
-    numbers: dict[Any, Any] = {}
-    for key, value in table.items():
-        number: Any = key
-        with suppress(ValueError):
-            number = kind(key)
-        if number in numbers:
-            raise ProfileError(f"two keys of one table mean {number}: keep one of them")
-        numbers[number] = value
+    if len(numbers) < len(table):
+        raise ProfileError(f"two keys of one table mean one number ({', '.join(map(str, table))}): keep one of them")
     return numbers
 
 
@@ -282,7 +232,9 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
     """
     _check_keys(table, MachineProfile, "")
     values = dict(table)
-    if isinstance(cpu := values.get("cpu"), Mapping):
+    if (cpu := values.get("cpu")) is not None:
+        if not isinstance(cpu, Mapping):
+            raise ProfileError(f"cpu must be a table with name and cores, not {cpu!r}")
         _check_keys(cpu, CpuFigures, "cpu.")
         values["cpu"] = CpuFigures(**cpu)
     for key, kind in (("link_by_copy_mib", float), ("transfer_us_by_kib", float), ("host_by_threads", int)):
