@@ -28,7 +28,7 @@ _STEP = "offload_runtime/speculation/step.py"
 _TARGET = "offload_runtime/runners/model_runner.py"
 _KV = "offload_runtime/kv"
 _KERNELS = "kernels/offload_runtime_kernels"
-_GGUF_ROWS = "offload_runtime/weights/encodings/gguf_rows.py"
+_GGUF_ROWS = "offload_runtime/weights/formats.py"
 _QUANTISED = "offload_runtime/weights/quantised.py"
 _BY_FORMULA = "tests/test_weights_quantised.py::test_weights_are_what_the_formula_says"
 _OF_THE_PACKAGE = "tests/test_weights_gguf_rows.py::test_weights_are_those_of_the_gguf_package[dtype0]"
@@ -258,8 +258,8 @@ MUTATIONS = (
     Mutation(
         "encoding: every part of a matrix is decoded over the first",
         "offload_runtime/weights/encoding.py",
-        "last - part.start, out[first - start : last - start])",
-        "last - part.start, out[: last - first])",
+        "first - part.start, out[first - start : last - start])",
+        "first - part.start, out[: last - first])",
         (_OF_THE_PACKAGE,),
     ),
     Mutation(

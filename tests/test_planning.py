@@ -82,7 +82,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     host = {part.name: part.nbytes for part in plan.host}
     resident = parts.get("resident layers", 0) + parts["embedding and head"]
     streamed = len(placement.streamed_layers) * target.layer_bytes
-    assert resident + streamed == ModelLayout.plain(target.config, target.dtype).total_bytes
+    assert resident + streamed == ModelLayout.of(target.config, target.dtype).total_bytes
     on_host = host.get("streamed layers", 0) + host.get("staged layers", 0)
     assert streamed <= on_host <= streamed + 4096 * len(placement.streamed_layers)
     # Layers are staged only for want of page-locked memory, and then for not much less than there is.
@@ -107,7 +107,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
         assert len(placement.staged_layers) * target.host_bytes_of_layers([0]) >= streamed - kv_layer_bytes
         assert not plan.has_verifier  # which reads them where they lie
     if plan.draft is not None:
-        assert parts["draft weights"] == ModelLayout.plain(plan.draft.config, plan.draft.dtype).total_bytes
+        assert parts["draft weights"] == ModelLayout.of(plan.draft.config, plan.draft.dtype).total_bytes
     # Keys and values of the whole context as well.
     kept = parts.get("KV cache", parts.get("KV of resident layers", 0))
     assert kept + host.get("KV cache", 0) + host.get("staged KV cache", 0) == target.whole_kv_bytes

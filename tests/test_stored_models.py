@@ -16,7 +16,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource
-from offload_runtime.weights.encodings.gguf_rows import decode_rows, has_finite_scales, row_bytes, store_rows
+from offload_runtime.weights.formats import decode_rows, has_finite_scales, row_bytes, store_rows
 from offload_runtime.weights.mixes import stored_kinds
 
 SMALL = WideShape(256, 512, 2, 4, 2, 64)

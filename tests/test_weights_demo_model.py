@@ -24,7 +24,7 @@ def test_real_model_answers():
     assert fetch_demo_model(on_progress=lines.append) == path and not lines
     source = open_checkpoint(path)
     assert source.native_dtype == torch.bfloat16
-    assert ModelLayout.plain(source.config(), torch.bfloat16).total_bytes == 269_037_824
+    assert ModelLayout.of(source.config(), torch.bfloat16).total_bytes == 269_037_824
     tokenizer = source.tokenizer()
     names = ["<|im_end|>", "<|endoftext|>", "<reponame>"]  # the file names the first, llama.cpp knows the others
     assert source.generation_eos() == tuple(tokenizer.convert_tokens_to_ids(names)) == (2, 0, 4)

@@ -24,7 +24,8 @@ from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.plan import MachineFigures, plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from offload_runtime.weights.encodings.gguf_rows import GgufRows
+from offload_runtime.weights.encoding import Encoding
+from offload_runtime.weights.formats import GgufBlocks
 from tests.helpers.assembly import first_layers, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import load_plain, random_tokens, rows_of
@@ -159,7 +160,8 @@ def test_logits_on_a_gpu_are_those_of_the_decoded_file(
 def test_few_rows_and_many_have_the_bits_of_the_decoded_matrix() -> None:
     """Those that are multiplied with what is stored, and those whose matrix is decoded first; of stacked parts."""
     height, columns = 9600, 1024
-    encoding = GgufRows(BF16, ((8704, "Q4_K"), (512, "Q6_K"), (384, "Q8_0")))
+    parts = (8704, GgufBlocks("Q4_K")), (512, GgufBlocks("Q6_K")), (384, GgufBlocks("Q8_0"))
+    encoding = Encoding(BF16, parts)
     stored = torch.randint(60, (encoding.nbytes((height, columns)),), dtype=torch.uint8, device="cuda")
     bias = torch.randn(height, device="cuda", dtype=BF16)
     weight = encoding.weight(stored, (height, columns), bias, None)

@@ -20,7 +20,7 @@ def tiny(family: str, **overrides) -> transformers.PreTrainedConfig:
 
 def test_tied_embeddings_drop_the_head_and_its_bytes():
     tied, untied = (model_config_from_transformers(tiny("Llama", tie_word_embeddings=flag)) for flag in (True, False))
-    layouts = [ModelLayout.plain(config, torch.bfloat16) for config in (untied, tied)]
+    layouts = [ModelLayout.of(config, torch.bfloat16) for config in (untied, tied)]
     difference = layouts[0].total_bytes - layouts[1].total_bytes
     assert difference == 96 * 48 * 2
     assert "lm_head.weight" not in checkpoint_tensors(tied)

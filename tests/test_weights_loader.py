@@ -73,7 +73,7 @@ def num_staging() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_gets_the_bytes_of_a_cpu(directory, dtype):
     source = open_checkpoint(directory)
-    assert_a_gpu_loads_the_same(source, ModelLayout.plain(source.config(), dtype))
+    assert_a_gpu_loads_the_same(source, ModelLayout.of(source.config(), dtype))
 
 
 def test_loading_is_interrupted_between_tensors(directory):
@@ -105,7 +105,7 @@ def test_progress_ends_at_the_total(directory):
     weights = load_plain(source, torch.bfloat16, on_progress=lambda *pair: seen.append(pair))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (weights.layout.total_bytes, weights.layout.total_bytes)
-    assert weights.layout.total_bytes == ModelLayout.plain(source.config(), torch.bfloat16).total_bytes
+    assert weights.layout.total_bytes == ModelLayout.of(source.config(), torch.bfloat16).total_bytes
     assert len(seen) > len(checkpoint_tensors(source.config()))
     assert weights.load_seconds > 0 and weights.load_gbps > 0
 

@@ -28,12 +28,12 @@ else:
 
 DTYPES = ("bf16", "fp16", "fp32")  # of models, whose matrix products are measured
 _LONGEST_TEXT = 1000
-_BYTES = {"least": 1, "most": 1 << 50}
-_GBPS = {"least": 1e-6, "most": 1e6}
-_US = {"least": 1e-3, "most": 1e6}
+_BYTES: dict[str, Any] = {"least": 1, "most": 1 << 50}
+_GBPS: dict[str, Any] = {"least": 1e-6, "most": 1e6}
+_US: dict[str, Any] = {"least": 1e-3, "most": 1e6}
 
 
-def _figure(default: Any = None, *, gpu: bool = True, keys: str | None = None, **bounds: float) -> Any:
+def _figure(default: Any = None, *, gpu: bool = True, keys: str = "", **bounds: Any) -> Any:
     """Make a field of a profile, for a number or several within the same bounds. One of a `gpu` means nothing on a
     machine without one; `keys` is what keys of its table are, as a regular expression."""
     about = {"option": Option("", **bounds), "gpu": gpu, "keys": keys}
@@ -169,9 +169,10 @@ class MachineProfile:
         return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
 
 
-def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
+def _check_values(record: Any, prefix: str) -> None:
     """Check every value that is given; `prefix` goes before the key in the message."""
-    for one, entry in zip(option_fields(type(record)), fields(record), strict=True):
+    kind: Any = type(record)
+    for one, entry in zip(option_fields(kind), fields(kind), strict=True):
         name, value = prefix + one.name, getattr(record, one.name)
         if isinstance(value, list):  # as TOML has them
             object.__setattr__(record, one.name, value := tuple(value))
@@ -181,7 +182,7 @@ def _check_values(record: CpuFigures | MachineProfile, prefix: str) -> None:
                 value.items() if isinstance(value, Mapping) else enumerate(value, 1) if type(value) is tuple else ()
             )
             for key, item in several:
-                keys = entry.metadata.get("keys")
+                keys = entry.metadata.get("keys", "")
                 if not (re.fullmatch(keys, key) if isinstance(key, str) else 0 < key < math.inf):
                     raise ProfileError(f"{name} has the key {key!r}, and each must be {keys or 'a number above 0'}")
                 if one.option is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, sampling_defaults
     from offload_runtime.weights.encoding import Weight
     from offload_runtime.weights.hub import fetch_demo_model
-    from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors, layer_layout
+    from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
     from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
     from offload_runtime.weights.neighbours import FoundDraft, UsualDraft, find_drafts, usual_draft
     from offload_runtime.weights.sources import describe_model, open_checkpoint
@@ -25,7 +25,7 @@ _HOMES = {
     "checkpoint": "CheckpointSource DescribedModel sampling_defaults",
     "encoding": "Weight",
     "hub": "fetch_demo_model",
-    "layout": "ModelLayout checkpoint_tensors layer_layout",
+    "layout": "ModelLayout checkpoint_tensors",
     "loader": "HostWeights MatricesNotCodable load_weights",
     "neighbours": "FoundDraft UsualDraft find_drafts usual_draft",
     "sources": "describe_model open_checkpoint",

@@ -46,7 +46,7 @@ def _no_vocabulary() -> Vocabulary | None:
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
-    that can be kept as they are, in the words of `encodings.gguf_rows` or as a format of `encodings.scaled_rows`, and
+    that can be kept as they are, in the words of `weights.formats` or as a format of `weights.formats`, and
     `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16.
     `read_vocabulary` reads what files say of its tokens, which may be nothing."""
 
@@ -68,7 +68,7 @@ class DescribedModel:
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
         kinds = {} if self.decoded else self.kinds
-        return ModelLayout.as_stored(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
+        return ModelLayout.of(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,17 @@
 
 A block is laid out by what each of its tensors' encodings says of its bytes, filled through them, moved as bytes by
 everything that moves it, and read by the decoder through a `Weight` for every tensor. By itself a tensor is stored as
-it is computed with. A matrix that is stored otherwise and decoded before a product is a `StackedWeight` of parts; where
-rows are stored each by itself its encoding is a subclass of `EncodedRows`. Each is a file of `weights.encodings`, and a
-layout names them.
+it is computed with. A matrix that is stored otherwise is a stack of parts, each of a `Format`, decoded before a product
+or, by a GPU, in it; formats are subclasses in `weights.formats`, and a layout names them.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from offload_runtime_kernels.gated import Activation
@@ -85,35 +83,62 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """Rows `[start, end)` of a matrix, stored in one way. `stored` is uint8, as its way has it."""
+class Format:
+    """A way to store rows of a matrix: this one as elements of the dtype that is called `kind`, each row by itself.
+
+    `stored` is always uint8 [nbytes]. Another way is a subclass: of one with rows of its own that says `row_bytes`,
+    `decode_rows` and perhaps `fill_rows`, of any other one that says `nbytes`, `decode` and `fill`; and `most_rows` and
+    `multiply` if a GPU has products of what is stored.
+    """
+
+    kind: str
+    has_rows: ClassVar[bool] = True  # each by itself, so that parts of one format are one part
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a stored row."""
+        return columns * KIND_DTYPES[self.kind].itemsize
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of so many rows."""
+        return rows * self.row_bytes(columns)
+
+    def decode_rows(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous."""
+        out.copy_(stored.view(KIND_DTYPES[self.kind]))
+
+    def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
+        """Decode some of all `rows`, from `start` on, into `out` [N, columns], contiguous, of the dtype that the model
+        computes in."""
+        self.decode_rows(stored.view(rows, -1)[start : start + len(out)], out)
+
+    def most_rows(self, columns: int) -> int:
+        """Return the most rows, of 16 bits an element, that a GPU multiplies with what is stored."""
+        return 0
+
+    def multiply(
+        self, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> None:
+        """Write, or add, x W^T + b into `out` [N, rows], columns of a larger one, with the bits of what is decoded."""
+        raise NotImplementedError
+
+    def fill_rows(self, rows: torch.Tensor, columns: int, fill: Fill, staging: Staging) -> None:
+        """Let `fill` write uint8 [R, row_bytes]; errors as of `fill`."""
+        fill(rows.view(KIND_DTYPES[self.kind]) if self.kind in KIND_DTYPES else rows, staging)
+
+    def fill(self, stored: torch.Tensor, columns: int, start: int, end: int, fill: Fill, staging: Staging) -> int:
+        """Let `fill` write the rows `[start, end)`; returns their bytes."""
+        rows = stored.view(-1, self.row_bytes(columns))[start:end]
+        self.fill_rows(rows, columns, fill, staging)
+        return rows.nbytes
+
+
+class Part(NamedTuple):
+    """Rows `[start, end)` of a matrix, stored in one way: uint8."""
 
     start: int
     end: int
     stored: torch.Tensor
-
-    def decode(self, start: int, end: int, out: torch.Tensor) -> None:
-        """Decode the part's own rows `[start, end)` into `out` [end - start, K], contiguous, of the dtype that the
-        model computes in."""
-        raise NotImplementedError
-
-    def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode the part's own rows [N] into `out` [N, K]; of those only that an embedding may be stored as."""
-        raise NotImplementedError
-
-    @property
-    def most_rows(self) -> int:
-        """The most rows, of 16 bits an element, that a GPU multiplies with what is stored."""
-        return 0
-
-    def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
-        """Write, or add, x W^T + b of the part into `out` [N, end - start], columns of a larger one, with the bits of
-        the decoded part."""
-        raise NotImplementedError
-
-    def fill(self, start: int, end: int, fill: Fill, staging: Staging) -> int:
-        """As of a weight, of the part's own rows `[start, end)`."""
-        raise NotImplementedError
+    format: Format
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,7 +152,7 @@ class StackedWeight(Weight):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[StoredPart, ...]
+    parts: tuple[Part, ...]
     scratch: torch.Tensor | None
 
     @property
@@ -137,20 +162,21 @@ class StackedWeight(Weight):
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         (part,) = self.parts
         out = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.stored.device)
-        part.take(index, out)
+        stored = part.stored.view(-1, part.format.row_bytes(self.shape[1]))
+        part.format.decode_rows(stored.index_select(0, index), out)
         return out
 
     def linear(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
     ) -> torch.Tensor:
-        height, row_bytes = self.shape[0], self.shape[1] * self.dtype.itemsize
-        if x.is_cuda and x.dtype.itemsize == 2 and len(x) <= min(part.most_rows for part in self.parts):
+        (height, columns), most = self.shape, min(part.format.most_rows(self.shape[1]) for part in self.parts)
+        if x.is_cuda and x.dtype.itemsize == 2 and len(x) <= most:
             out = x.new_empty(len(x), height) if residual is None else residual
-            for part in self.parts:
-                bias = None if self.bias is None else self.bias[part.start : part.end]
-                part.multiply(x, out[:, part.start : part.end], bias, add=residual is not None)
+            for start, end, stored, how in self.parts:
+                bias = None if self.bias is None else self.bias[start:end]
+                how.multiply(stored, x, out[:, start:end], bias, add=residual is not None)
             return gated_product(out, gated) if gated else out
-        step = height if self.scratch is None else self.scratch.nbytes // row_bytes
+        step = height if self.scratch is None else self.scratch.nbytes // (columns * self.dtype.itemsize)
         if step >= height:
             return super().linear(x, residual=residual, gated=gated)
         assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
@@ -162,7 +188,8 @@ class StackedWeight(Weight):
 
     def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
-        return part.fill(row_start - part.start, row_end - part.start, fill, staging)
+        rows = row_start - part.start, row_end - part.start
+        return part.format.fill(part.stored, self.shape[1], *rows, fill, staging)
 
     def _decoded(self, start: int, end: int) -> torch.Tensor:
         """Rows `[start, end)`: [end - start, K]."""
@@ -172,9 +199,9 @@ class StackedWeight(Weight):
         else:
             out = self.scratch[:nbytes].view(self.dtype).view(shape)
         for part in self.parts:
-            first, last = max(start, part.start), min(end, part.end)
+            first, last, height = max(start, part.start), min(end, part.end), part.end - part.start
             if first < last:
-                part.decode(first - part.start, last - part.start, out[first - start : last - start])
+                part.format.decode(part.stored, height, first - part.start, out[first - start : last - start])
         return out
 
 
@@ -185,39 +212,52 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A way to store tensors: this one their elements one after the other, in the dtype that the model computes in.
-
-    Another way is a subclass that says how many bytes it takes and which `Weight` sees a tensor through them.
-    """
+    """How a tensor is stored: without `parts` as its elements one after the other, in the `dtype` that the model
+    computes in; a matrix with them in so many rows of each format, from above, that are decoded to the dtype."""
 
     dtype: torch.dtype
+    parts: tuple[tuple[int, Format], ...] = ()
 
-    @property
-    def num_decodings(self) -> int:
-        """Kernels that decode a matrix before a product; none where products read what is stored."""
-        return 0
+    @classmethod
+    def of(cls, dtype: torch.dtype, parts: Iterable[tuple[int, Format]]) -> Encoding:
+        """Return that of parts of which those of one format that follow one another are one, and which are none where
+        all is in `dtype`."""
+        merged: list[tuple[int, Format]] = []
+        for rows, how in parts:
+            alike = bool(merged) and how.has_rows and merged[-1][1] == how
+            merged.append(((merged.pop()[0] if alike else 0) + rows, how))
+        return cls(dtype) if [how.kind for _, how in merged] == [DTYPE_KINDS[dtype]] else cls(dtype, tuple(merged))
 
     def weights_in_registers(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Weights that a GPU's product of few rows decodes in registers, by the names of how they are stored; none of a
-        matrix that is decoded into memory first, or not encoded."""
-        return {}
+        """Return the weights that a GPU's product of few rows decodes in registers, by the names of how they are
+        stored; none of a matrix that is decoded into memory first, or not encoded."""
+        found = Counter[str]()
+        if self.dtype.itemsize == 2 and all(how.most_rows(shape[1]) for _, how in self.parts):
+            for rows, how in self.parts:
+                found[how.kind] += rows * shape[1]
+        return found
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a stored tensor."""
-        return math.prod(shape) * self.dtype.itemsize
+        """Return the bytes of a stored tensor."""
+        return sum(self._part_bytes(shape)) if self.parts else math.prod(shape) * self.dtype.itemsize
 
     def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Bytes of a stored tensor by the names of how they are stored."""
-        return {DTYPE_KINDS[self.dtype]: self.nbytes(shape)}
+        """Return the bytes of a stored tensor by the names of how they are stored."""
+        if not self.parts:
+            return {DTYPE_KINDS[self.dtype]: self.nbytes(shape)}
+        found = Counter[str]()
+        for (_, how), nbytes in zip(self.parts, self._part_bytes(shape), strict=True):
+            found[how.kind] += nbytes
+        return found
 
     def decoded_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a scratch that a tensor is decoded into before a product."""
-        return 0
+        """Return the bytes of a scratch that a tensor is decoded into before a product."""
+        return math.prod(shape) * self.dtype.itemsize if self.parts else 0
 
     def weight(
         self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
     ) -> Weight:
-        """A tensor seen through its bytes, without copying.
+        """Return a tensor seen through its bytes, without copying.
 
         Args:
             stored: uint8 [nbytes(shape)], host or device, aligned to 256 bytes.
@@ -226,143 +266,15 @@ class Encoding:
             scratch: uint8, on the same device, for what is decoded; the products that share it run on one stream. None:
                 each takes memory of its own.
         """
-        return Weight(stored.view(self.dtype).view(shape), bias)
-
-
-@dataclass(frozen=True)
-class StackedEncoding(Encoding, ABC):
-    """Parts that are decoded before a product, from above: so many rows, and how they are stored. `dtype` is what they
-    are decoded to."""
-
-    parts: tuple[tuple[int, Any], ...]
-
-    @abstractmethod
-    def part_bytes(self, rows: int, how: Any, columns: int) -> int:
-        """Bytes of a part."""
-
-    @abstractmethod
-    def part_kind(self, how: Any) -> str:
-        """The name of how a part is stored."""
-
-    @abstractmethod
-    def part(self, start: int, rows: int, stored: torch.Tensor, how: Any, columns: int) -> StoredPart:
-        """A part from row `start` of the matrix on, seen through uint8 [part_bytes]."""
-
-    @staticmethod
-    def most_rows(how: Any, columns: int) -> int:
-        """As of a part."""
-        return 0
-
-    @property
-    def num_decodings(self) -> int:
-        return len(self.parts)
-
-    def weights_in_registers(self, shape: tuple[int, ...]) -> dict[str, int]:
-        found = Counter[str]()
-        if self.dtype.itemsize == 2 and all(self.most_rows(how, shape[1]) for _, how in self.parts):
-            for rows, how in self.parts:
-                found[self.part_kind(how)] += rows * shape[1]
-        return found
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        return sum(self._aligned_bytes(shape))
-
-    def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
-        found = Counter[str]()
-        for (_, how), nbytes in zip(self.parts, self._aligned_bytes(shape), strict=True):
-            found[self.part_kind(how)] += nbytes
-        return found
-
-    def decoded_bytes(self, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * self.dtype.itemsize
-
-    def weight(
-        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
-    ) -> StackedWeight:
-        found, start, columns = list[StoredPart](), 0, shape[1]
-        for (rows, how), room in zip(self.parts, stored.split(self._aligned_bytes(shape)), strict=True):
-            found.append(self.part(start, rows, room[: self.part_bytes(rows, how, columns)], how, columns))
+        if not self.parts:
+            return Weight(stored.view(self.dtype).view(shape), bias)
+        found, start = list[Part](), 0
+        for (rows, how), room in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
+            found.append(Part(start, start + rows, room[: how.nbytes(rows, shape[1])], how))
             start += rows
         assert start == shape[0]
         return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
 
-    def _aligned_bytes(self, shape: tuple[int, ...]) -> list[int]:
-        """Of each part, as far as the next one's beginning."""
-        return [aligned(self.part_bytes(rows, how, shape[1])) for rows, how in self.parts]
-
-
-# --- matrices whose rows are stored each by itself
-
-
-@dataclass(frozen=True)
-class _Rows(StoredPart):
-    """Rows of one kind: `stored` is [end - start, row_bytes]."""
-
-    kind: str
-    columns: int
-    encoding: EncodedRows
-
-    def decode(self, start: int, end: int, out: torch.Tensor) -> None:
-        self.encoding.decode_rows(self.kind, self.stored[start:end], out)
-
-    def take(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        self.encoding.decode_rows(self.kind, self.stored.index_select(0, index), out)
-
-    @property
-    def most_rows(self) -> int:
-        return self.encoding.most_rows(self.kind, self.columns)
-
-    def multiply(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool) -> None:
-        self.encoding.multiply_rows(self.kind, self.stored, x, out, bias, add=add)
-
-    def fill(self, start: int, end: int, fill: Fill, staging: Staging) -> int:
-        rows = self.stored[start:end]
-        self.encoding.fill_rows(self.kind, rows, fill, self.columns, staging)
-        return rows.nbytes
-
-
-@dataclass(frozen=True)
-class EncodedRows(StackedEncoding):
-    """Rows that are decoded before a product, from above: so many, stored as a kind, which is the dtype of a plain part
-    or one of the subclass's. `dtype` is what they are decoded to."""
-
-    parts: tuple[tuple[int, str], ...]
-
-    @staticmethod
-    @abstractmethod
-    def row_bytes(kind: str, columns: int) -> int:
-        """Bytes of a stored row."""
-
-    @staticmethod
-    @abstractmethod
-    def decode_rows(kind: str, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous."""
-
-    @staticmethod
-    def multiply_rows(
-        kind: str, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
-    ) -> None:
-        """Multiply with uint8 [R, row_bytes], as of a part."""
-        raise NotImplementedError
-
-    def fill_rows(self, kind: str, rows: torch.Tensor, fill: Fill, columns: int, staging: Staging) -> None:
-        """Let `fill` write uint8 [..., row_bytes]; errors as of `fill`."""
-        fill(rows.view(KIND_DTYPES[kind]) if kind in KIND_DTYPES else rows, staging)
-
-    @staticmethod
-    def merged(parts: Iterable[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-        """The same parts, those of one kind that follow one another as one."""
-        found: list[tuple[int, str]] = []
-        for rows, kind in parts:
-            before = found.pop()[0] if found and found[-1][1] == kind else 0
-            found.append((before + rows, kind))
-        return tuple(found)
-
-    def part_bytes(self, rows: int, how: str, columns: int) -> int:
-        return rows * self.row_bytes(how, columns)
-
-    def part_kind(self, how: str) -> str:
-        return how
-
-    def part(self, start: int, rows: int, stored: torch.Tensor, how: str, columns: int) -> StoredPart:
-        return _Rows(start, start + rows, stored.view(rows, -1), how, columns, self)
+    def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
+        """Return those of each part, as far as the next one's beginning."""
+        return [aligned(how.nbytes(rows, shape[1])) for rows, how in self.parts]

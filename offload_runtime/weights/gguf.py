@@ -21,7 +21,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.encodings.gguf_rows import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
+from offload_runtime.weights.formats import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
 from offload_runtime.weights.gguf_header import GgufHeader, read_gguf_header, supported_family
 from offload_runtime.weights.gguf_rope import ROPE_TENSORS, rope_of_gguf
 from offload_runtime.weights.header import StoredTensor, damaged

@@ -13,18 +13,17 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
-from offload_runtime_kernels.coded_bf16 import CODED
+from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import DecoderLayer, Tensor
+from offload_runtime.models.layers import Tensor
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Weight, aligned
-from offload_runtime.weights.encodings.coded_bf16 import CodedRows
-from offload_runtime.weights.encodings.gguf_rows import GgufRows
-from offload_runtime.weights.encodings.scaled_rows import ScaledStack
+from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Format, Weight, aligned
+from offload_runtime.weights.formats import CodedBf16, format_of
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
 _HEAD_SLICE_BYTES = 64 << 20
@@ -50,8 +49,7 @@ class TensorSpec:
         return self.encoding.decoded_bytes(self.shape)
 
 
-@dataclass(frozen=True)
-class RegisterRead:
+class RegisterRead(NamedTuple):
     """Weights stored as one `kind` that a GPU's products of few rows read as stored and decode in registers."""
 
     kind: str
@@ -67,14 +65,15 @@ class PackedLayout:
     total_bytes: int
 
     @classmethod
-    def build(
-        cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
-    ) -> PackedLayout:
-        """Lay `shapes` out in the order given, stored plainly in `dtype` but for what `encodings` names."""
+    def of(cls, parts: Iterable[Tensor], dtype: torch.dtype, encodings: Mapping[str, Encoding]) -> PackedLayout:
+        """Lay tensors of a checkpoint out in the order given, stored plainly in `dtype` but for what `encodings`
+        names."""
+        # Of one packed name the last one's end counts.
+        shapes = {to.packed: (to.row_end, *to.shape[1:]) for to in _placed(parts).values()}
         specs: list[TensorSpec] = []
         offset_bytes = 0
         for name, shape in shapes.items():
-            specs.append(TensorSpec(name, shape, offset_bytes, (encodings or {}).get(name, Encoding(dtype))))
+            specs.append(TensorSpec(name, shape, offset_bytes, encodings.get(name, Encoding(dtype))))
             offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
@@ -86,7 +85,7 @@ class PackedLayout:
     @cached_property
     def encoded_bytes(self) -> int:
         """Of `total_bytes`, what is decoded before a product."""
-        return sum(spec.nbytes for spec in self.tensors if spec.encoding.num_decodings)
+        return sum(spec.nbytes for spec in self.tensors if spec.encoding.parts)
 
     @cached_property
     def decoded_bytes(self) -> int:
@@ -96,7 +95,7 @@ class PackedLayout:
     @cached_property
     def num_decodings(self) -> int:
         """Kernels that this takes."""
-        return sum(spec.encoding.num_decodings for spec in self.tensors)
+        return sum(len(spec.encoding.parts) for spec in self.tensors)
 
     @cached_property
     def register_reads(self) -> tuple[RegisterRead, ...]:
@@ -150,47 +149,45 @@ class ModelLayout:
     shared: PackedLayout
 
     @classmethod
-    def plain(cls, config: ModelConfig, dtype: torch.dtype) -> ModelLayout:
-        """Everything stored in the dtype that the model computes in."""
-        made = {layer: layer_layout(layer, dtype) for layer in dict.fromkeys(config.layers)}
-        return cls(dtype, tuple(map(made.__getitem__, config.layers)), shared_layout(config, dtype))
-
-    @classmethod
-    def as_stored(
-        cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat], *, coded: bool = False,
-        uncoded: Collection[str] = (),
+    def of(
+        cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat] | None = None, *,
+        coded: bool = False, uncoded: Collection[str] = (),
     ) -> ModelLayout:  # fmt: skip
-        """Matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`.
+        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it.
 
         Args:
             config: The model's shape.
             dtype: What it computes in.
-            kinds: How checkpoint tensors are stored (one of `encodings.gguf_rows.KINDS`, or a format of
-                `encodings.scaled_rows`), by transformers' name.
+            kinds: How checkpoint tensors are stored, as of `format_of`, by transformers' name; others in `dtype`.
             coded: Whether matrices that would be kept in bf16 are kept in 12 bits.
             uncoded: But for these, by transformers' name.
         """
-        coded = coded and dtype == torch.bfloat16
-        if not kinds and not coded:
-            return cls.plain(config, dtype)
         stacks = defaultdict[int | None, dict[str, list[tuple[str, Destination]]]](lambda: defaultdict(list))
-        for name, to in checkpoint_tensors(config).items():
-            if len(to.shape) == 2:
-                stacks[to.layer][to.packed].append((name, to))
+        if kinds or (coded and dtype == torch.bfloat16):
+            for name, to in checkpoint_tensors(config).items():
+                if len(to.shape) == 2:
+                    stacks[to.layer][to.packed].append((name, to))
+        plain = Format(DTYPE_KINDS[dtype])
+
+        def smallest(name: str, columns: int) -> Format:
+            found = format_of((kinds or {}).get(name, plain.kind))
+            return min(plain, found, key=lambda one: one.row_bytes(columns)) if found.has_rows else found
 
         def encoding(parts: list[tuple[str, Destination]]) -> Encoding:
             columns = parts[0][1].shape[1]
-            stored = [(to.shape[0], kinds.get(name, DTYPE_KINDS[dtype])) for name, to in parts]
-            found = _stacked(stored, columns, dtype)
-            if not coded or found.num_decodings:
+            found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts])
+            if found.parts or not coded or dtype != torch.bfloat16 or CodedRow.of(columns) is None:
                 return found
-            return CodedRows.of([(to.shape[0], name not in uncoded) for name, to in parts], columns)
+            return Encoding.of(dtype, [(to.shape[0], plain if name in uncoded else CodedBf16()) for name, to in parts])
 
         encodings = {
             layer: {packed: encoding(parts) for packed, parts in stack.items()} for layer, stack in stacks.items()
         }
-        layers = tuple(layer_layout(layer, dtype, encodings[number]) for number, layer in enumerate(config.layers))
-        return cls(dtype, layers, shared_layout(config, dtype, encodings[None]))
+        layers = (
+            PackedLayout.of(layer.tensors(), dtype, encodings.get(number, {}))
+            for number, layer in enumerate(config.layers)
+        )
+        return cls(dtype, tuple(layers), PackedLayout.of(config.shared_tensors(), dtype, encodings.get(None, {})))
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -271,14 +268,6 @@ class Destination:
     shape: tuple[int, ...]
 
 
-def _stacked(parts: list[tuple[int, str | ScaledFormat]], columns: int, dtype: torch.dtype) -> Encoding:
-    """Of matrices of one checkpoint."""
-    if any(isinstance(kind, ScaledFormat) for _, kind in parts):
-        forms = [(rows, kind if isinstance(kind, ScaledFormat) else None) for rows, kind in parts]
-        return ScaledStack(dtype, tuple(forms))
-    return GgufRows.smallest([(rows, str(kind)) for rows, kind in parts], columns, dtype)
-
-
 def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
     """Where each part goes, by transformers' name: below those of the same packed name before it."""
     filled: Counter[str] = Counter()
@@ -289,24 +278,6 @@ def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Dest
         full_name = name if layer is None else f"model.layers.{layer}.{name}"
         placed[full_name] = Destination(layer, packed, start, filled[packed], shape)
     return placed
-
-
-def _packed_shapes(parts: Iterable[Tensor]) -> dict[str, tuple[int, ...]]:
-    return {to.packed: (to.row_end, *to.shape[1:]) for to in _placed(parts).values()}  # the last one's end counts
-
-
-def layer_layout(
-    layer: DecoderLayer, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
-) -> PackedLayout:
-    """The block of one layer, plainly in `dtype` but for the matrices that `encodings` names."""
-    return PackedLayout.build(_packed_shapes(layer.tensors()), dtype, encodings)
-
-
-def shared_layout(
-    config: ModelConfig, dtype: torch.dtype, encodings: Mapping[str, Encoding] | None = None
-) -> PackedLayout:
-    """The block of what all layers share: `embedding [V, H]`, `final_norm [H]`, `lm_head [V, H]` unless tied."""
-    return PackedLayout.build(_packed_shapes(config.shared_tensors()), dtype, encodings)
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:

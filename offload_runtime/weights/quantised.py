@@ -1,5 +1,5 @@
 """Quantised checkpoints of transformers: which matrices `quantization_config` means, what is stored of each, and how
-that is brought to the one layout of `encodings.scaled_rows`, without loss.
+that is brought to the one layout of `weights.formats`, without loss.
 
     w = (q - z) * s, rounded to the dtype of the scales, then to that of the run
 
@@ -41,7 +41,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields, shown
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights.encoding import aligned
-from offload_runtime.weights.encodings.scaled_rows import scale_tensors, scaled_bytes
+from offload_runtime.weights.formats import scale_tensors, scaled_bytes
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or

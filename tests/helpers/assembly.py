@@ -145,7 +145,7 @@ def make_runner(
     source = model if isinstance(model, CheckpointSource) else in_memory(model)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
     registrar = Registrar() if device.type == "cuda" else None
-    weights = load_weights(source, layout or ModelLayout.plain(source.config(), dtype), pin=pin, registrar=registrar)
+    weights = load_weights(source, layout or ModelLayout.of(source.config(), dtype), pin=pin, registrar=registrar)
     config = weights.config
     engine = engine or make_copy_engine(device)
     layout, buffer_bytes = weights.layout, max(weights.layout.layer_bytes)

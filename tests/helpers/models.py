@@ -36,7 +36,7 @@ def model_config_from_transformers(hf_config: Any) -> ModelConfig:
 
 def load_plain(source: CheckpointSource, dtype: torch.dtype, **options: Any) -> HostWeights:
     """Weights stored in the dtype that they are computed in; options of `load_weights`."""
-    return load_weights(source, ModelLayout.plain(source.config(), dtype), **options)
+    return load_weights(source, ModelLayout.of(source.config(), dtype), **options)
 
 
 def assert_a_gpu_loads_the_same(source: CheckpointSource, layout: ModelLayout) -> None:

@@ -22,7 +22,7 @@ from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.memory import device_memory_used_by_others
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, layer_layout, open_checkpoint
+from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, open_checkpoint
 
 # Beside weights and keys: what torch's allocator, cuBLAS and the logits of a step take.
 _RESERVE_BYTES = 1_000_000_000
@@ -206,16 +206,16 @@ def fitting_layers(options: PeerOptions, *, working_layers: int) -> int:
     The keys and values of the target count as well, unless they are kept on the host.
     """
     config, itemsize = options.source.config(), options.dtype.itemsize
-    layer_bytes = layer_layout(config.layers[0], options.dtype).total_bytes
-    total_bytes = ModelLayout.plain(config, options.dtype).total_bytes
-    others = total_bytes - config.num_layers * layer_bytes + _RESERVE_BYTES
+    layout = ModelLayout.of(config, options.dtype)
+    layer_bytes = layout.layer_bytes[0]
+    others = layout.total_bytes - config.num_layers * layer_bytes + _RESERVE_BYTES
     kv_bytes = config.kv_bytes_per_token(itemsize) * options.context_tokens
     # A concatenation holds the old and the new keys of a layer, and the offloaded cache the next layer's.
     others += kv_bytes if options.kv_cache == "device" else 4 * kv_bytes // config.num_layers
     working_bytes = prefill_bytes(config, options)
     if options.draft is not None:
         draft = open_checkpoint(options.draft)
-        others += ModelLayout.plain(draft.config(), options.dtype).total_bytes
+        others += ModelLayout.of(draft.config(), options.dtype).total_bytes
         others += draft.config().kv_bytes_per_token(itemsize) * options.context_tokens
         working_bytes = max(working_bytes, prefill_bytes(draft.config(), options))
     others += working_bytes

@@ -21,7 +21,7 @@ from widening.convert import check_space, storage_error
 from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.encodings.gguf_rows import file_bytes, row_bytes
+from offload_runtime.weights.formats import file_bytes, row_bytes
 from offload_runtime.weights.gguf_header import read_gguf_header
 from offload_runtime.weights.loader import Progress
 

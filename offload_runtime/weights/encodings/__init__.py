@@ -1,1 +1,0 @@
-"""Ways to store matrices other than as their elements, one file each; what they share is `weights.encoding`."""
