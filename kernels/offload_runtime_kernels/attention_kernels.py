@@ -125,13 +125,13 @@ def _attend_split(
     do_not_specialize=(
         "total_ptr", "positions_ptr", "slots_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
         "end_query", "num_rows", "first_split", "end_split", "tree_splits", "num_ancestors", "sliding_window",
-        "num_keys", "direct", "first_block", "num_blocks",
+        "from_window", "num_keys", "direct", "first_block", "num_blocks",
     )
 )  # fmt: skip
 def split_kernel(
     q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, slots_ptr, committed_ptr, ancestors_ptr,
     num_queries, first_query, end_query, num_rows, first_split, end_split, tree_splits, num_ancestors, sliding_window,
-    num_keys, direct, scale_log2e, cap_log2e, sinks_ptr, first_block, num_blocks,
+    from_window, num_keys, direct, scale_log2e, cap_log2e, sinks_ptr, first_block, num_blocks,
     stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
@@ -149,18 +149,31 @@ def split_kernel(
         split = first_of_tree + tl.program_id(2)
         query = first_query + program + tl.zeros([ROWS], dtype=tl.int32)
         group = lane
-        own = split + tl.zeros([ROWS], dtype=tl.int32)
-        row_valid = (lane < GROUP) & (own >= first_split) & (own < end_split)
+        row_valid = lane < GROUP
     else:
         split = first_split + tl.program_id(2)
         query = first_query + (program * ROWS + lane) // GROUP
         group = (program * ROWS + lane) % GROUP
+        row_valid = query < end_query
+    row = batch * num_queries + query  # [ROWS] flat query index
+    own = split + tl.zeros([ROWS], dtype=tl.int32)  # as the row counts the splits
+    if WINDOWED:  # from the first one on that its window reaches, if so few programs do for long contexts
+        position = tl.load(positions_ptr + row, mask=row_valid, other=-1)
+        origin = tl.maximum(position - sliding_window + 1, 0) // SPLIT * from_window
+        least = tl.min(tl.where(position >= 0, origin, 2147483647), axis=0)
+        least = tl.where(least == 2147483647, 0, least)
+        if not TREE:
+            split += least
+            own += least
+        own -= tl.where(position >= 0, origin, least)
+    if TREE or WINDOWED:
+        row_valid = row_valid & (own >= first_split) & (own < end_split)
+    if not TREE:
         from_tree = split - first_of_tree + tl.zeros([ROWS], dtype=tl.int32)
-        row_valid = (query < end_query) & ((from_tree < 0) | (from_tree >= tree_splits))
+        row_valid = row_valid & ((from_tree < 0) | (from_tree >= tree_splits))
     head = kv_head * GROUP + group
     channel = tl.arange(0, D_BLOCK)
     channel_valid = channel < HEAD_DIM
-    row = batch * num_queries + query  # [ROWS] flat query index
     row_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
     row_mask = row_valid[:, None] & channel_valid[None, :]
     q = tl.load(q_ptr + row_offset[:, None] + channel[None, :], mask=row_mask, other=0.0)
@@ -180,7 +193,7 @@ def split_kernel(
     )  # fmt: skip
 
     partial_row = batch * (end_query - first_query) + (query - first_query)
-    partial = ((split - first_split).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
+    partial = ((own - first_split).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
     # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a merge
     # would add the first split to a positive zero.
     to_final = direct + tl.zeros([ROWS], dtype=tl.int32) != 0

@@ -74,6 +74,7 @@ class _Call:
     rows: QueryRows
     params: AttentionParams
     num_keys: int = _NO_LIMIT
+    from_window: bool = False  # splits are counted from the first one on that a query's window reaches
     workspace_bytes: int = WORKSPACE_BYTES
     least_splits: int = LEAST_SPLITS
 
@@ -125,20 +126,22 @@ class _Call:
         """
         batch, num_queries, num_heads, _ = self.q.shape
         rows, num_kv_heads = self.rows, self.kv.num_kv_heads
-        programs = len(queries)
+        programs, depth = len(queries), self._tree_splits
         if not tree:
             programs = triton.cdiv(len(queries) * (num_heads // num_kv_heads), self._window_rows)
-        split_kernel[(programs, batch * num_kv_heads, self._tree_splits if tree else len(splits))](
+            # The rows of a program see the first of their windows' keys in two splits, and of trees in more.
+            begins = 1 if rows.ancestors is None else triton.cdiv(num_queries, SPLIT_TOKENS)
+            depth = len(splits) + self.from_window * begins
+        split_kernel[(programs, batch * num_kv_heads, depth)](
             self.q, self.kv.data, partial.best, partial.total, partial.acc, self.q if final is None else final,
             rows.positions, rows.slots,
             rows.slots if rows.committed is None else rows.committed,
             rows.slots if rows.ancestors is None else rows.ancestors,
             num_queries, queries.start, queries.stop, batch * len(queries), splits.start, splits.stop,
             self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.params.window or 0,
-            self.num_keys, int(final is not None), *self.params.log2_scales, self.params.sinks, self.kv.first_block,
-            self.kv.num_blocks,
-            *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows, TREE=tree,
-            STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
+            int(self.from_window), self.num_keys, int(final is not None), *self.params.log2_scales, self.params.sinks,
+            self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows,
+            TREE=tree, STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
         )  # fmt: skip
 
     @property
@@ -212,13 +215,15 @@ def attention_triton(
     `prefill` says whether one program does all splits of its queries, which changes no bit; None: if queries fill
     enough such programs.
     """
-    call = _Call(q, kv, rows, params, _NO_LIMIT, workspace_bytes, least_splits)
+    splits = triton.cdiv(rows.max_length, SPLIT_TOKENS)
+    reached = splits if params.window is None else triton.cdiv(params.window - 1, SPLIT_TOKENS) + 1  # by a query
+    call = _Call(q, kv, rows, params, _NO_LIMIT, reached < splits, workspace_bytes, least_splits)
     out = torch.empty_like(q)
     if call.fills_programs() if prefill is None else prefill:
         assert rows.ancestors is None
         call.run_prefill(out)
     else:
-        call.attend(range(triton.cdiv(rows.max_length, SPLIT_TOKENS)), None, out)
+        call.attend(range(min(splits, reached)), None, out)
     return out
 
 

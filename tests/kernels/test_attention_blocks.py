@@ -180,6 +180,15 @@ def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
     assert torch.equal(version.all_at_once(tree_case, tree, window), expected)
 
 
+@versions
+@pytest.mark.parametrize("window", [1, 70])
+def test_splits_that_are_counted_from_the_window_have_the_bits_of_all(version: Version, window: int) -> None:
+    case, rows = _case().capped_with_sinks(), chain_rows((1000, 765), (5, 4))  # the second one's reach over a block
+    expected = version.pieces(case, rows, [(case.kv, range(4))], window)
+    assert torch.equal(version.all_at_once(case, rows, window), expected)
+    assert_within(expected, case.expected(rows, window), atol=1e-5 * case.largest_value)
+
+
 # From here on: natively, in bf16.
 
 
