@@ -327,15 +327,15 @@ class Request:
         params: What was asked for.
         tokenizer: Turns tokens into text.
         eos_token_ids: Tokens that end the answer, unless `params` ignores them.
-        speculate: False decodes plainly, whatever `params` say.
+        budget: What is proposed in every step; None where it is chosen for each.
         matcher: Of the schema or grammar in `params`, as `PromptRoom.check` gives it, for this request alone.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: GenerationParams, tokenizer: Any, eos_token_ids: frozenset[int], *,
-        speculate: bool = True, matcher: GrammarMatcher | None = None,
+        budget: DraftBudget | None, matcher: GrammarMatcher | None = None,
     ) -> None:  # fmt: skip
-        self.params, self.speculate, self.matcher = params, speculate, matcher
+        self.params, self.budget, self.matcher = params, budget, matcher
         self.slot = -1  # its batch row in the caches, once it runs
         self.num_kept = 0  # leading tokens of the prompt that its slot holds by then
         self.prompt_tokens = len(prompt)

@@ -41,7 +41,7 @@ from offload_runtime.plan import RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
 from offload_runtime.sizes import format_bytes
-from offload_runtime.speculation import Proposer
+from offload_runtime.speculation import PLAIN, Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
@@ -390,8 +390,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         """A request for a prompt of this runtime and its options. Raises `OptionError`."""
         self._require_open()
         matcher = self._room.check(params)
-        settle(self.engine.plan, self.engine.proposer, params)
-        return Request(tokens, params, self.tokenizer, self.engine.eos_token_ids, speculate=speculate, matcher=matcher)
+        budget = settle(self.engine.plan, self.engine.proposer, params)
+        budget = budget if speculate else PLAIN
+        return Request(tokens, params, self.tokenizer, self.engine.eos_token_ids, budget=budget, matcher=matcher)
 
     def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:
         """A call of these requests begins, which are all that the caches and their slots are used for, and ends those

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from weakref import WeakKeyDictionary
 
 from offload_runtime.core import DraftBudget
 from offload_runtime.engine.request import Request
@@ -113,14 +112,6 @@ class WindowChooser:
     ) -> None:  # fmt: skip
         self._plan, self._free_nodes, self._proposer, self._controller = plan, free_nodes, proposer, controller
         self._cache, self._recorder = cache, recorder
-        self._settled = WeakKeyDictionary[Request, DraftBudget | None]()
-
-    def _budget(self, request: Request) -> DraftBudget | None:
-        """Return what is proposed to a request in every step; None where it is chosen for each."""
-        if request not in self._settled:
-            settled = settle(self._plan, self._proposer, request.params)
-            self._settled[request] = settled if request.speculate else PLAIN
-        return self._settled[request]
 
     def _branches(self, request: Request) -> bool:
         """Say whether what is chosen for a request may be a tree."""
@@ -128,7 +119,7 @@ class WindowChooser:
 
     def proposer_of(self, request: Request) -> Proposer:
         """Return the proposer of a request, which has no idea where that is decoded plainly."""
-        return Proposer() if self._budget(request) == PLAIN else self._proposer
+        return Proposer() if request.budget == PLAIN else self._proposer
 
     def speculates(self, request: Request) -> bool:
         """Say whether anything will be proposed to a request."""
@@ -136,14 +127,11 @@ class WindowChooser:
 
     def choose(self, requests: Sequence[Request]) -> StepBudgets:
         """Return what the next step of these requests proposes, of which all have a token and none is finished."""
-        open_ = [request for request in requests if self._budget(request) is None]
+        open_ = [request for request in requests if request.budget is None]
         chosen = self._choose(open_, requests) if open_ else None
         budgets, asked = list[DraftBudget](), dict[int, DraftBudget]()
         for request in requests:
-            budget = self._budget(request)
-            if budget is None:
-                assert chosen is not None
-                budget = self._chosen(request, chosen)
+            budget = request.budget or self._chosen(request, chosen or PLAIN)
             budgets.append(budget)
             extra_nodes = max(0, min(budget.extra_nodes, request.room - budget.gamma))
             asked[request.slot] = replace(budget, gamma=min(budget.gamma, request.room), extra_nodes=extra_nodes)
@@ -180,8 +168,8 @@ class WindowChooser:
         if not requests:
             return
         # At the end of all answers there is room for the target's own tokens alone.
-        proposed = {budget for budget, one in zip(step.budgets, step.asked.values(), strict=True) if one.gamma}
-        labels = [str(budget if budget in proposed else PLAIN) for budget in step.budgets]
+        room = any(one.gamma for one in step.asked.values())
+        labels = [str(budget if room else PLAIN) for budget in step.budgets]
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.
         largest = step.chosen or max(step.budgets, key=lambda one: one.size)
         actual = DraftBudget(largest.mode, min(largest.size, max(len(result.proposal) for result in own)))
@@ -204,7 +192,7 @@ class WindowChooser:
     ) -> None:
         """Let the controller learn from requests whose windows nothing cut short: a step takes as long as the largest
         window."""
-        open_ = [request for request in step.requests if self._budget(request) is None]
+        open_ = [request for request in step.requests if request.budget is None]
         able = [
             (request, result, budget)
             for request, result, budget in zip(step.requests, results, step.budgets, strict=True)
