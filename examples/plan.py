@@ -10,15 +10,15 @@ arguments = parser.parse_args()
 
 from offload_runtime.config import RuntimeConfig  # noqa: E402 (--help needs none of it)
 from offload_runtime.hardware import load_profile  # noqa: E402
-from offload_runtime.plan import Refusal, describe_models, forecast, machine_figures, plan_or_refuse  # noqa: E402
+from offload_runtime.plan import Refusal, describe_models, forecast, plan_or_refuse  # noqa: E402
 from offload_runtime.sizes import format_bytes  # noqa: E402 (--help needs none of it)
 
-figures = machine_figures(load_profile(arguments.profile))
+figures = load_profile(arguments.profile)
 for context in arguments.contexts:
     plan = plan_or_refuse(describe_models(RuntimeConfig(target=arguments.target, context=context)), figures)
     if isinstance(plan, Refusal):
         print(f"{context} tokens: {plan.error()}")
         continue
-    layers = f"{len(plan.placement.streamed_layers)} of {plan.placement.num_layers} layers over the link"
+    layers = f"{len(plan.placement.streamed_layers)} of {len(plan.placement.layers)} layers over the link"
     speed = forecast(plan, figures).plain.seconds
     print(f"{context} tokens: {layers}, {format_bytes(plan.streamed_bytes)} a pass in {speed:.3f} s")

@@ -245,6 +245,11 @@ class RuntimeConfig:
         """Return the names of the cards; `auto` stands for one."""
         return card_names(self.device)
 
+    @property
+    def device_type(self) -> str:
+        """Return where the target runs, on one card or several: `cuda` or `cpu`."""
+        return "cpu" if self.devices[0] == "cpu" else "cuda"
+
     def vram_of_cards(self, num_cards: int) -> tuple[int | None, ...]:
         """Return what is allowed of each of `num_cards` cards. Raises `OptionError` for as many figures as there are
         not."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.plan import MachineFigures, RunPlan, forecast, machine_figures, plan_run
+from offload_runtime.plan import RunPlan, forecast, plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
@@ -24,12 +24,12 @@ ROUNDING = 1e-9
 
 @PROPERTY
 @given(
-    requests(), machines, st.integers(0, 20 * GB) | st.integers(0, 2 * GB),
+    requests(), machines(), st.integers(0, 20 * GB) | st.integers(0, 2 * GB),
     st.sampled_from(["auto", "auto", "auto", "none", "chain", "triforce"]),
     st.sampled_from(["auto", "auto", "auto", "full", "retrieval", "streaming"]),
 )  # fmt: skip
 def test_more_vram_never_predicts_slower(
-    request: RuntimeConfig, machine: MachineFigures, more_bytes: int, mode: str, draft_cache: str
+    request: RuntimeConfig, machine: MachineProfile, more_bytes: int, mode: str, draft_cache: str
 ) -> None:
     """Whatever is left to be chosen; what fits once fits with more memory as well."""
     if request.draft == "ngram" or mode == "none":
@@ -52,7 +52,7 @@ PAIRS = [
 ]  # fmt: skip
 # An RTX 4090 with as much memory as one likes.
 LARGE = replace(
-    machine_figures(load_profile("rtx4090")), vram_bytes=200 * GB, ram_bytes=400 * GB, pinnable_bytes=None
+    load_profile("rtx4090"), vram_bytes=200 * GB, ram_bytes=400 * GB, pinnable_bytes=None
 )  # fmt: skip
 
 
@@ -116,4 +116,4 @@ def test_a_run_chooses_what_its_plan_does(target: Path, draft: Path, kv: str) ->
 def plan_of(target: Path, draft: Path, profile: MachineProfile, kv: str) -> RunPlan:
     models = describe_model(str(target)), describe_model(str(draft))
     request = RuntimeConfig(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
-    return plan_run(request, replace(machine_figures(profile), ram_bytes=400 * GB, pinnable_bytes=None))
+    return plan_run(request, replace(profile, ram_bytes=400 * GB, pinnable_bytes=None))

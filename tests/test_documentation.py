@@ -17,7 +17,7 @@ import typer
 from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import load_profile
-from offload_runtime.plan import forecast, machine_figures, plan_run
+from offload_runtime.plan import forecast, plan_run
 from offload_runtime.weights import describe_model
 from offload_runtime.weights.mixes import stored_kinds
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-RTX4090 = machine_figures(load_profile("rtx4090"))
+RTX4090 = load_profile("rtx4090")
 
 
 def anchors(text: str) -> set[str]:

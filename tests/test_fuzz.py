@@ -30,7 +30,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom
 from offload_runtime.errors import CheckpointError
-from offload_runtime.hardware import load_profile
+from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.weights import CheckpointSource, describe_model, open_checkpoint
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
 from tests.helpers.fuzzing import (
@@ -152,7 +152,7 @@ def configurations(scratch: Path, stack: ExitStack) -> Part:
     own, settings = (json.loads((whole / name).read_text()) for name in ("config.json", generation.name))
     described = scratch / "described"
     described.mkdir()
-    machine = plan.machine_figures(load_profile("rtx4090"))
+    machine = load_profile("rtx4090")
     (described / "config.json").write_bytes(json_bytes(bases[0]))
     _plan(described, machine)
     _open_whole(whole)
@@ -176,11 +176,11 @@ def configurations(scratch: Path, stack: ExitStack) -> Part:
     return one
 
 
-def _plan(directory: Path, machine: plan.MachineFigures) -> None:
+def _plan(directory: Path, machine: MachineProfile) -> None:
     outcome = plan.plan_or_refuse(plan.describe_models(RuntimeConfig(str(directory))), machine)
     if isinstance(outcome, plan.Refusal):
         raise outcome.problem
-    plan.upgrades(outcome, plan.forecast(outcome, machine), machine)
+    plan.upgrades(outcome, machine)
 
 
 def _open_whole(directory: Path) -> None:

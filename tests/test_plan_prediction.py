@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
-from offload_runtime.hardware import load_profile
+from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP
 from offload_runtime.plan import (
-    MachineFigures,
     RunPlan,
-    machine_figures,
     pass_time,
     plan_run,
     prefill_time,
@@ -30,11 +27,10 @@ from offload_runtime.plan.cost import (
 )
 from offload_runtime.weights import DescribedModel, describe_model
 from offload_runtime.weights.mixes import stored_kinds
-from tests.helpers.planning import CONFIGS
+from tests.helpers.planning import CONFIGS, made_up_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"
-MACHINE = MachineFigures("some", 24 * 10**9, 10**9, 25.0, 1000.0, 64 * 10**9, {"bf16": 165.0}, None, 2.5)
 
 
 @given(st.floats(0, 1), st.integers(0, 64))
@@ -46,9 +42,9 @@ def test_expected_tokens_are_those_of_the_formula(acceptance: float, gamma: int)
 
 
 def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
-    assert MACHINE.flops(torch.float16) == 165e12  # 16-bit types stand for each other
+    assert made_up_machine().flops("fp16") == 165e12  # 16-bit types stand for each other
     with pytest.raises(OptionError, match=r"no TFLOP/s for fp32: add tflops\.fp32"):
-        MACHINE.flops(torch.float32)
+        made_up_machine().flops("fp32")
 
 
 @given(st.integers(1, 40), st.integers(0, 100), st.none() | st.integers(1, 120))
@@ -76,7 +72,7 @@ def test_weights_are_kept_as_stored_where_decoding_is_fast(draft: str) -> None:
         quantised("llama-3.1-8b", "Q4_K_M"), quantised("llama-3.2-1b", "Q4_K_M") if draft == "model" else draft,
         dtype="bf16", context=2048,
     )  # fmt: skip
-    machine = machine_figures(load_profile("rtx4090"))
+    machine = load_profile("rtx4090")
     for rate, kept in ((4000.0, "Q4_K"), (100.0, "BF16")):
         plan = plan_run(request, replace(machine, decode_gweights_per_s={"Q4_K": rate}))
         assert next(iter(plan.target.layout.bytes_by_kind)) == kept
@@ -85,9 +81,9 @@ def test_weights_are_kept_as_stored_where_decoding_is_fast(draft: str) -> None:
 # --- against measurements
 
 
-def h200(link_gbps: float) -> MachineFigures:
+def h200(link_gbps: float) -> MachineProfile:
     """The H200 whose figures the results were measured with, its link as measured in the same run."""
-    return replace(machine_figures(load_profile("h200")), link_gbps=link_gbps)
+    return replace(load_profile("h200"), link_gbps=link_gbps)
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -98,7 +94,7 @@ def measured(name: str) -> dict[str, Any]:
 def plan_of_7b(**changes: Any) -> RunPlan:
     name = "llama-2-7b-128k" if changes.get("context", 0) > 4096 else "llama-2-7b"
     request = RuntimeConfig(describe_model(CONFIGS / name), dtype="bf16", **changes)
-    return plan_run(request, machine_figures(load_profile("h200")))
+    return plan_run(request, load_profile("h200"))
 
 
 def test_streamed_weights_as_measured() -> None:
@@ -119,7 +115,7 @@ def test_long_contexts_as_measured(kv: str) -> None:
     machine = h200(found["windows"][0]["link_peak_gbps"])
     plan = plan_of_7b(context=121024, kv=kv, resident_layers=32 if kv == "host" else None)
     if kv == "host":  # the H200 would have room for some of it
-        plan = plan.with_placement(replace(plan.placement, resident_kv_layers=()))
+        plan = plan.with_placements(replace(plan.placement, resident_kv_layers=()))
     tokens = found["prefill"]["tokens"]
     for window in found["windows"]:
         predicted = pass_time(plan, machine, length_tokens=tokens, rows=window["window_tokens"])
@@ -131,8 +127,8 @@ def test_long_contexts_as_measured(kv: str) -> None:
 
 
 def test_tokens_of_a_tree_by_hand() -> None:
-    assert best_tree_tokens([0.8, 0.1], 0, 9) == best_tree_tokens([0.8], 5, 0) == 1
-    assert best_tree_tokens([0.8], 3, 9) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
-    assert best_tree_tokens([0.8], 3, 2) == pytest.approx(1 + 0.8 + 0.64)
+    assert best_tree_tokens((0.8, 0.1), 0, 9) == best_tree_tokens((0.8,), 5, 0) == 1
+    assert best_tree_tokens((0.8,), 3, 9) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
+    assert best_tree_tokens((0.8,), 3, 2) == pytest.approx(1 + 0.8 + 0.64)
     # 0.5, 0.4, 0.25, 0.2 and 0.2: the best five of two levels.
-    assert best_tree_tokens([0.5, 0.4], 5, 2) == pytest.approx(1 + 0.5 + 0.4 + 0.25 + 0.2 + 0.2)
+    assert best_tree_tokens((0.5, 0.4), 5, 2) == pytest.approx(1 + 0.5 + 0.4 + 0.25 + 0.2 + 0.2)

@@ -88,7 +88,7 @@ def test_a_model_that_does_not_fit_beside_another_says_so(card: Card, target: Pa
     first.reserve("weights", round(23.1 * GB))
     with pytest.raises(BudgetError, match=r"\(open runtimes claim 23\.1 GB\) of 900\.0 MB is too small by") as refused:
         Runtime.load(target, device="cuda")
-    assert "close one of these: a runtime of this process (all claim 23.1 GB)" in str(refused.value)
+    assert "close one of these: a runtime of this process (all claim 23.1 GB)" in " ".join(str(refused.value).split())
     first.release()
     again = DeviceBudget(CARD, GB)
     with pytest.raises(BudgetError, match=r"needs 2\.0 GB of device memory but 200\.0 MB of .* left: raise --vram"):

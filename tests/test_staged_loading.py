@@ -18,7 +18,7 @@ from offload_runtime.plan import (
     common_figures,
     pass_time,
 )
-from offload_runtime.plan.request import PROCESS_BYTES
+from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sizes import format_bytes
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by

@@ -21,7 +21,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime, fetch_demo_model
 from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.plan import MachineFigures, plan_run
+from offload_runtime.plan import plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from offload_runtime.weights.encoding import Encoding
@@ -30,9 +30,10 @@ from tests.helpers.assembly import first_layers, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import load_plain, random_tokens, rows_of
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+from tests.helpers.planning import made_up_machine
 from tests.test_weights_gguf import write
 
-MACHINE = MachineFigures("some", 200 * GB, GB, 25.0, 1000.0, 900 * GB, {"bf16": 165.0, "fp32": 80.0})
+MACHINE = made_up_machine(200 * GB, 900 * GB, tflops={"bf16": 165.0, "fp32": 80.0})
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = 5
 # By the beginning of a stored name: a mix as in Q4_K_M, one of everything else, one that is not quantised.

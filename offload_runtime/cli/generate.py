@@ -24,7 +24,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, refuse_early
-from offload_runtime.cli.plan_details import print_explanation
+from offload_runtime.cli.plan import print_explanation
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError

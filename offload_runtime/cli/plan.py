@@ -1,13 +1,18 @@
 """`offload-runtime plan`: whether a model fits, how fast it will be and what would bring more, before it is loaded.
 
-The first screen is the answer; `--explain` adds how it comes about, and `--json` has all of it as plain values.
+The first screen is the answer; `--explain` adds how it comes about (as `generate`, `chat` and `serve` do before they
+load), `--json` has all of it as plain values, and `--plot` draws what is held where.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -15,24 +20,26 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import PlanOptions, refuse_early
-from offload_runtime.cli.plan_details import draw_plan, plan_tables, require_plotting
 from offload_runtime.config import RuntimeConfig
+from offload_runtime.errors import OptionError
+from offload_runtime.files import regular_file, write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.options import require
 from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import MemoryPart, PassTime, Refusal, RunForecast, RunPlan, Upgrade
+    from offload_runtime.plan import Change, MemoryPart, PassTime, Refusal, RunForecast, RunPlan
 
 _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
+_PLOT_ELSEWHERE = "choose another place for --plot"
 
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
     config, picture = options.config, options.plot
     no_cpu = "nothing predicts how fast a CPU is: drop --device cpu to plan for a GPU, such as --profile rtx4090"
-    require(config.devices[0] != "cpu", no_cpu)
-    machine = choose_profile(config.profile)
+    require(config.device_type != "cpu", no_cpu)
+    machine = choose_profile(config.profile).require_gpu()
     about = machine_lines(machine, config, named=config.profile is not None)
     if picture is not None:
         require_plotting(picture)
@@ -40,27 +47,29 @@ def plan(options: PlanOptions) -> None:
     with terminal.only_json(options.as_json):
         from offload_runtime import plan as planning
 
-        figures = planning.machine_figures(machine)
         request = planning.describe_models(config)
         note = planning.note_on_draft(request)
         if config.finds_draft:
-            request, note = planning.with_found_draft(request, config.target, figures)
-        outcome = planning.plan_or_refuse(request, figures)
+            request, note = planning.with_found_draft(request, config.target, machine)
+        outcome = planning.plan_or_refuse(request, machine)
     if isinstance(outcome, planning.Refusal):
-        lines = [*refusal_lines(outcome, explain=options.explain), *about]
+        lines = [*refusal_lines(outcome), *about]
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
-    predicted = planning.forecast(outcome, figures)
-    undrafted = planning.undrafted_tok_per_s(outcome, figures)
-    gains = planning.upgrades(outcome, predicted, figures)
+    predicted, gains = planning.forecast(outcome, machine), planning.upgrades(outcome, machine)
+    undrafted = planning.undrafted_tok_per_s(outcome, machine)
     if picture is not None:
-        draw_plan(outcome, predicted, picture, title=f"{config.target} on {machine.name}")
+        draw_plan(outcome, picture, title=f"{config.target} on {machine.name}")
     record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
     record |= {"draft_note": note or None, "undrafted_tok_per_s": undrafted}
-    answer = [*answer_lines(outcome, predicted, undrafted), *drafting_lines(note)]
-    screen = [*answer, *gain_lines(gains), *memory_lines(outcome), *about]
+    screen: list[Table | str] = [
+        *answer_lines(outcome, predicted, undrafted),
+        *([f"{note[0].upper()}{note[1:]}."] if note else []),
+    ]
+    screen += [*gain_lines(gains), *memory_lines(outcome), *about]
     if options.explain:
-        screen += ["", *plan_tables(outcome, predicted, machine=machine)]
+        screen += ["", f"machine: {machine.name} ({machine.source})", planning.describe_speculation(outcome)]
+        screen += [*memory_tables(outcome), *time_tables(outcome, predicted)]
     terminal.print_result(record, screen, as_json=options.as_json)
 
 
@@ -81,49 +90,33 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
     """The answer: that it fits, how fast it will be, with and without a draft, and why not faster."""
     from offload_runtime.plan import rounded
 
-    plain, usual = predicted.plain_tok_per_s, predicted.usual.tok_per_s
-    wait_s = predicted.prefill.seconds
+    plain, usual, wait_s = predicted.plain_tok_per_s, predicted.usual, predicted.prefill.seconds
     after = f"{wait_s:.0f}" if wait_s >= 10 else f"{wait_s:.1f}" if wait_s >= 1 else f"{wait_s:.2f}"
-    first = f"first token after {after} s at {_context(predicted.context_tokens)}"
-    lines = [f"Fits. About {rounded(max(plain, usual))} tokens/s; {first}."]
+    tokens = predicted.context_tokens
+    context = f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens} tokens"
+    speed = rounded(max(plain, usual.tok_per_s))
+    lines = [f"Fits. About {speed} tokens/s; first token after {after} s at {context}."]
     if plan.draft is not None or plan.has_verifier:
-        drafted = plan.draft is not None
-        who, without = ("the draft", "without a draft") if drafted else ("its pass over retrieved tokens", "plain")
-        share = f"if the model accepts {predicted.usual.acceptance:.0%} of what {who} proposes, as is usual"
+        who = "its pass over retrieved tokens" if plan.draft is None else "the draft"
+        without = "plain" if plan.draft is None else "without a draft"
+        share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, as is usual"
         lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")
     if plan.streamed_bytes:
-        what = (
-            "weights"
-            if not predicted.plain.kv_bytes
-            else "weights and KV cache"
-            if predicted.plain.weight_bytes
-            else "KV cache"
-        )
-        lines.append(
-            f"Each pass brings {format_bytes(plan.streamed_bytes)} of {what} from RAM, for which the card has no room."
-        )
+        brought = {"weights": predicted.plain.weight_bytes, "KV cache": predicted.plain.kv_bytes}
+        what = " and ".join(name for name, nbytes in brought.items() if nbytes)
+        no_room = f"{format_bytes(plan.streamed_bytes)} of {what} from RAM, for which the card has no room"
+        lines.append(f"Each pass brings {no_room}.")
     return lines
 
 
-def drafting_lines(note: str) -> list[str]:
-    """Who was found to draft, or what would draft better, where the user left that open."""
-    return [f"{note[0].upper()}{note[1:]}."] if note else []
-
-
-def _context(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens} tokens"
-
-
-def gain_lines(gains: Sequence[Upgrade]) -> list[Table | str]:
+def gain_lines(gains: Sequence[Change]) -> list[Table | str]:
     """What would bring more, each with the speed that it brings; nothing where nothing would."""
     from offload_runtime.plan import rounded
 
-    if not gains:
-        return []
     table = _table("for more", "tokens/s")
     for gain in gains:
-        table.add_row(gain.what + (f", {gain.note}" if gain.note else ""), rounded(gain.after_tok_per_s))
-    return ["", table]
+        table.add_row(gain.what, rounded(gain.tok_per_s))
+    return ["", table] if gains else []
 
 
 # What a part of a plan is to its user, by a word in its name; the first that is found counts.
@@ -135,14 +128,23 @@ _USES = {
 
 def memory_lines(plan: RunPlan) -> list[Table | str]:
     """What is held where, in GB."""
-    card, ram = _by_use(plan.device), _by_use(plan.host)
     cards = plan.num_cards
     table = _table("GB", "card" if cards == 1 else f"{cards} cards", "RAM")
-    for use in dict.fromkeys([*card, *ram]):
-        table.add_row(use, _gigabytes(card[use]), _gigabytes(ram[use]))
-    table.add_section()
-    table.add_row("together", _gigabytes(plan.device_bytes), _gigabytes(plan.host_bytes))
-    table.add_row("there is", _gigabytes(plan.limits.all_device_bytes or 0), _gigabytes(plan.limits.ram_bytes))
+
+    def by_use(parts: Iterable[MemoryPart]) -> Counter[str]:
+        found = Counter[str]()
+        for part in parts:
+            found[next((use for word, use in _USES.items() if word in part.name), "work space")] += part.nbytes
+        return found
+
+    card, ram = by_use(plan.device), by_use(plan.host)
+    rows = [(use, card[use], ram[use]) for use in dict.fromkeys([*card, *ram])]
+    sums = [("together", plan.device_bytes, plan.host_bytes)]
+    sums.append(("there is", plan.limits.device_bytes or 0, plan.limits.ram_bytes))
+    for name, *sizes in (*rows, *sums):
+        if name == "together":
+            table.add_section()
+        table.add_row(name, *(f"{nbytes / GB:.1f}" if nbytes else "" for nbytes in sizes))
     return ["", table]
 
 
@@ -156,95 +158,244 @@ def machine_lines(machine: MachineProfile, config: RuntimeConfig, *, named: bool
     return lines if named else [*lines, f"by the profile {machine.name}; {how}"]
 
 
-def _by_use(parts: Iterable[MemoryPart]) -> Counter[str]:
-    found = Counter[str]()
-    for part in parts:
-        found[next((use for word, use in _USES.items() if word in part.name), "work space")] += part.nbytes
-    return found
+def refusal_lines(refusal: Refusal) -> list[str]:
+    """That it does not fit, and what would."""
+    words = {"device memory": "VRAM", "host memory": "RAM"}
+    short = [f"{format_bytes(nbytes)} of {words.get(name, name)}" for name, nbytes in refusal.short_bytes.items()]
+    answer = f"Does not fit: {' and '.join(short)} short." if short else "Does not fit."
+    return [answer, *(f"  {remedy}" for remedy in refusal.remedies)]
 
 
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / GB:.1f}" if nbytes else ""
-
-
-def _table(*columns: str) -> Table:
-    headers = (Column(name, justify="right" if number else "left") for number, name in enumerate(columns))
-    return Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-
-
-def refusal_lines(refusal: Refusal, *, explain: bool) -> list[str]:
-    """That it does not fit, and what would; with `explain` also what that takes."""
-    short = " and ".join(f"{format_bytes(nbytes)} of {_memory(name)}" for name, nbytes in refusal.short_bytes.items())
-    lines = [
-        f"Does not fit: {short} short." if short else "Does not fit.",
-        *(f"  {remedy}" for remedy in refusal.remedies),
+def _table(*columns: str, title: str | None = None, headed: bool = True) -> Table:
+    """A table of figures, as narrow as can be: a terminal of 80 columns must not cut them off."""
+    headers = [
+        Column(name, justify="left" if number == 0 or name == "bound by" else "right", no_wrap="," not in name)
+        for number, name in enumerate(columns)
     ]
-    for one in refusal.suggestions if explain else ():
-        device, host, pinned = map(format_bytes, (one.plan.device_bytes, one.plan.host_bytes, one.plan.pinned_bytes))
-        lines.append(f"{one.change}: {device} of device memory, {host} of host memory, {pinned} of it page-locked")
-    return lines
+    return Table(
+        *headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+        show_header=headed,
+    )  # fmt: skip
 
 
-def _memory(name: str) -> str:
-    return {"device memory": "VRAM", "host memory": "RAM"}.get(name, name)
+# --- what --explain adds
+
+
+def print_explanation(plan: RunPlan) -> None:
+    """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass and a prompt
+    that fills the context take."""
+    from offload_runtime.engine.load import planned_figures
+    from offload_runtime.plan import forecast
+
+    machine = planned_figures(plan)
+    terminal.print_tables(memory_tables(plan), sys.stderr)
+    if machine is None:
+        terminal.status_line("nothing is predicted: no figures of this machine are known")
+    else:
+        tables = time_tables(plan, forecast(plan, machine))[:1]
+        terminal.print_tables([f"by the figures of {machine.name}:", *tables], sys.stderr)
+
+
+def memory_tables(plan: RunPlan) -> list[Table | str]:
+    """What is held where, part by part, and where each layer is."""
+    from offload_runtime.plan import describe_draft_cache, describe_staging, memory_name
+
+    target, placement, count = plan.target, plan.placement, len(plan.placement.layers)
+    words = [
+        describe_draft_cache(plan),
+        f"weights: {_layers(placement.resident_layers, count)}; {target.layout.stored_as}",
+        describe_staging(placement),
+        f"KV cache of {target.batch} x {target.context_tokens} tokens: {_layers(plan.resident_kv_layers, count)}",
+        f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
+    ]
+    for number, card in enumerate(plan.cards if plan.num_cards > 1 else ()):
+        where = f"{len(card.target.layers)} layers, {len(card.placement.resident_layers)} of them on the device"
+        kept = f", and the KV cache of {len(card.resident_kv_layers)}" if target.on_host else ""
+        streams = f"a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(card.target.layers)})"
+        words.append(f"card {number}: {where}{kept}; {streams}")
+    memory = memory_name(plan.request.device_type)
+    held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
+    device = [(part.name, *(parts.get(part.name, 0) for parts in held)) for part in plan.device]
+    device.append(("peak", *(card.device_bytes for card in plan.cards)))
+    device.append(("limit", *(card.limits.device_bytes or 0 for card in plan.cards)))
+    host = [(part.name, part.nbytes, part.nbytes if part.pinned else 0) for part in plan.host]
+    host += [("peak", plan.host_bytes, plan.pinned_bytes), ("limit", plan.limits.ram_bytes, 0)]
+    columns = [""] if plan.num_cards == 1 else [f"card {number}" for number in range(plan.num_cards)]
+    tables = [_bytes_table(memory, columns, device), _bytes_table("host memory", ["", "page-locked"], host)]
+    return [*filter(None, words), *tables]
+
+
+def _bytes_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
+    """Sizes by name, all in the unit of what is held at the most; what there is nothing of stays empty."""
+    peak = max(nbytes for name, *sizes in rows for nbytes in sizes if name == "peak")
+    unit, scale = next((unit, scale) for unit, scale in (("GB", GB), ("MB", 10**6), ("kB", 1000)) if peak >= scale)
+    table = _table("", *columns, title=f"\n{title}, in {unit}", headed=any(columns))
+    for name, *sizes in rows:
+        if name == "peak":
+            table.add_section()
+        if any(sizes):
+            table.add_row(name, *(f"{nbytes / scale:.2f}" if nbytes else "" for nbytes in sizes))
+    return table
+
+
+def _layers(resident: Sequence[int], num_layers: int) -> str:
+    if len(resident) in (0, num_layers):
+        return f"all {num_layers} layers {'on the device' if resident else 'streamed'}"
+    streamed = [layer for layer in range(num_layers) if layer not in resident]
+    kept = f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)})"
+    return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, consecutive ones as `first-last`."""
+    runs = []
+    for _, members in groupby(enumerate(numbers), key=lambda place: place[1] - place[0]):
+        run = [number for _, number in members]
+        runs.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return ", ".join(runs)
+
+
+def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
+    """What passes, steps and prompts take by cause, and the speed by the target's acceptance."""
+    columns = ("", "whole", "link", "HBM", "arithmetic", "launch", "staging", "bound by")
+    causes = _table(*columns, title=f"\npredicted at {predicted.context_tokens} tokens of context, in ms")
+    passes = [("pass, 1 token", predicted.plain)]
+    passes += [(f"pass, {predicted.proposals + 1} tokens", predicted.verify)] if predicted.gamma else []
+    for name, time in passes:
+        parts = (time.seconds, time.link_s, time.hbm_s, time.arithmetic_s, time.launch_s, time.staging_s)
+        causes.add_row(name, *map(_ms, parts), time.bound_by)
+    if plan.draft is not None:
+        causes.add_row("draft step", _ms(predicted.draft_step_s))
+    if predicted.verifier_step_s is not None:
+        causes.add_row("verifier step", _ms(predicted.verifier_step_s))
+    prefill = predicted.prefill
+    whole, link, compute, staging = map(_ms, (prefill.seconds, prefill.link_s, prefill.compute_s, prefill.staging_s))
+    causes.add_row("to first token", whole, link, "", compute, "", staging, prefill.bound_by)
+    if not predicted.steps:
+        return [causes]
+    grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
+    speeds = _table(
+        "accepted", "tokens a pass", "drafting, ms", "hidden, ms", "round, ms", "tokens/s", "bound by",
+        title=f"\ntokens/s by the target's acceptance of {predicted.proposals} proposals{grown}",
+    )  # fmt: skip
+    plain = predicted.plain
+    speeds.add_row("plain", "1.00", "", "", _ms(plain.seconds), f"{predicted.plain_tok_per_s:.2f}", plain.bound_by)
+    rows = {row.acceptance: row for row in (*predicted.steps, predicted.usual)}  # the usual one may be among them
+    for row in sorted(rows.values(), key=lambda row: row.acceptance):
+        name = f"{row.acceptance:.2f}" + (" (usual)" if row is predicted.usual else "")
+        times = map(_ms, (row.drafting_s, row.hidden_s, row.seconds))
+        speeds.add_row(name, f"{row.tokens:.2f}", *times, f"{row.tok_per_s:.2f}", row.bound_by)
+    return [causes, speeds]
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds for a column; nothing where it takes no time."""
+    ms = 1000 * seconds
+    return "" if not ms else f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
 # --- plain values for JSON: bytes, seconds and tokens, as the names say
 
 
-def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Upgrade]) -> dict[str, Any]:
+def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Change]) -> dict[str, Any]:
     """What `--json` prints of a run that fits."""
     record = asdict(predicted)
     del record["plain"], record["verify"]
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
     record["by_acceptance"] = record.pop("steps")
-    upgrades = [asdict(gain) for gain in gains]
+    before = max(predicted.plain_tok_per_s, predicted.usual.tok_per_s)
+    speeds = [{"before_tok_per_s": before, "after_tok_per_s": gain.tok_per_s} for gain in gains]
+    upgrades = [{"what": gain.what, **speed} for gain, speed in zip(gains, speeds, strict=True)]
     return {"fits": True, **record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
 
 def _pass_record(time: PassTime) -> dict[str, Any]:
-    names = ("bytes_streamed", "link_s", "hbm_s", "arithmetic_s", "compute_s", "launch_s", "seconds", "bound_by")
-    transfers = ("transfer_s",) if time.transfer_s else ()  # of one card there are none
-    return {name: getattr(time, name) for name in (*names, "staging_s", *transfers)}
+    return {**asdict(time), **{name: getattr(time, name) for name in ("bytes_streamed", "seconds", "bound_by")}}
 
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
     """What a run holds, and where each layer is."""
     placement, resident_kv = plan.placement, plan.resident_kv_layers
-    device = {"limit_bytes": plan.limits.all_device_bytes, "peak_bytes": plan.device_bytes}
-    host = {"peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes, "loading_bytes": plan.loading_bytes}
+    device = {"limit_bytes": plan.limits.device_bytes, "peak_bytes": plan.device_bytes}
     layers = {
         "weights_resident": placement.resident_layers, "weights_staged": placement.staged_layers,
         "weights_streamed": placement.streamed_layers, "kv_resident": resident_kv,
         "kv_staged": placement.staged_kv_layers,
-        "kv_streamed": [layer for layer in range(placement.num_layers) if layer not in resident_kv],
+        "kv_streamed": [layer for layer in placement.layers if layer not in resident_kv],
     }  # fmt: skip
-    cards = [] if plan.num_cards == 1 else [_card_record(card) for card in plan.cards]
+    cards = [
+        {
+            "layers": list(card.target.layers), "weights_resident": list(card.placement.resident_layers),
+            "kv_resident": list(card.resident_kv_layers), "ring_buffers": card.placement.num_buffers,
+            "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
+            "peak_bytes": card.device_bytes, "parts": [asdict(part) for part in card.device],
+        }
+        for card in plan.cards
+    ]  # fmt: skip
     return {
         "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
-        **({"cards": cards} if cards else {}),
-        "host_memory": {**host, "parts": [asdict(part) for part in plan.host]},
+        **({"cards": cards} if plan.num_cards > 1 else {}),
+        "host_memory": {
+            "peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes,
+            "parts": [asdict(part) for part in plan.host], "loading_parts": [asdict(part) for part in plan.loading],
+        },
         "stored_bytes": plan.target.layout.bytes_by_kind,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_buffers": placement.num_buffers},
         "draft_cache": None if plan.draft is None else plan.draft.cache,
         "retrieval_verifier": plan.has_verifier,
         "why_no_retrieval_verifier": None if plan.has_verifier else plan.reason or None,
-    }
-
-
-def _card_record(card: RunPlan) -> dict[str, Any]:
-    """What one of several cards holds, of which layers, and what a pass streams to it."""
-    return {
-        "layers": list(card.target.layers), "weights_resident": list(card.placement.resident_layers),
-        "kv_resident": list(card.resident_kv_layers), "ring_buffers": card.placement.num_buffers,
-        "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
-        "peak_bytes": card.device_bytes, "parts": [asdict(part) for part in card.device],
     }  # fmt: skip
 
 
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
     """What `--json` prints for a run that does not fit."""
-    nearest = [{"change": nearest.change, **memory_record(nearest.plan)} for nearest in refusal.suggestions]
-    about = {"fits": False, "profile": machine.name, "problem": str(refusal.error())}
-    formats = [{"format": offer.mix, "nbytes": offer.nbytes, **memory_record(offer.plan)} for offer in refusal.formats]
-    return {**about, "short_bytes": refusal.short_bytes, "nearest": nearest, "formats": formats}
+    nearest = [{"change": way.what, "tok_per_s": way.tok_per_s, **memory_record(way.plan)} for way in refusal.ways]
+    problem = {"fits": False, "profile": machine.name, "problem": str(refusal.error())}
+    return {**problem, "short_bytes": refusal.short_bytes, "nearest": nearest}
+
+
+# --- the picture: stacked bars of what is held where
+
+
+def require_plotting(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before anything is planned.
+
+    Raises:
+        OptionError: matplotlib is not installed, or the file's ending is none of its formats.
+        StorageError: What is there is not a regular file.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise OptionError("--plot needs matplotlib: pip install 'offload-runtime[plots]'") from error
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    fine = path.suffix.removeprefix(".").lower() in formats
+    require(fine, f"--plot {path} must end in one of {', '.join(sorted(formats))}")
+    regular_file(path, remedy=_PLOT_ELSEWHERE)
+
+
+def draw_plan(plan: RunPlan, path: Path, *, title: str) -> None:
+    """Draw the parts of device and host memory on top of each other, with the limits; the ending chooses the format.
+    Raises `StorageError` where the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    limits = (plan.limits.device_bytes, plan.limits.ram_bytes)
+    for place, (parts, limit_bytes) in enumerate(zip((plan.device, plan.host), limits, strict=True)):
+        top_gb = 0.0
+        for part in parts:
+            size_gb, hatch = part.nbytes / GB, "//" if part.pinned else None
+            label = f"{part.name}: {size_gb:.3g} GB"
+            axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
+            top_gb += size_gb
+        if limit_bytes is not None:
+            axes.hlines(limit_bytes / GB, place - 0.4, place + 0.4, colors="black", linestyles="dashed")
+    cards = f" of {plan.num_cards} cards" if plan.num_cards > 1 else ""
+    axes.set_xticks([0, 1], [f"device memory{cards}", "host memory (hatched: page-locked)"])
+    axes.set_ylabel("GB")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)  # beside the bars: it would hide what is high
+    axes.set_title(title)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix(".").lower())
+    write_atomically(path, [picture.getvalue()], remedy=_PLOT_ELSEWHERE)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice, permutations
@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from offload_runtime import memory
+from offload_runtime import hardware, memory
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
-from offload_runtime.core import DraftBudget
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.emulation import require_link, require_memory
@@ -32,8 +31,9 @@ from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.windows import largest_windows
-from offload_runtime.hardware import Emulation, load_profile
-from offload_runtime.hardware.host_bench import read_host_info
+from offload_runtime.errors import BudgetError, DeviceError, OptionError
+from offload_runtime.hardware import Emulation, MachineProfile, load_profile
+from offload_runtime.hardware.host_bench import HostInfo, read_host_info
 from offload_runtime.memory import (
     Card,
     DeviceBudget,
@@ -45,13 +45,19 @@ from offload_runtime.memory import (
     resolve_devices,
 )
 from offload_runtime.options import require
-from offload_runtime.plan import CardLimit, MachineFigures, MemoryLimits, ModelPlan, RunPlan
+from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, RunPlan
+from offload_runtime.plan.request import DTYPE_NAMES
+from offload_runtime.plan.sizes import PROCESS_BYTES, total
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
 
+# With these words torch begins the names of graphics cards.
+_MAKERS = ("NVIDIA", "AMD", "Intel")
+# Stays with the system and with other programs when nobody says how much may be taken.
+_KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 _PLANNING = Lock()  # a card is planned for before the next one looks at what is left of it
 
 
@@ -88,19 +94,78 @@ def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[t
     return found
 
 
-def planned_figures(plan: RunPlan) -> MachineFigures | None:
-    """The figures to predict a run with before anything of it is measured; errors as of `Runtime.load`.
+def _known_figures(
+    profile: MachineProfile | None, device: torch.device, dtype: torch.dtype
+) -> MachineProfile | None:  # fmt: skip
+    """The machine to predict with: the profile given, or one that knows this GPU. Nothing is known of a CPU, of which
+    figures of a graphics card say nothing.
+
+    Raises:
+        OptionError: The profile leaves out what is needed, or the target runs on a CPU and it is of a graphics card.
+    """
+    if profile is None:
+        return hardware.profile_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    of_card = device.type == "cpu" and (profile.gpu_name or "").startswith(_MAKERS)
+    remedy = "drop --profile, and nothing is predicted"
+    require(not of_card, f"the figures of {profile.name} are of an {profile.gpu_name}, not of a CPU: {remedy}")
+    profile.require_gpu().flops(DTYPE_NAMES[dtype])
+    return profile
+
+
+def _with_link(machine: MachineProfile, gbps: float) -> MachineProfile:
+    """The same machine with a link of `gbps` to each card."""
+    return replace(machine, link_gbps=gbps, links_at_once_gbps=())
+
+
+def planned_figures(plan: RunPlan) -> MachineProfile | None:
+    """The machine to predict a run with before anything of it is measured; errors as of `Runtime.load`.
 
     Returns:
-        None where nothing is known of the machine. Of one that is played it is the link alone: what computes stays as
-        fast as it is.
+        None where nothing is known of it. Of one that is played it is the link alone: what computes stays as fast as it
+        is.
     """
     asked = plan.request
     given = None if asked.profile is None else load_profile(asked.profile)
-    machine = planning.known_figures(given, resolve_device(asked.devices[0]), plan.target.dtype)
+    machine = _known_figures(given, resolve_device(asked.devices[0]), plan.target.dtype)
     if machine is None or asked.emulate is None:
         return machine
-    return machine.with_link(load_profile(asked.emulate).emulation().link_gbps)
+    return _with_link(machine, load_profile(asked.emulate).emulation().link_gbps)
+
+
+def _require_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a dtype that the device, which must be there, does not compute in."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
+
+
+def _limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
+    """Host memory that a run may take of this machine; that of the device is known when it has been opened.
+
+    Args:
+        asked_ram: What the user allows of host memory; None for what is available but for a reserve.
+        asked_pinned: The same of page-locked memory; None for what can be registered.
+        host: This machine.
+        page_locks: Whether the device's copies need page-locked memory at all.
+
+    Raises:
+        BudgetError: More host memory is asked for than is available: it would end this process.
+        OptionError: A limit of page-locked memory where there is none to lock.
+    """
+    if asked_pinned is not None and not page_locks:
+        raise OptionError("--pinned does nothing on a CPU, where no memory is page-locked: drop it")
+    # Python and the libraries have taken most of theirs by now.
+    there_bytes = host.available_bytes + PROCESS_BYTES
+    if asked_ram is None:
+        kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES, host.available_bytes)
+        ram_bytes = there_bytes - kept_bytes
+        ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
+    else:
+        ram_name, whose = "--ram", "of host memory available here"
+        ram_bytes = memory.within(ram_name, asked_ram, there_bytes, whose, "close other programs")
+    pinned_bytes, pinned_name = asked_pinned, "--pinned"
+    if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
+        pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
+    return MemoryLimits((), ram_bytes, ram_name, pinned_bytes, pinned_name, page_locks)
 
 
 def describe_placement(
@@ -108,7 +173,7 @@ def describe_placement(
 ) -> str:
     """One line: what is resident, what is streamed and how, what is reserved, who drafts, and what is emulated."""
     placement, streamed = model.placement, len(model.placement.streamed_layers)
-    where = f"{len(placement.resident_layers)} of {placement.num_layers} layers resident"
+    where = f"{len(placement.resident_layers)} of {len(placement.layers)} layers resident"
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass
         where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_buffers} buffers"
@@ -135,7 +200,7 @@ def _describe_kv(plan: ModelPlan) -> str:
         return where
     kept = plan.placement.resident_kv_layers
     resident = f" but for {len(kept)} layers" if kept else ""
-    return f"{where}, in host memory{resident} as it grows, {format_bytes(plan.kv_bytes)} of it on the device"
+    return f"{where}, in host memory{resident} as it grows, {format_bytes(total(plan.kv_parts))} of it on the device"
 
 
 def load_runtime(
@@ -172,14 +237,14 @@ def _load(
     assembly.require_kernels(device)
     registrar = memory.registrar_for(device)
     page_locks = registrar is not None
-    limits = planning.limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
+    limits = _limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
     limits_bytes = config.vram_of_cards(len(devices))
     if emulation is not None:
         for one, count in Counter(devices).items():
             require_memory(emulation, one, count)
         whose, other = f"of an emulated {emulation.name}", "emulate a larger card"
         limits_bytes = tuple(
-            planning.within("--vram", limit, emulation.vram_bytes, whose, other) for limit in limits_bytes
+            memory.within("--vram", limit, emulation.vram_bytes, whose, other) for limit in limits_bytes
         )
     twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
@@ -193,11 +258,11 @@ def _load(
             reading = pool.submit(assembly.read_tokenizer, target_source, draft_source)
             dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
             for one in devices:
-                planning.require_dtype(dtype, one)
-            own_figures = planning.known_figures(profile, device, dtype)
-            figures = planning.common_figures() if own_figures is None else own_figures  # what plans are compared by
+                _require_dtype(dtype, one)
+            own_figures = _known_figures(profile, device, dtype)
+            figures = own_figures or planning.common_figures()  # what plans are compared by
             if emulation is not None:
-                figures = figures.with_link(emulation.link_gbps)
+                figures = _with_link(figures, emulation.link_gbps)
             draft = draft_source or config.proposed_by
             cards = [
                 DeviceLimit(one, limit, device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None)
@@ -206,7 +271,7 @@ def _load(
             request = replace(config, target=target_source, draft=draft)
             find: Callable[..., RunPlan] = planning.find_plan
             if config.finds_draft:
-                find = partial(_find_draft, drafts, own_figures is not None)
+                find = partial(_find_draft, drafts)
             plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
         tokenizer, shared = reading.result()
         eos_token_ids = frozenset(target_source.generation_eos(tokenizer))
@@ -219,8 +284,7 @@ def _load(
             model = plan.target
             special, generation = config.allow_special_tokens, target_source.generation_fields
             check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
-        figures_here = _figures_here(figures, plan.limits, budgets)
-        with planning.remedies(plan.request, figures_here, lambda: _what_to_close(budgets)):
+        with _ways_out(plan.request, figures, plan.limits, budgets):
             planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.cards[number]
@@ -254,22 +318,16 @@ def _load(
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:
             pairs = zip(plan.cards, target.cards, strict=True)
-            links = sum(card.limits.link_ratio for card, one in pairs if one.link_peak_gbps is not None)
+            links = sum(card.limits.cards[0].link_ratio for card, one in pairs if one.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
         proposer = make_proposer(
             plan, target, drafter, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
         )  # fmt: skip
         free = max(0, min(config.max_gamma, free_rows - 1))
-        placed = plan.with_target(target.plan)
-
-        def cost(choice: DraftBudget, num_sequences: int, length_tokens: int) -> float:
-            return planning.predicted_step_s(
-                placed, figures, proposals=choice.size, drafted=choice.drafts, in_tree=choice.mode == "tree",
-                num_sequences=num_sequences, length_tokens=length_tokens,
-            )  # fmt: skip
-
-        known_cost = None if own_figures is None else cost  # without figures of this machine only plans are compared
+        placed = replace(plan, target=target.plan)
+        # Without figures of this machine plans are only compared.
+        known_cost = None if own_figures is None else partial(planning.predicted_step_s, placed, figures)
         target.runner.recorder = recorder
         target.runner.streamer.recorders = recorders
         return Engine(
@@ -286,16 +344,14 @@ def _load(
 
 
 def _find_draft(
-    drafts: Sequence[FoundDraft], known: bool, request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits
+    drafts: Sequence[FoundDraft], request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits
 ) -> RunPlan:
     """The plan of whoever drafts fastest, of the `drafts` that were found and n-grams."""
-    return planning.plan_fastest_draft(
-        request, drafts, lambda one: planning.find_plan(one, figures, limits), figures, known=known
-    )
+    return planning.plan_fastest_draft(request, drafts, lambda one: planning.find_plan(one, figures, limits), figures)
 
 
 def _plan_cards(
-    request: RuntimeConfig, figures: MachineFigures, limits: MemoryLimits, cards: Sequence[DeviceLimit],
+    request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits, cards: Sequence[DeviceLimit],
     find: Callable[..., RunPlan], undo: ExitStack,
 ) -> tuple[RunPlan, list[DeviceBudget]]:  # fmt: skip
     """Open the cards and plan for them: for all, or where nobody has named them for as many as help. Gives the plan and
@@ -313,24 +369,19 @@ def _plan_cards(
                 budgets.append(DeviceBudget(card.device, card.limit_bytes, other_bytes=card.other_bytes))
             undo.callback(budgets[-1].release)
             budgets[-1].planned_bytes = card.limit_bytes or 0  # until it is planned: a GPU may be named twice
-        first, sizes = budgets[0], request.vram
-        devices = {budget.device for budget in budgets[:count]}
+        devices, sizes = {budget.device for budget in budgets[:count]}, request.vram
         if isinstance(sizes, tuple):
             sizes = sizes[:count] if count > 1 else sizes[0]
+        limited = zip(budgets[:count], ratios, strict=False)
         own = replace(
-            limits, device_name=first.memory_name, device_bytes=first.limit_bytes,
-            reserved_bytes=first.reserved_bytes,
-            further_cards=tuple(
-                CardLimit(one.limit_bytes, one.reserved_bytes, ratio)
-                for one, ratio in zip(budgets[1:count], ratios[1:], strict=False)
-            ),
-            link_ratio=ratios[0],
+            limits, device_name=budgets[0].memory_name,
+            cards=tuple(CardLimit(one.limit_bytes, one.reserved_bytes, ratio) for one, ratio in limited),
             transfers_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
         )  # fmt: skip
-        asked = replace(request, device=",".join([first.device.type] * count), vram=sizes)
+        asked = replace(request, device=",".join([budgets[0].device.type] * count), vram=sizes)
         if is_open and count < len(cards):  # a further card may have room
             return find(asked, figures, own)
-        with planning.remedies(asked, _figures_here(figures, own, budgets[:count]), lambda: _what_to_close(budgets)):
+        with _ways_out(asked, figures, own, budgets[:count]):
             return find(asked, figures, own)
 
     is_open = request.device == "auto" and request.emulate is None
@@ -343,18 +394,18 @@ def _plan_cards(
     return plan, budgets[: plan.num_cards]
 
 
-def _figures_here(figures: MachineFigures, limits: MemoryLimits, budgets: Sequence[DeviceBudget]) -> MachineFigures:
-    """The figures of this machine with all of its memory that is free, whatever the user's limits are."""
-    free = planning.limits_here(None, None, read_host_info(), page_locks=limits.page_locks)
-    vram_bytes = max((one.available_bytes or 0 for one in budgets), default=0) or None
-    return planning.figures_here(
-        figures, replace(limits, device_bytes=vram_bytes, ram_bytes=free.ram_bytes, pinned_bytes=free.pinned_bytes)
-    )
-
-
-def _what_to_close(budgets: Sequence[DeviceBudget]) -> str:
-    """What else holds memory of these cards, for messages."""
-    return "; ".join(filter(None, (budget.what_to_close() for budget in budgets)))
+@contextmanager
+def _ways_out(
+    request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits, budgets: Sequence[DeviceBudget]
+) -> Iterator[None]:
+    """Add to a `BudgetError` from within what would fit in place of the request, and what else holds memory of these
+    cards where all that is free is too little."""
+    try:
+        yield
+    except BudgetError as error:
+        close = "; ".join(filter(None, (budget.what_to_close() for budget in budgets))) if request.vram is None else ""
+        refused = planning.refusal(error, request, figures, limits)
+        raise refused.error(close if "device memory" in refused.short_bytes else "") from error
 
 
 def _make_queues(

@@ -10,6 +10,7 @@ from offload_runtime.hardware.profile import (
     list_profiles,
     load_profile,
     own_directory,
+    profile_of_gpu,
     profile_to_mapping,
     profile_toml,
     save_profile,

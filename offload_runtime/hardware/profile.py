@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -168,6 +168,30 @@ class MachineProfile:
         usable_bytes = self.vram_bytes - (self.vram_others_bytes or self.vram_reserved_bytes or 0)
         return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
 
+    def require_gpu(self) -> MachineProfile:
+        """This profile, if it has all that predictions need. Raises `OptionError` for one without a GPU, or that leaves
+        out a figure that cannot be done without."""
+        if not self.gpus:
+            raise OptionError(f"the profile {self.name} has no GPU to plan for: choose another with --profile")
+        if missing := [name for name in ("link_gbps", "hbm_gbps") if getattr(self, name) is None]:
+            raise OptionError(f"the profile {self.name} does not know {', '.join(missing)}: add it, or measure again")
+        return self
+
+    def flops(self, dtype: str) -> float:
+        """Operations per second of matrix products; 16-bit types stand for each other. Raises `OptionError` where they
+        are not known."""
+        tflops = self.tflops.get(dtype, self.tflops.get({"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)))
+        if tflops is None:
+            raise OptionError(f"the profile {self.name} has no TFLOP/s for {dtype}: add tflops.{dtype} to it")
+        return tflops * 1e12
+
+    def link_ratios(self, names: Sequence[str]) -> tuple[float, ...]:
+        """How fast the links of cards are, of the first one's, by their names: those with a number (`cuda:1`) by that,
+        others in turn. All alike where nothing is known of one of them."""
+        tails, rates = [name.partition(":")[2] for name in names], self.links_at_once_gbps
+        numbers = [int(tail) if tail.isdecimal() else number for number, tail in enumerate(tails)]
+        return tuple(rates[one] / rates[0] if max(numbers) < len(rates) else 1.0 for one in numbers)
+
 
 def _check_values(record: Any, prefix: str) -> None:
     """Check every value that is given; `prefix` goes before the key in the message."""
@@ -308,6 +332,15 @@ def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
             f"`offload-runtime profile --save {text}` measures this machine"
         )
     return _read(files[text])
+
+
+def profile_of_gpu(name: str) -> MachineProfile | None:
+    """A profile that can be predicted with of a GPU of this name, the user's own before shipped ones; None without."""
+    for path in sorted(list_profiles().values(), key=lambda path: path.parent != own_directory()):
+        with suppress(ProfileError, OptionError):  # nobody asked for this one
+            if (found := load_profile(path)).gpu_name == name:
+                return found.require_gpu()
+    return None
 
 
 def _read(path: Path) -> MachineProfile:

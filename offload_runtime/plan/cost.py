@@ -12,9 +12,10 @@ cards, the seconds come from the machine's own figures.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,14 +23,21 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
-from offload_runtime.core import depths_of
+from offload_runtime.copy import MOST_THREADS
+from offload_runtime.core import DraftBudget, depths_of
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
-from offload_runtime.plan.memory import ModelPlan, RunPlan, unmatched_kv_bytes
-from offload_runtime.plan.request import MachineFigures, device_type_of
+from offload_runtime.plan.request import DTYPE_NAMES
+from offload_runtime.plan.sizes import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
 from offload_runtime.speculation import expected_accepted, likely_parents, num_guesses
 
+# cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
+_HBM_SHARE = 0.8
+# Of the rate at which products decode back to back, what they reach in a pass, between other kernels. With it an 8B in
+# Q4_K_M and in Q8_0, whole on an H200, is predicted to take 5 % less and 2 % more time than it did.
+_DECODE_SHARE = 0.9
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115
 _PREFILL_ATTENTION_SHARE = 0.5
@@ -51,6 +59,12 @@ _STEP_LAUNCHES = 12  # head, sampling, moving the window
 _CHOICE_LAUNCHES = 4
 # A third of the chunks change from step to step, half of them are kept by the margin of what is held.
 _FETCHED_SHARE = 1 / 6
+# Assumed where a profile does not say: a kernel within a CUDA graph; a few rows through mapped page-locked memory,
+# written by a kernel of one card and read by one of the other.
+_GRAPH_LAUNCH_US, _TRANSFER_US = 2.5, 30.0
+# A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
+# 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
+_STAGING_GBPS = 10.0
 
 # Of what a level proposes, the share that the next one accepts while all before are right. The retrieval verifier: 0.93
 # to 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose;
@@ -70,11 +84,67 @@ _OTHER_CHILDREN = (0.7, 0.1, 0.05)
 _DEFAULT_GAMMA = {"n-grams": 12, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
-
-
 # Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
 # the next one, until a buffer is free again: 10 ms with 200 tokens in a window, 18 with 1000 (13B shape on an H200).
 _BETWEEN_S = 0.015
+
+
+# --- the machine
+
+
+def _flops(machine: MachineProfile, model: ModelPlan) -> float:
+    """Operations per second of the model's products."""
+    return machine.flops(DTYPE_NAMES[model.dtype])
+
+
+def _hbm(machine: MachineProfile) -> float:
+    """Bytes per second that kernels read."""
+    assert machine.hbm_gbps is not None
+    return _HBM_SHARE * machine.hbm_gbps * GB
+
+
+def _link(plan: RunPlan, machine: MachineProfile) -> float:
+    """Bytes per second of the link of a plan's card."""
+    assert machine.link_gbps is not None
+    return machine.link_gbps * plan.limits.cards[0].link_ratio * GB
+
+
+def _launch_s(machine: MachineProfile) -> float:
+    """From kernel to kernel of a CUDA graph."""
+    return (machine.graph_launch_us or _GRAPH_LAUNCH_US) * 1e-6
+
+
+def _decode_rate(machine: MachineProfile, kind: str) -> float:
+    """Weights per second that products of few rows decode in registers. A kind that was not measured is taken for the
+    slowest that was; if none was, only memory bounds them."""
+    rates = machine.decode_gweights_per_s
+    return _DECODE_SHARE * 1e9 * rates.get(kind, min(rates.values(), default=math.inf))
+
+
+def _staging(machine: MachineProfile) -> float:
+    """Bytes per second of copies within host memory while the link is busy: half of what threads read then, since as
+    much is written."""
+    read_gbps = machine.host_gbps_while_link_busy
+    if read_gbps is None and machine.host_gbps is not None and machine.link_gbps is not None:
+        read_gbps = max(machine.host_gbps - machine.link_gbps, machine.host_gbps / 4)
+    if read_gbps is None:
+        return _STAGING_GBPS * GB
+    of_threads = [gbps for threads, gbps in machine.host_by_threads.items() if threads <= MOST_THREADS]
+    return min(read_gbps, max(of_threads, default=read_gbps)) / 2 * GB
+
+
+def transfers_s(plan: RunPlan, machine: MachineProfile, *, rows: int) -> float:
+    """Seconds in which `rows` go from card to card on their way through the layers; 0 on one card."""
+    target, gbps = plan.target, machine.transfer_gbps or machine.link_gbps
+    assert gbps is not None
+    nbytes = rows * target.config.hidden_size * target.dtype.itemsize
+    return target.num_transfers * ((machine.transfer_us or _TRANSFER_US) * 1e-6 + nbytes / (gbps * GB))
+
+
+def _links_s(machine: MachineProfile, nbytes: int, busiest_s: float) -> float:
+    """Seconds of all links together, which read one host's memory."""
+    host_gbps = sum(machine.links_at_once_gbps) or machine.host_gbps
+    return busiest_s if host_gbps is None else max(busiest_s, nbytes / (host_gbps * GB))
 
 
 # --- a pass of the target
@@ -130,103 +200,69 @@ class PassTime:
         causes["HBM" if self.hbm_s >= self.arithmetic_s else "arithmetic"] = self.compute_s
         return max(causes, key=causes.__getitem__)  # the first of equals
 
-    def hidden_s(self, drafting_s: float) -> float:
-        """Of `drafting_s`, what delays no copy."""
-        return min(drafting_s, self.lookahead_s)
 
-
-def pass_time(plan: RunPlan, machine: MachineFigures, *, length_tokens: int, rows: int) -> PassTime:
+def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, rows: int) -> PassTime:
     """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
     ring of copies running across passes. Several cards copy side by side, and compute one after the other."""
     if plan.num_cards > 1:
-        cards = [pass_time(card, machine, length_tokens=length_tokens, rows=rows) for card in plan.cards]
-        unmatched = unmatched_kv_bytes([card.target for card in plan.cards], length_tokens)
-        pairs = zip(plan.cards, unmatched, strict=True)
-        waits_s = [nbytes / _link_bytes_per_s(card, machine) for card, nbytes in pairs]
-        return _pass_of_cards(
-            cards, machine, waits_s, transfer_s=transfers_s(plan, machine, rows=plan.target.batch * rows)
-        )
+        return _pass_of_cards(plan, machine, length_tokens=length_tokens, rows=rows)
     target, placement, batch = plan.target, plan.placement, plan.target.batch
-    flops, attained_hbm = machine.flops(target.dtype), machine.attained_hbm
     captured = plan.captured_bytes > 0 and batch * captured_width(rows) <= CAPTURED_ROWS
     height = batch * (captured_width(rows) if captured else rows)
     # What crosses the link.
     streamed = target.streamed_kv(length_tokens)
     weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
-    staged_kv_bytes = sum(streamed[layer] for layer in placement.staged_kv_layers)
-    staged_bytes = target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
-    pieces = sum(map(target.kv_pieces, streamed.values()))
-    link_bytes_per_s = _link_bytes_per_s(plan, machine)
-    link_s = (weight_bytes + kv_bytes) / link_bytes_per_s
-    staging_s = staged_bytes / (machine.staging_gbps * GB)
+    staged_bytes = target.bytes_of_layers(placement.staged_layers)
+    staged_bytes += sum(streamed[layer] for layer in placement.staged_kv_layers)
+    pieces, link = sum(map(target.kv_pieces, streamed.values())), _link(plan, machine)
+    link_s, staging_s = (weight_bytes + kv_bytes) / link, staged_bytes / _staging(machine)
     # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
-    lookahead_bytes = min(weight_bytes, placement.num_buffers * target.layer_bytes) + min(
-        kv_bytes, target.kv_ring_bytes
-    )
-    # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
-    lookahead_s = max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes))
+    lookahead_bytes = min(weight_bytes, placement.num_buffers * target.layer_bytes)
+    lookahead_bytes += min(kv_bytes, target.kv_ring_bytes)
+    exposed_bytes = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed.values())
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
     stages, decodings = _matrix_stages(plan, target, machine, height)
     for layer, count in _kinds(target).items():
         work = _work(layer, rows, length_tokens + rows)
-        operations = work.attention_operations * _filled_up(layer.attention, rows)
-        kv_s = batch * work.kv_elements * target.dtype.itemsize / attained_hbm
-        stages.append((count, kv_s, batch * operations / (_WINDOW_ATTENTION_SHARE * flops)))
+        operations = batch * work.attention_operations * _filled_up(layer.attention, rows)
+        kv_s = batch * work.kv_elements * target.dtype.itemsize / _hbm(machine)
+        stages.append((count, kv_s, operations / (_WINDOW_ATTENTION_SHARE * _flops(machine, target))))
     layers = len(target.layers)
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
-    stages.append((launches, machine.launch_us * 1e-6, 0.0))  # of the device, from kernel to kernel
+    stages.append((launches, _launch_s(machine), 0.0))  # of the device, from kernel to kernel
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
         hbm_s=sum(count * hbm_s for count, hbm_s, _ in stages),
         arithmetic_s=sum(count * arithmetic_s for count, _, arithmetic_s in stages),
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
-        launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S,
-        staging_s=staging_s, lookahead_s=lookahead_s,
-        exposed_s=target.exposed_kv_bytes(length_tokens) / link_bytes_per_s,
+        launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s,
+        # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
+        lookahead_s=max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes)),
+        exposed_s=exposed_bytes / link,
     )  # fmt: skip
 
 
-def _link_bytes_per_s(plan: RunPlan, machine: MachineFigures) -> float:
-    """Of the link of a plan's card."""
-    return machine.link_gbps * plan.limits.link_ratio * GB
-
-
-def transfers_s(plan: RunPlan, machine: MachineFigures, *, rows: int) -> float:
-    """Seconds in which `rows` go from card to card on their way through the layers; 0 on one card."""
-    target = plan.target
-    return target.num_transfers * machine.transfer_s(rows * target.config.hidden_size * target.dtype.itemsize)
-
-
-def _bound_by_host(nbytes: int, seconds: float, machine: MachineFigures) -> float:
-    """The time of all links together, which read one host's memory."""
-    return seconds if machine.host_gbps is None else max(seconds, nbytes / (machine.host_gbps * GB))
-
-
-def _pass_of_cards(
-    cards: Sequence[PassTime], machine: MachineFigures, waits_s: Sequence[float], *, transfer_s: float
-) -> PassTime:  # fmt: skip
-    """The pass that the passes over each card's layers make together, where each one's link waits so long."""
-    nbytes = sum(card.bytes_streamed for card in cards)
-    busiest_s = max(card.link_s + wait_s for card, wait_s in zip(cards, waits_s, strict=True))
-    overlapped_s = _bound_by_host(nbytes, busiest_s, machine)
-    staging_s = sum(card.staging_s for card in cards)
-    link_s = max(overlapped_s, sum(card.exposed_s for card in cards))
-    copies_s = max(overlapped_s, staging_s)
+def _pass_of_cards(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, rows: int) -> PassTime:
+    """The pass that the passes over each card's layers make together."""
+    cards = [pass_time(card, machine, length_tokens=length_tokens, rows=rows) for card in plan.cards]
+    names = ("weight_bytes", "kv_bytes", "staged_bytes", "hbm_s", "arithmetic_s", "launch_s", "staging_s")
+    sums = {name: sum(getattr(card, name) for card in cards) for name in names}
+    transfer_s = transfers_s(plan, machine, rows=plan.target.batch * rows)
+    waits = zip(plan.cards, cards, unmatched_kv_bytes([card.target for card in plan.cards], length_tokens), strict=True)
+    busiest_s = max(card.link_s + nbytes / _link(own, machine) for own, card, nbytes in waits)
+    links_s = _links_s(machine, sum(card.bytes_streamed for card in cards), busiest_s)
+    copies_s = max(links_s, sums["staging_s"])
     return PassTime(
-        sum(card.weight_bytes for card in cards), sum(card.kv_bytes for card in cards),
-        sum(card.staged_bytes for card in cards), link_s,
-        hbm_s=sum(card.hbm_s for card in cards),
-        arithmetic_s=sum(card.arithmetic_s for card in cards),
-        compute_s=sum(card.compute_s for card in cards) + transfer_s,
-        launch_s=sum(card.launch_s for card in cards), staging_s=staging_s,
+        **sums, link_s=max(links_s, sum(card.exposed_s for card in cards)),
+        compute_s=sum(card.compute_s for card in cards) + transfer_s, transfer_s=transfer_s,
         # What delays no card's copies: of one that has less to copy, also what it waits for the others.
-        lookahead_s=min(card.lookahead_s + copies_s - card.copies_s for card in cards), transfer_s=transfer_s,
+        lookahead_s=min(card.lookahead_s + copies_s - card.copies_s for card in cards),
     )  # fmt: skip
 
 
 def _matrix_stages(
-    plan: RunPlan, model: ModelPlan, machine: MachineFigures, height: int
+    plan: RunPlan, model: ModelPlan, machine: MachineProfile, height: int
 ) -> tuple[list[tuple[int, float, float]], int]:
     """The products of all matrices with `height` rows.
 
@@ -235,15 +271,15 @@ def _matrix_stages(
         decode in registers takes as long as reading what is stored, or as decoding it. And how many kernels decode
         matrices into memory.
     """
-    slices, element_s = -(-height // _SLICE_ROWS), 2 * height / machine.flops(model.dtype)
-    in_registers = height <= MOST_ROWS and device_type_of(plan.request) == "cuda"
+    slices, element_s, hbm = -(-height // _SLICE_ROWS), 2 * height / _flops(machine, model), _hbm(machine)
+    in_registers = height <= MOST_ROWS and not plan.on_cpu
     stages, decodings = list[tuple[int, float, float]](), 0
     for block, count in model.layout.multiplied(model.layers, head=model.has_head):
         for read in block.register_reads if in_registers else ():
-            decoding_s = read.weights / machine.decode_rate(read.kind)
-            stages.append((count, read.nbytes / machine.attained_hbm, max(decoding_s, read.weights * element_s)))
+            decoding_s = read.weights / _decode_rate(machine, read.kind)
+            stages.append((count, read.nbytes / hbm, max(decoding_s, read.weights * element_s)))
         rest = block.without_register_reads if in_registers else block
-        stages.append((count, rest.moved_bytes(slices) / machine.attained_hbm, rest.matrix_elements * element_s))
+        stages.append((count, rest.moved_bytes(slices) / hbm, rest.matrix_elements * element_s))
         decodings += count * rest.num_decodings
     return stages, decodings
 
@@ -268,7 +304,7 @@ def _filled_up(attention: Attention, rows: int) -> float:
 # --- drafting
 
 
-def draft_step_s(plan: RunPlan, machine: MachineFigures, *, rows: int = 1) -> float:
+def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> float:
     """Seconds of one step of the draft, for all sequences of a batch together, of at least `rows`; 0 without one."""
     draft = plan.draft
     if draft is None:
@@ -278,52 +314,39 @@ def draft_step_s(plan: RunPlan, machine: MachineFigures, *, rows: int = 1) -> fl
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    kv_bytes = draft.batch * kept * draft.kv_token_bytes
-    return _step_s(plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=kv_bytes, choice_launches=0)
+    return _step_s(
+        plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=draft.batch * kept * draft.kv_token_bytes
+    )
 
 
-def verifier_step_s(plan: RunPlan, machine: MachineFigures) -> float:
+def verifier_step_s(plan: RunPlan, machine: MachineProfile) -> float:
     """Seconds of one step of the retrieval verifier, for all sequences of a batch together, with its share of choosing
     and fetching chunks; 0 without one."""
-    target = plan.target
+    target, batch, options = plan.target, plan.target.batch, plan.target.options
     if not plan.has_verifier:
         return 0.0
-    if plan.num_cards > 1:
-        rows = target.batch * (1 + len(guess_parents(plan, target.batch)))
-        return sum(verifier_step_s(card, machine) for card in plan.cards) + transfers_s(plan, machine, rows=rows)
-    options, batch = target.options, target.batch
-    token_bytes = batch * target.kv_token_bytes
+    rows = batch * (1 + len(guess_parents(plan, batch)))
+    token_bytes, found_s = batch * target.kv_token_bytes, transfers_s(plan, machine, rows=rows)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
-    return _step_s(
-        plan, target, machine, rows=batch * (1 + len(guess_parents(plan, batch))),
-        kv_bytes=held_bytes + recent_bytes + target.summaries_bytes // target.refresh_steps,
-        choice_launches=_CHOICE_LAUNCHES // target.refresh_steps,
-        fetched_bytes=round(_FETCHED_SHARE * held_bytes / target.refresh_steps) if target.on_host else 0,
+    fetched_bytes = _FETCHED_SHARE * held_bytes / target.refresh_steps if target.on_host else 0
+    return found_s + fetched_bytes / _link(plan, machine) + _step_s(
+        plan, target, machine, rows=rows, kv_bytes=held_bytes + recent_bytes + target.summaries_bytes //
+        target.refresh_steps, choice_launches=_CHOICE_LAUNCHES // target.refresh_steps,
     )  # fmt: skip
 
 
 def _step_s(
-    plan: RunPlan, model: ModelPlan, machine: MachineFigures, *, rows: int, kv_bytes: int, choice_launches: int,
-    fetched_bytes: int = 0,
-) -> float:  # fmt: skip
-    """Seconds of a step of `rows` tokens, which is one CUDA graph. What it fetches over the link, it waits for."""
-    layers = len(model.layers)
+    plan: RunPlan, model: ModelPlan, machine: MachineProfile, *, rows: int, kv_bytes: int, choice_launches: int = 0
+) -> float:
+    """Seconds of a step of `rows` tokens, which is one CUDA graph."""
     stages, decodings = _matrix_stages(plan, model, machine, rows)
     compute_s = sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages)
-    compute_s += kv_bytes / machine.attained_hbm
-    launches = layers * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + decodings
-    return compute_s + launches * machine.launch_us * 1e-6 + fetched_bytes / _link_bytes_per_s(plan, machine)
+    launches = len(model.layers) * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + decodings
+    return compute_s + kv_bytes / _hbm(machine) + launches * _launch_s(machine)
 
 
-def drafting_s(plan: RunPlan, machine: MachineFigures, *, gamma: int, tree_nodes: int = 0) -> float:
-    """Seconds of proposing for one pass; n-grams take none.
-
-    Args:
-        plan: Who proposes.
-        machine: Where.
-        gamma: Tokens proposed in a row.
-        tree_nodes: Of a tree in the place of a chain; 0 for none.
-    """
+def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes: int = 0) -> float:
+    """Seconds of proposing for one pass `gamma` tokens in a row, or a tree of `tree_nodes`; n-grams take none."""
     draft_s = draft_step_s(plan, machine)
     if tree_nodes:
         # One for every level of the most probable path that is not there yet, and one for every so many nodes.
@@ -371,7 +394,7 @@ def gamma(plan: RunPlan) -> int:
         chosen = request.gamma
     elif tree_nodes(plan):
         chosen = request.max_gamma
-    elif device_type_of(request) == "cpu":
+    elif plan.on_cpu:
         chosen = _DEFAULT_GAMMA["cpu"]
     elif plan.has_verifier:
         chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
@@ -390,13 +413,7 @@ def expected_tokens(acceptance: float, gamma: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def expected_tree_tokens(acceptance: float, nodes: int, depth: int) -> float:
-    """Tokens of one verification of the best tree of a draft whose first child is right with probability `acceptance`,
-    wherever it stands, and whose other children are as often as they usually are."""
-    return best_tree_tokens([acceptance, *((1 - acceptance) * share for share in _OTHER_CHILDREN)], nodes, depth)
-
-
-def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
+def best_tree_tokens(hits: tuple[float, ...], nodes: int, depth: int) -> float:
     """The verifier's own token and the sum of the `nodes` most probable paths no longer than `depth`, where the child
     of rank r is what it says with probability `hits[r]`, whatever came before (Chen et al., Sequoia, arXiv
     2402.12374)."""
@@ -417,33 +434,6 @@ def best_tree_tokens(hits: Sequence[float], nodes: int, depth: int) -> float:
 # --- a step: proposals and the pass that verifies them
 
 
-def step_time(verify: PassTime, drafting_s: float) -> float:
-    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill."""
-    return max(verify.copies_s + drafting_s - verify.hidden_s(drafting_s), verify.busy_s + drafting_s)
-
-
-def predicted_step_s(
-    plan: RunPlan, machine: MachineFigures, *, proposals: int, drafted: bool, in_tree: bool, num_sequences: int,
-    length_tokens: int,
-) -> float:  # fmt: skip
-    """Seconds of a step.
-
-    Args:
-        plan: What lives where, and who proposes.
-        machine: Where.
-        proposals: Of each sequence's window.
-        drafted: Whether a model computes them; n-grams take no time.
-        in_tree: Whether what is drafted is a tree rather than a chain.
-        num_sequences: That take part.
-        length_tokens: Of each of them.
-    """
-    plan, rows = plan.of_batch(num_sequences), 1 + proposals
-    length_tokens = max(0, min(length_tokens, plan.target.context_tokens - rows))
-    verify = pass_time(plan, machine, length_tokens=length_tokens, rows=rows)
-    nodes = proposals if in_tree else 0
-    return step_time(verify, drafting_s(plan, machine, gamma=proposals, tree_nodes=nodes) if drafted else 0.0)
-
-
 @dataclass(frozen=True)
 class StepPrediction:
     """A step at some acceptance: `tokens` of each sequence, `tok_per_s` of all of them.
@@ -461,34 +451,45 @@ class StepPrediction:
     bound_by: str
 
 
-def verification(plan: RunPlan, machine: MachineFigures) -> PassTime:
-    """A pass over a window of proposals, at the full context."""
-    window = tree_nodes(plan) or gamma(plan)
-    return pass_time(plan, machine, length_tokens=plan.target.context_tokens - window - 1, rows=window + 1)
+def step_time(verify: PassTime, drafting_s: float) -> float:
+    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill and delay no copy."""
+    return max(verify.copies_s + max(0.0, drafting_s - verify.lookahead_s), verify.busy_s + drafting_s)
 
 
-def predict_step(plan: RunPlan, machine: MachineFigures, acceptance: float | None = None) -> StepPrediction:
-    """How fast tokens come at the full context, all sequences of a batch together.
+def predicted_step_s(
+    plan: RunPlan, machine: MachineProfile, budget: DraftBudget, num_sequences: int, length_tokens: int
+) -> float:
+    """Seconds of a step of so many sequences of `length_tokens` each, to each of which so much is proposed."""
+    plan, rows = plan.of_batch(num_sequences), 1 + budget.size
+    length_tokens = max(0, min(length_tokens, plan.target.context_tokens - rows))
+    verify = pass_time(plan, machine, length_tokens=length_tokens, rows=rows)
+    nodes = budget.size if budget.mode == "tree" else 0
+    return step_time(verify, drafting_s(plan, machine, gamma=budget.size, tree_nodes=nodes) if budget.drafts else 0.0)
 
-    Args:
-        plan: What proposes, and where everything lives.
-        machine: Where it runs.
-        acceptance: By the target, of each proposal; None for what is usual of who proposes.
-    """
+
+def full_pass(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> PassTime:
+    """A pass over windows of `rows` tokens at the end of the full context."""
+    return pass_time(plan, machine, length_tokens=plan.target.context_tokens - rows, rows=rows)
+
+
+def predict_step(plan: RunPlan, machine: MachineProfile, acceptance: float | None = None) -> StepPrediction:
+    """How fast tokens come at the full context, all sequences of a batch together, where the target accepts each
+    proposal with a probability of `acceptance`, None for what is usual of who proposes."""
     if acceptance is None:
         acceptance = USUAL_ACCEPTANCE["verifier"] if plan.has_verifier else usual_acceptance(plan.draft)
-    verify, nodes, depth = verification(plan, machine), tree_nodes(plan), gamma(plan)
-    tokens = expected_tree_tokens(acceptance, nodes, depth) if nodes else expected_tokens(acceptance, depth)
+    nodes, depth = tree_nodes(plan), gamma(plan)
+    verify = full_pass(plan, machine, rows=(nodes or depth) + 1)
+    # The best tree of a draft whose first child is right so often, and whose others are as often as they usually are.
+    hits = (acceptance, *((1 - acceptance) * share for share in _OTHER_CHILDREN))
+    tokens = best_tree_tokens(hits, nodes, depth) if nodes else expected_tokens(acceptance, depth)
     proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
     seconds = step_time(verify, proposing_s)
     bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
-    return StepPrediction(
-        acceptance, tokens, proposing_s, verify.hidden_s(proposing_s), seconds,
-        plan.target.batch * tokens / seconds, bound_by,
-    )  # fmt: skip
+    hidden_s, tok_per_s = min(proposing_s, verify.lookahead_s), plan.target.batch * tokens / seconds
+    return StepPrediction(acceptance, tokens, proposing_s, hidden_s, seconds, tok_per_s, bound_by)
 
 
-def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
+def tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
     """Tokens per second at the usual acceptance: what plans are compared by.
 
     Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one.
@@ -496,10 +497,7 @@ def tok_per_s(plan: RunPlan, machine: MachineFigures) -> float:
     return predict_step(plan, machine).tok_per_s
 
 
-# --- the link between passes
-
-
-def link_slack(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tuple[float, int]:
+def link_slack(plan: RunPlan, machine: MachineProfile, *, widest: int = 0) -> tuple[float, int]:
     """What costs nothing beside a link that is busy with passes over a streamed target.
 
     Args:
@@ -511,18 +509,16 @@ def link_slack(plan: RunPlan, machine: MachineFigures, *, widest: int = 0) -> tu
         Seconds behind a pass in which drafting delays nothing, as the link brings what the next one begins with; rows
         of a sequence in a pass up to which nothing takes longer than the link, 0 where something always does.
     """
-    length = plan.target.context_tokens - 1
 
     def slack_s(rows: int) -> float:
-        time = pass_time(plan, machine, length_tokens=length - rows + 1, rows=rows)
+        time = full_pass(plan, machine, rows=rows)
         return time.busy_s - time.copies_s
 
-    one = pass_time(plan, machine, length_tokens=length, rows=1)
     widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
     # Windows of sizes like these are what is proposed.
     rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
     bound = bisect_right(rows, 0.0, key=slack_s)
-    return max(0.0, one.lookahead_s - _BETWEEN_S), rows[bound - 1] if bound else 0
+    return max(0.0, full_pass(plan, machine).lookahead_s - _BETWEEN_S), rows[bound - 1] if bound else 0
 
 
 # --- prompts
@@ -544,59 +540,38 @@ class PrefillTime:
     staging_s: float
 
 
-def prefill_time(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> PrefillTime:
+def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> PrefillTime:
     """Prompts of `prompt_tokens` in every sequence, one after the other. The link is taken to carry both directions
     one after the other. Several cards are taken to work on different pieces of a prompt at a time, which nothing has
     measured: without gaps where layers are in turn; where they are in blocks, a card waits for the first piece."""
-    layers, target = plan.target.config.num_layers, plan.target
-    cards = [_prefill_work(card, machine, prompt_tokens) for card in plan.cards]
-    pieces = -(-prompt_tokens // target.chunk_tokens)
+    target, batch, cards = plan.target, plan.target.batch, plan.cards
+    slices, pieces = -(-prompt_tokens // _SLICE_ROWS), -(-prompt_tokens // target.chunk_tokens)
+    hbm_s = arithmetic_s = compute_s = link_s = growth_s = staging_s = 0.0
+    link_bytes = 0
+    for card in cards:
+        own, placement = card.target, card.placement
+        moved_bytes = sum(own.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in own.layers)
+        work = [(_work(layer, prompt_tokens, prompt_tokens), count) for layer, count in _kinds(own).items()]
+        operations = sum(
+            count * (one.product_operations + one.attention_operations / _PREFILL_ATTENTION_SHARE)
+            for one, count in work
+        )
+        each_s = batch * moved_bytes / _hbm(machine), batch * operations / _flops(machine, own)
+        hbm_s, arithmetic_s, compute_s = hbm_s + each_s[0], arithmetic_s + each_s[1], compute_s + max(each_s)
+        full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
+        staged_kv_bytes = batch * own.kv_bytes_of(placement.staged_kv_layers, full_tokens)
+        own_bytes = batch * own.bytes_of_layers(placement.streamed_layers) + written_bytes
+        link_bytes, link_s = link_bytes + own_bytes, max(link_s, own_bytes / _link(card, machine))
+        # What is staged grows as the threads that write there touch it.
+        growth_s += (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
+        staging_s += (batch * own.bytes_of_layers(placement.staged_layers) + staged_kv_bytes) / _staging(machine)
     abreast = len(cards) * pieces / (pieces + len(cards) - 1) if target.in_blocks else min(len(cards), pieces)
-    transfer_s = target.batch * transfers_s(plan, machine, rows=prompt_tokens)
-    hbm_s, arithmetic_s = sum(card.hbm_s for card in cards), sum(card.arithmetic_s for card in cards)
-    compute_s = (sum(max(card.hbm_s, card.arithmetic_s) for card in cards) + transfer_s) / abreast
-    link_bytes = sum(card.link_bytes for card in cards)
-    link_s = max(card.link_s for card in cards)
+    compute_s = (compute_s + batch * transfers_s(plan, machine, rows=prompt_tokens)) / abreast
     if len(cards) > 1:
-        link_s = _bound_by_host(link_bytes, link_s, machine)
-    growth_s, staging_s = sum(card.growth_s for card in cards), sum(card.staging_s for card in cards)
+        link_s = _links_s(machine, link_bytes, link_s)
     causes = {"HBM" if hbm_s >= arithmetic_s else "arithmetic": compute_s, "link": link_s, "staging": staging_s}
     causes["host memory"] = growth_s
     # Layers grow ahead of the one that is computed; what the first is written to has to be there first.
-    seconds = growth_s / layers + max(compute_s, link_s, staging_s, growth_s)
+    seconds = growth_s / target.config.num_layers + max(compute_s, link_s, staging_s, growth_s)
     return PrefillTime(link_bytes, link_s, compute_s, growth_s, seconds, max(causes, key=causes.__getitem__), staging_s)
-
-
-@dataclass(frozen=True)
-class _PrefillWork:
-    """What one card has to do for prompts, in seconds by cause."""
-
-    hbm_s: float
-    arithmetic_s: float
-    link_bytes: int
-    link_s: float
-    growth_s: float
-    staging_s: float
-
-
-def _prefill_work(plan: RunPlan, machine: MachineFigures, prompt_tokens: int) -> _PrefillWork:
-    target, placement = plan.target, plan.placement
-    batch, flops = target.batch, machine.flops(target.dtype)
-    work = [(_work(layer, prompt_tokens, prompt_tokens), count) for layer, count in _kinds(target).items()]
-    product_operations = sum(count * one.product_operations for one, count in work)
-    attention_operations = sum(count * one.attention_operations for one, count in work)
-    slices = -(-prompt_tokens // _SLICE_ROWS)
-    pieces = -(-prompt_tokens // target.chunk_tokens)
-    moved_bytes = sum(target.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in target.layers)
-    hbm_s = batch * moved_bytes / machine.attained_hbm
-    arithmetic_s = batch * (product_operations + attention_operations / _PREFILL_ATTENTION_SHARE) / flops
-    full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    written_bytes = batch * target.kv_bytes_of(target.kv_layers_on_host, full_tokens)
-    staged_kv_bytes = batch * target.kv_bytes_of(placement.staged_kv_layers, full_tokens)
-    link_bytes = batch * target.bytes_of_layers(placement.streamed_layers) + written_bytes
-    link_s = link_bytes / _link_bytes_per_s(plan, machine)
-    # What is staged grows as the threads that write there touch it.
-    growth_s = (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
-    staged_bytes = batch * target.bytes_of_layers(placement.staged_layers) + staged_kv_bytes
-    staging_s = staged_bytes / (machine.staging_gbps * GB)
-    return _PrefillWork(hbm_s, arithmetic_s, link_bytes, link_s, growth_s, staging_s)

@@ -1,66 +1,91 @@
 """The plan of a run: of every way to place it that fits, the one that is predicted to be the fastest.
 
-Searched are the levels of speculation, the draft's cache, where keys, values and weights go, whether those of quantised
-files are kept as they are stored, room for trees where nobody said how much, and the context where host memory has to
-hold it. A plan and a run search here alike. Each way is
-as fast with more device memory or faster, and none is lost by it, so that the fastest of them is too.
+Open are how quantised weights are kept, room for trees, the draft's cache, whether there is a retrieval verifier, where
+keys and values live, and which layers stay on the device of which card. Fixed parts come first (embedding and head,
+draft, workspace); what is left of a device holds the ring and as many resident layers as fit. What may not be
+page-locked is staged through rings. A plan and a run search here alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
 from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import Encode, RuntimeConfig
+from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
-from offload_runtime.kv import kv_cache_bytes
+from offload_runtime.hardware import MachineProfile
+from offload_runtime.memory import PAGE_BYTES
+from offload_runtime.options import require
 from offload_runtime.plan.cost import tok_per_s
-from offload_runtime.plan.memory import RunPlan, all_resident, listed, make_plan
-from offload_runtime.plan.placement import place_kv_on_host, place_layers
-from offload_runtime.plan.request import (
-    TREE_ROOMS,
-    MachineFigures,
-    MemoryLimits,
-    device_type_of,
-    limits_of,
-    resolve_dtype,
+from offload_runtime.plan.request import TREE_ROOMS, MemoryLimits, ShortageError, limits_of
+from offload_runtime.plan.sizes import (
+    NO_RING,
+    MemoryPart,
+    ModelPlan,
+    Placement,
+    RunPlan,
+    all_resident,
+    listed,
+    make_plan,
+    total,
+    unmatched_kv_bytes,
 )
-from offload_runtime.plan.staging import least_pinned_bytes, stage
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.weights import DescribedModel
 
+# Two buffers would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
+_RING_BUFFERS = 3
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
 _COPIED = 256
 # Sequences at once where nobody said how many: more of them make the passes of each longer.
 _MOST_SEQUENCES = 16
 # Less is no context that anybody left it to the runtime to choose.
-_LEAST_CONTEXT_TOKENS = 2048
+LEAST_CONTEXT_TOKENS = 2048
+# Pieces on their way to the host at once, each moved on by a thread of its own; of what may be locked, the share that
+# rings take at most from keys and values.
+_WRITEBACK_PIECE_BYTES, _MOST_WRITEBACK_PIECES, _RINGS_SHARE = 16 << 20, 8, 4
 
 
-def plan_run(request: RuntimeConfig, machine: MachineFigures) -> RunPlan:
-    """Place everything on a machine that need not be here.
+# --- a run
+
+
+def plan_run(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits | None = None) -> RunPlan:
+    """Place everything on a machine that need not be here, within its limits if there are no others.
 
     Raises:
         BudgetError: Device, host or page-locked memory is short; says of what and by how much.
         OptionError, ContextLengthError: As `Runtime.load`.
     """
-    limits = limits_of(machine, request)
+    there = limits_of(machine, request) if limits is None else limits
 
     def planned(count: int) -> RunPlan:
-        return find_plan(request, machine, replace(limits, further_cards=limits.further_cards[: count - 1]))
+        return find_plan(request, machine, replace(there, cards=there.cards[:count]))
 
-    is_open = request.device == "auto"
-    plan = as_many_cards_as_help(planned, limits.num_cards, machine) if is_open else planned(limits.num_cards)
+    num_cards, is_open = len(there.cards), request.device == "auto"
+    plan = as_many_cards_as_help(planned, num_cards, machine) if is_open else planned(num_cards)
     check_host_memory(plan)
     return plan
 
 
-def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, machine: MachineFigures) -> RunPlan:
+def check_host_memory(plan: RunPlan) -> None:
+    """Refuse a plan that takes more host memory than there may be, this process included. Raises `BudgetError`."""
+    limits, missing_bytes = plan.limits, plan.short_of_host_bytes
+    if missing_bytes:
+        loaded = total(plan.host) > total(plan.loading)
+        parts = listed(plan.host) if loaded else f"{listed(plan.loading)}, while weights are read"
+        allowed, missing = format_bytes(limits.ram_bytes), format_bytes_up(missing_bytes)
+        message = f"{limits.ram_name} of {allowed} is too small by {missing} ({parts})"
+        raise ShortageError(message, "host memory", missing_bytes)
+
+
+def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, machine: MachineProfile) -> RunPlan:
     """What is `planned` for the first card, or for so many as are predicted to be faster or are all that host memory
     has room for. Where some hold everything the next one is not asked; where it refuses, it is not needed.
 
@@ -82,26 +107,25 @@ def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, mac
     return max(plans, key=lambda plan: (-plan.short_of_host_bytes, tok_per_s(plan, machine)))
 
 
-def find_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
     if request.max_batch is None:
         return _find_widest_plan(request, machine, limits)
-    plans, refused = list[RunPlan](), list[OffloadError]()
-    for one in _storing(request):
-        try:
-            plans.append(_with_context(one, machine, limits))
-        except (BudgetError, OptionError) as error:  # of the latter, that there is nothing to code
-            refused.append(error)
-    if not plans:
-        raise next((error for error in refused if isinstance(error, BudgetError)), refused[0])
-    best = max(
-        plans, key=lambda plan: (-plan.short_of_host_bytes, plan.target.context_tokens, tok_per_s(plan, machine))
-    )
-    return replace(best, request=request)
+    plan = _fastest_plan(request, machine, limits)
+    # More than once: with another context other layers may find room on the device, and their keys and values leave
+    # less of a token to host memory.
+    while request.context is None and plan.target.on_host and plan.short_of_host_bytes:
+        target = plan.target
+        fewer = -(-plan.short_of_host_bytes // (target.batch * target.kv_bytes_of(target.kv_layers_on_host, 1)))
+        shorter = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
+        if shorter < LEAST_CONTEXT_TOKENS:
+            break
+        plan = _fastest_plan(replace(request, context=shorter), machine, limits)
+    return replace(plan, request=request)
 
 
-def _find_widest_plan(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+def _find_widest_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
     """The plan of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
     every pass brings is then shared by all of them. Each has the context that one alone has. Errors as of one."""
     widest = find_plan(replace(request, max_batch=1), machine, limits)
@@ -120,272 +144,428 @@ def _find_widest_plan(request: RuntimeConfig, machine: MachineFigures, limits: M
     return widest
 
 
+def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
+    """The fastest of all ways to place a request; one that host memory has room for, if there is one, else what takes
+    the least of it. Of equally fast ones it is that whose passes bring the fewest bytes, and the first of those."""
+    found, refused, obstacle = list[RunPlan](), list[OffloadError](), ""
+    for stored, nodes in product(_storing(request), _tree_rooms(request)):
+        try:
+            ways = _ways(make_plan(stored, limits, tree_nodes=nodes))
+        except OptionError as error:
+            refused.append(error)
+            continue
+        for way in ways:
+            try:
+                found.append(_placed(way))
+            except (BudgetError, OptionError) as error:
+                refused.append(error)
+                if way.has_verifier:
+                    obstacle = str(error).removeprefix(_NO_VERIFIER).split(": ")[0]
+    if not found:
+        short = [error for error in refused if isinstance(error, ShortageError)]
+        raise min(short, key=lambda error: error.missing_bytes) if short else refused[0]
+
+    def rank(plan: RunPlan) -> tuple[float, ...]:
+        return -plan.short_of_host_bytes, tok_per_s(plan, machine), -plan.streamed_bytes
+
+    best = max(found, key=rank)
+    other = max((plan for plan in found if plan.has_verifier is not best.has_verifier), key=rank, default=None)
+    reason = "" if best.has_verifier else obstacle
+    if other is not None:
+        pair = sorted((best, other), key=lambda plan: not plan.has_verifier)
+        speeds = " against ".join(f"{tok_per_s(plan, machine):.3g}" for plan in pair)
+        outcome = "faster" if best.has_verifier else "slower"
+        reason = f"predicted to be {outcome}: {speeds} tokens/s by the figures of {machine.name}"
+    return replace(best, reason=reason)
+
+
 def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
     """The ways to keep the weights that are left open: those of quantised files as they are stored, which takes the
     fewest bytes, or the draft's decoded, or those of both, which takes products of many rows the least time; bf16 as
     it is, or in 12 bits."""
-    draft = replace(request, draft=_decoded(request.draft))
-    both = replace(draft, target=_decoded(request.target))
-    candidates = [request] if request.weights != "auto" or device_type_of(request) == "cpu" else [request, draft, both]
+
+    def decoded(model: Any) -> Any:
+        return replace(model, decoded=True) if isinstance(model, DescribedModel) and model.kinds else model
+
+    draft = replace(request, draft=decoded(request.draft))
+    is_open = request.weights == "auto" and request.device_type != "cpu"
+    candidates = [request, draft, replace(draft, target=decoded(request.target))] if is_open else [request]
     encodes: tuple[Encode, ...] = ("none", "always") if request.encode == "auto" else (request.encode,)
     found = [replace(one, encode=encode) for one in candidates for encode in encodes]
     return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
-def _decoded(model: Any) -> Any:
-    """A model, if it is one, as if its file were of the run's element type."""
-    return replace(model, decoded=True) if isinstance(model, DescribedModel) and model.kinds else model
-
-
-def _with_context(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-    """The plan of one way to keep the weights."""
-    plan = _with_tree_room(request, machine, limits)
-    # More than once: with another context other layers may find room on the device, and their keys and values leave
-    # less of a token to host memory.
-    while request.context is None and (shorter := _shorter_context(plan)) is not None:
-        plan = _with_tree_room(replace(request, context=shorter), machine, limits)
-    return plan
-
-
-def check_host_memory(plan: RunPlan) -> None:
-    """Refuse a plan that takes more host memory than there may be, this process included.
-
-    Raises:
-        BudgetError: Says of what and by how much; `refusal` knows what would help.
-    """
-    limits = plan.limits
-    if not plan.short_of_host_bytes:
-        return
-    loaded = plan.host_bytes > plan.loading_bytes
-    parts = plan.host if loaded else plan.loading
-    raise BudgetError(
-        f"{limits.ram_name} of {format_bytes(limits.ram_bytes)} is too small by "
-        f"{format_bytes_up(plan.short_of_host_bytes)} ({listed(parts)}{'' if loaded else ', while weights are read'})"
-    )
-
-
-def _shorter_context(plan: RunPlan) -> int | None:
-    """Tokens whose KV cache fits host memory, where the whole context's does not and nobody asked for all of it.
-
-    Returns:
-        A number of whole blocks, at least `_LEAST_CONTEXT_TOKENS`; None where a shorter context is no way out.
-    """
-    target, missing_bytes = plan.target, plan.short_of_host_bytes
-    if not target.on_host or not missing_bytes:
-        return None
-    fewer = -(-missing_bytes // (target.batch * target.kv_bytes_of(target.kv_layers_on_host, 1)))
-    tokens = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
-    return tokens if tokens >= _LEAST_CONTEXT_TOKENS else None
-
-
-# --- room for trees
-
-
-def _with_tree_room(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
-    """A plan with room for trees: as much as is asked for, or none, some or much of it, whichever is predicted to be
-    the fastest. As fast with more device memory or faster, if the plan is for every room.
-
-    Raises:
-        BudgetError, OptionError, ContextLengthError: Never because of room that was not asked for.
-    """
-
-    def planned(nodes: int) -> RunPlan:
-        return _fastest_plan(make_plan(request, limits, tree_nodes=nodes), machine)
-
+def _tree_rooms(request: RuntimeConfig) -> list[int]:
+    """Sizes of trees that there may be room for. Of n-grams, which have much to say only where a text repeats itself,
+    that comes first which makes nothing slower; of a draft the least."""
+    mode, who = request.speculation.mode, request.proposed_by
     if request.tree_nodes is not None:
-        return planned(request.tree_nodes)
-    lean = planned(0)
-    copies = lean.draft is None  # of n-grams, which have much to say only where a text repeats itself
-    if request.gamma is not None or (copies and (lean.has_verifier or lean.proposer == "none")):
-        return lean
-    # A tree has to fit behind the text: room for more than half of the context is hardly ever used.
-    most = max(TREE_ROOMS[0], lean.target.context_tokens // 2)
-    found, refused = [lean], ""
-    for nodes in (_COPIED,) if copies else [room for room in TREE_ROOMS if room <= most]:
-        try:
-            roomy = planned(nodes)
-        except BudgetError:
-            continue
-        except OptionError as error:  # of a draft's cache that cannot grow trees, or has no positions for larger ones
-            if len(found) == 1:
-                refused = str(error)
-            break
-        if roomy.short_of_host_bytes <= lean.short_of_host_bytes:
-            found.append(roomy)
-    if copies:
-        return max(reversed(found), key=lambda plan: tok_per_s(plan, machine))  # room that makes nothing slower
-    # The first of equals: the least room.
-    best = max(found, key=lambda plan: tok_per_s(plan, machine))
-    if best.tree_room:
-        reason = f"predicted to be slower{_comparison(lean, best, machine)}" if lean.has_verifier else lean.reason
-        return replace(best, reason=reason)
-    if best.has_verifier:
-        return best
-    return replace(best, tree_note=f"no trees: {refused or 'room for them would cost more than they bring'}")
+        return [request.tree_nodes]
+    if request.gamma is not None or mode in ("none", "triforce") or who == "none":
+        return [0]
+    return [_COPIED, 0] if who == "ngram" else [0, *TREE_ROOMS]
 
 
-# --- the fastest way
+def _ways(plan: RunPlan) -> Iterator[RunPlan]:
+    """Every cache that the draft may get, with and without a retrieval verifier, and both places for the target's keys
+    and values; nothing is placed yet."""
+    draft, mode, kv, nodes = plan.draft, plan.request.speculation.mode, plan.request.kv, plan.tree_room
+    drafts = [draft]
+    if draft is not None:
+        most = max(TREE_ROOMS[0], plan.target.context_tokens // 2) if plan.request.tree_nodes is None else nodes
+        if nodes > most:
+            return  # a tree has to fit behind the text: room for more than half of the context is hardly ever used
+        is_open = draft.options.draft_cache == "auto" and not nodes and draft.cache != "streaming"
+        if is_open and draft.streaming_tokens < draft.context_tokens:  # all of it takes memory from the target
+            drafts.append(replace(draft, cache="streaming"))
+    verified = (mode == "triforce",) if mode != "auto" or draft is None or nodes else (False, True)
+    for one, verifies, place in product(drafts, verified, ("gpu", "host") if kv == "auto" else (kv,)):
+        borrows = verifies and plan.target.batch == 1  # else another sequence may be decoding
+        cache = "host" if place == "host" else "full"
+        yield replace(plan, draft=one, has_verifier=verifies, target=replace(plan.target, cache=cache, borrows=borrows))
 
 
-def _fastest_plan(plan: RunPlan, machine: MachineFigures) -> RunPlan:
-    """The fastest of all ways to place a plan; one that host memory has room for, if there is one.
+def _placed(plan: RunPlan) -> RunPlan:
+    """One way, placed within device and page-locked memory.
 
     Raises:
-        BudgetError: Nothing fits the device or what can be page-locked, or TriForce was asked for and does not.
-        OptionError: It was, and cannot be here whatever the memory.
+        BudgetError: Something does not fit; OptionError: There cannot be a retrieval verifier, or so many layers.
     """
-    candidates, obstacle = find_candidates(plan)
-    levels = [[one for one in candidates if one.has_verifier is verified] for verified in (False, True)]
-    best = [_fastest(level, machine) for level in levels if level]
-    if len(best) == 1:
-        return replace(best[0], reason=obstacle)
-    chain, triforce = best
-    if triforce.short_of_host_bytes > chain.short_of_host_bytes:
-        missing, limit = format_bytes_up(triforce.short_of_host_bytes), format_bytes(plan.limits.ram_bytes)
-        return replace(chain, reason=f"it takes {missing} more than the {limit} of host memory")
-    chosen = max(chain, triforce, key=lambda one: tok_per_s(one, machine))
-    speed = "faster" if chosen.has_verifier else "slower"
-    return replace(chosen, reason=f"predicted to be {speed}{_comparison(triforce, chain, machine)}")
+    asked, layers = plan.request.resident_layers, plan.target.config.num_layers
+    if asked is not None and not 0 <= asked <= layers:
+        raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
+    placed = _deal(plan) if len(plan.limits.cards) > 1 else _place(plan, layers, asked)
+    if not plan.has_verifier:
+        return _stage(placed)
+    _check_verifier(placed)
+    return placed  # nothing has to be staged
 
 
-def most_sequences(request: RuntimeConfig, limits: MemoryLimits) -> int:
-    """Of the sequences asked for those that could fit the device if it held nothing else: wherever the KV cache lives,
-    at least one block of each sequence is there in every layer."""
-    assert request.max_batch is not None, "it is chosen by then"
-    if limits.all_device_bytes is None:
-        return request.max_batch
-    dtype = resolve_dtype(request.dtype, request.target, device_type_of(request))
-    each_bytes = kv_cache_bytes(request.target.config(), dtype, capacity_tokens=1, batch=1)
-    return min(request.max_batch, limits.all_device_bytes // each_bytes)
+_NO_VERIFIER = "no TriForce here: "
 
 
-def _fastest(candidates: Sequence[RunPlan], machine: MachineFigures) -> RunPlan:
-    """The fastest of some ways, at least one, that host memory has room for; where it has room for none, what takes the
-    least of it. Of equally fast ones it is that whose passes bring the fewest bytes, and the first of those."""
-    return min(candidates, key=lambda one: (one.short_of_host_bytes, -tok_per_s(one, machine), one.streamed_bytes))
-
-
-def _comparison(one: RunPlan, other: RunPlan, machine: MachineFigures) -> str:
-    """Two predictions in tokens/s, and by whose figures; where none are known of the machine, only that."""
-    if not machine.is_known:
-        return " on a usual card: no figures of this machine are known"
-    # Three digits, or all before the point.
-    speeds = tok_per_s(one, machine), tok_per_s(other, machine)
-    digits = [f"{speed:.3g}" if speed < 100 else f"{speed:.0f}" for speed in speeds]
-    return f": {' against '.join(digits)} tokens/s by the figures of {machine.name}"
-
-
-# --- all ways
-
-
-def find_candidates(plan: RunPlan) -> tuple[Sequence[RunPlan], str]:
-    """All ways to place a plan that fit, within device and page-locked memory; at least one.
-
-    Returns:
-        Ways without and with a retrieval verifier, and why there is none with one.
-
-    Raises:
-        BudgetError: Nothing fits, or not the TriForce that was asked for; OptionError: it cannot be here whatever the
-            memory.
-    """
-    mode, draft = plan.request.speculation.mode, plan.draft
-    chains = [] if mode == "triforce" else _chains(plan)
-    if mode in ("none", "chain") or (mode == "auto" and draft is None):
-        return chains, ""
-    if mode == "auto" and draft is not None and draft.tree_positions:
-        return chains, "the draft was asked for trees"
-    found: list[RunPlan] = []
-    try:
-        for one in _candidates(replace(plan, has_verifier=True)):
-            if (obstacle := _obstacle(one)) is None:
-                found.append(one)  # nothing has to be staged
-            else:
-                reason, error = obstacle
-    except BudgetError as short:
-        reason, error = f"its {format_bytes(plan.verifier_bytes)} do not fit the {plan.limits.device_name}", short
-    if found:
-        return [*chains, *found], ""
-    if mode == "triforce":
-        raise error
-    return chains, reason
-
-
-def _candidates(plan: RunPlan) -> list[RunPlan]:
-    """Every way to place the layers beside each cache that the draft may get; at least one.
-
-    Where the draft's cache is left to us, that is a streaming one besides what was planned, which takes memory that
-    layers or the KV cache of the target could have. Whatever fits a budget is among the ways of a larger one as well,
-    or something with more of it on the device.
-
-    Raises:
-        BudgetError: There is none; says why the last one is not.
-        OptionError: More resident layers are asked for than there are.
-    """
-    draft, kv, plans = plan.draft, plan.request.kv, [plan]
-    is_open = draft is not None and draft.options.draft_cache == "auto" and not draft.tree_positions
-    if draft is not None and is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
-        plans.append(replace(plan, draft=draft.with_streaming_cache()))
-    found: list[RunPlan] = []
-    refused: BudgetError | None = None
-    for one in plans:
-        for place in ("gpu", "host") if kv == "auto" else (kv,):
-            try:
-                found += [place_layers(one)] if place == "gpu" else place_kv_on_host(one)
-            except BudgetError as error:
-                refused = error
-    if refused is not None and not found:
-        raise refused
-    return found
-
-
-def _chains(plan: RunPlan) -> list[RunPlan]:
-    placed = _candidates(plan)
-    staged: list[RunPlan] = []
-    for one in placed:
-        with suppress(BudgetError):
-            staged.append(stage(one))
-    return staged or [stage(min(placed, key=least_pinned_bytes))]  # whose refusal names the least
-
-
-def _obstacle(plan: RunPlan) -> tuple[str, OffloadError] | None:
-    """Why there cannot be a retrieval verifier where one was placed: in a phrase where nobody asked for it, and as an
-    error that says what would help. None where there can."""
-    target, draft, limits, budget_tokens = plan.target, plan.draft, plan.limits, plan.request.speculation.budget_tokens
-    context, layers = target.context_tokens, target.config.num_layers
-    kind: type[OffloadError] = OptionError
-    if budget_tokens > context:
-        reason = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
-        remedies = ["lower --budget-tokens", "raise --context"]
-    elif any(window is not None for window in target.config.layer_windows):
-        reason, remedies = "it needs full attention, and this model has sliding windows", []
-    elif plan.placement.streamed_layers:
-        reason = f"{len(plan.placement.streamed_layers)} of {layers} layers are streamed"
-        remedies = ["drop --resident-layers"]
-        if plan.request.resident_layers is None:
-            kind = BudgetError  # a further card may have room
-            reason = f"beside it {len(plan.placement.streamed_layers)} of {layers} layers would be streamed"
-            # With no keys and values on the device that could go.
-            lean = [card.with_placement(all_resident(card.placement.layers)) for card in plan.cards]
-            more_bytes = max(card.device_bytes - (card.limits.device_bytes or 0) for card in lean)
-            remedies = [f"raise --vram by {format_bytes_up(more_bytes)}", "lower --context"]
-    elif draft is not None and draft.cache != "streaming" and draft.context_tokens < context:
-        # Behind its last position the draft has nothing to say, and the verifier would wait for it.
-        reason = f"the draft was made for {draft.context_tokens} tokens and the context has {context}"
-        remedies = ["take --draft-cache streaming", "lower --context"]
-    elif (
-        limits.pinned_bytes is not None
-        and (locked_bytes := target.host_kv_bytes + plan.transfer_bytes) > limits.pinned_bytes
-    ):
-        kind, rows = BudgetError, " and of rows between cards" if plan.transfer_bytes else ""
-        reason = (
+def _check_verifier(plan: RunPlan) -> None:
+    """Refuse a retrieval verifier that cannot be, with what would help."""
+    target, draft, limits, budget_tokens = plan.target, plan.draft, plan.limits, plan.target.options.budget_tokens
+    context, streamed = target.context_tokens, len(plan.placement.streamed_layers)
+    other = f"or use --speculation {'none' if draft is None else 'chain'}"  # a chain takes somebody to propose
+    fits = budget_tokens <= context
+    why = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
+    require(fits, f"{_NO_VERIFIER}{why}: lower --budget-tokens, raise --context, {other}")
+    slides = any(layer.attention.window is not None for layer in target.config.layers)
+    require(not slides, f"{_NO_VERIFIER}it needs full attention, and this model has sliding windows: {other}")
+    # Behind its last position the draft has nothing to say, and the verifier would wait for it.
+    reaches = draft is None or draft.cache == "streaming" or draft.context_tokens >= context
+    why = f"the draft was made for {draft.context_tokens if draft else 0} tokens and the context has {context}"
+    require(reaches, f"{_NO_VERIFIER}{why}: take --draft-cache streaming, lower --context, {other}")
+    if streamed:
+        why = f"beside it {streamed} of {target.config.num_layers} layers would be streamed"
+        missing_bytes = target.bytes_of_layers(plan.placement.streamed_layers)
+        remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
+        raise ShortageError(f"{_NO_VERIFIER}{why}: {remedies}", "device memory", missing_bytes)
+    if limits.pinned_bytes is not None and plan.pinned_bytes > limits.pinned_bytes:
+        missing_bytes = plan.pinned_bytes - limits.pinned_bytes
+        why = (
             "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
             f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the "
-            f"{format_bytes_up(locked_bytes)} of the KV cache{rows}, too little by "
-            f"{format_bytes_up(locked_bytes - limits.pinned_bytes)}"
+            f"{format_bytes_up(plan.pinned_bytes)} of the KV cache, too little by {format_bytes_up(missing_bytes)}"
         )
-        remedies = ["allow more with --pinned", f"lower --context (now {context})", "raise --vram"]
-    else:
-        return None
-    # Who has no draft has nobody to propose a chain.
-    remedies.append(f"or use --speculation {'none' if draft is None else 'chain'}")
-    return reason, kind(f"no TriForce here: {reason}: {', '.join(remedies)}")
+        remedies = f"allow more with --pinned, lower --context (now {context}), raise --vram, {other}"
+        raise ShortageError(f"{_NO_VERIFIER}{why}: {remedies}", "page-locked memory", missing_bytes)
+
+
+# --- layers on one card
+
+
+@lru_cache(maxsize=4096)  # every way to place a model asks for the same
+def _spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """`count` of `num_layers` indices, evenly spread: a resident layer computes while the link fills the ring."""
+    return tuple(sorted({(2 * index + 1) * num_layers // (2 * count) for index in range(count)}))
+
+
+def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
+    """So many of its layers on the device, evenly spread, and the others in buffers."""
+    layers = placement.layers
+    num_buffers = min(buffers, len(layers) - resident)
+    return Placement(layers, _some(layers, resident), num_buffers, kv_ring_buffers=placement.kv_ring_buffers)
+
+
+def _place(plan: RunPlan, most_kv_layers: int, asked: int | None, *, evenly: bool = True) -> RunPlan:
+    """The layers that a card has, those of `asked` on the device or else as many as fit, so that a pass brings little.
+
+    Args:
+        plan: Of the card.
+        most_kv_layers: Most layers whose keys and values stay on the card where the cache is on the host.
+        asked: Resident layers that were asked for.
+        evenly: Whether these are spread, or the first ones.
+
+    Raises:
+        BudgetError: Not even a ring of two buffers fits, or the asked resident layers do not.
+    """
+    target, placement, limit_bytes = plan.target, plan.placement, plan.limits.device_bytes
+    if limit_bytes is None:  # all keys and values stay on the host, as asked
+        resident = len(placement.layers) if asked is None else asked
+        return plan.with_placements(_evenly(placement, resident, _RING_BUFFERS))
+    left_bytes = limit_bytes - plan.fixed_bytes
+    smallest = min(map(target.layout.layer_bytes.__getitem__, target.layers))
+    most = min(len(target.layers), max(0, left_bytes) // smallest)
+    counts = range(most, -1, -1) if asked is None else (asked,)
+    tried = (_evenly(placement, count, buffers) for buffers in (_RING_BUFFERS, 2) for count in counts)
+    first = next((one for one in tried if target.held_bytes(one) <= left_bytes), None)
+    if first is None:
+        least = plan.with_placements(_evenly(placement, asked or 0, 2))
+        missing_bytes = least.device_bytes - limit_bytes
+        raise ShortageError(
+            f"the allowed {plan.limits.device_name} of {format_bytes(limit_bytes)} is too small by "
+            f"{format_bytes(missing_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
+            f"({listed(least.device)})", "device memory", missing_bytes,
+        )  # fmt: skip
+    if not target.on_host:
+        return plan.with_placements(first)
+    # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
+    # case), so fewer resident layers of weights may be better. But none before the ring is whole: its last buffer comes
+    # before anything that stays, or the memory that lets it in would take layers away from the device.
+    layers, largest, resident = target.full_layers, target.largest_kv_layer, len(first.resident_layers)
+    each_bytes = target.reserved_kv_bytes(largest) - target.open_kv_bytes(largest)
+    brought_bytes = target.streamed_kv_bytes(*largest, target.context_tokens - 1)
+    streaming_bytes = target.kv_ring_bytes + target.prefill_workspace_bytes  # not needed where all stay
+
+    def kept(one: Placement) -> int:
+        spare_bytes = left_bytes - target.held_bytes(one)
+        if one.num_buffers < min(_RING_BUFFERS, len(target.layers) - len(one.resident_layers)) or spare_bytes < 0:
+            return 0
+        if len(layers) <= most_kv_layers and len(layers) * each_bytes - streaming_bytes <= spare_bytes:
+            return len(layers)
+        return min(most_kv_layers, len(layers) - 1, spare_bytes // each_bytes) if each_bytes > 0 else 0
+
+    counts = range(resident, -1, -1) if asked is None and not plan.has_verifier else (resident,)
+    shares = [first, *(_evenly(placement, count, _RING_BUFFERS) for count in counts)]
+    best = max(shares, key=lambda one: target.bytes_of_layers(one.resident_layers) + kept(one) * brought_bytes)
+    return plan.with_placements(replace(best, resident_kv_layers=_some(layers, kept(best), evenly=evenly)))
+
+
+def _some(layers: Sequence[int], count: int, *, evenly: bool = True) -> tuple[int, ...]:
+    """`count` of some layers, evenly spread or else the first of them."""
+    return tuple(layers[index] for index in (_spread(count, len(layers)) if evenly else range(max(0, count))))
+
+
+# --- dealt out to several cards
+
+
+@lru_cache(maxsize=4096)
+def _interleaved(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each card that gets so many of them, evenly interleaved: in turn, where all get as many."""
+    middles = sorted(((2 * number + 1) / count, card) for card, count in enumerate(counts) for number in range(count))
+    owners = [card for _, card in middles]
+    return tuple(tuple(layer for layer, owner in enumerate(owners) if owner == card) for card in range(len(counts)))
+
+
+@dataclass(frozen=True)
+class _Deal:
+    """What each card makes of the layers that it gets, or how it is too small."""
+
+    cards: tuple[RunPlan, ...]
+    errors: tuple[ShortageError | None, ...]
+
+    @cached_property
+    def loads(self) -> list[tuple[int, float]]:
+        """Of each card the memory that is short, and its copies in bytes over the first card's link."""
+        pairs = zip(self.cards, self.errors, strict=True)
+        count = len(self.cards)
+        return [
+            (0, _copied_bytes(card, count)) if error is None else (error.missing_bytes, 0.0) for card, error in pairs
+        ]
+
+    @property
+    def longest(self) -> tuple[int, float]:
+        """Memory that is short, and the longest copies with what their card waits for."""
+        unmatched = unmatched_kv_bytes([card.target for card in self.cards], self.cards[0].target.context_tokens - 1)
+        waits = (n / card.limits.cards[0].link_ratio for card, n in zip(self.cards, unmatched, strict=True))
+        return max((short, copies + wait) for (short, copies), wait in zip(self.loads, waits, strict=True))
+
+    @property
+    def rank(self) -> tuple[float, float, int]:
+        """What is to be small: memory that is short, the longest copies, unevenness."""
+        counts, (missing, copies) = [len(card.target.layers) for card in self.cards], zip(*self.loads, strict=True)
+        return sum(missing), max(copies), max(counts) - min(counts)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything is on the host, even keys and values that no pass brings."""
+        return any(card.streamed_bytes or card.target.kv_layers_on_host for card in self.cards)
+
+
+def _copied_bytes(card: RunPlan, num_cards: int) -> float:
+    """What a pass brings to a card, or as much as takes as long, over the first card's link: keys and values that the
+    ring has no room for come in turn, if the others have as many."""
+    target = card.target
+    streamed = target.streamed_kv(target.context_tokens - 1).values()
+    in_turn = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed)
+    in_turn += sum(streamed) * (num_cards - 1) // num_cards
+    return max(card.streamed_bytes, in_turn) / card.limits.cards[0].link_ratio
+
+
+def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0) -> _Deal:
+    """Layers placed on each card, which streams keys and values of so many of them at least. Their ring is the one with
+    which the links of all cards are busy, where it fits."""
+    asked, counts, cards, errors = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
+    evenly = len({*counts}) == 1  # behind the first ones all cards stream in turn, however many each keeps
+    for number, card in enumerate(plan.with_placements(*map(all_resident, dealt)).cards):
+        share = None
+        if asked is not None:  # of the whole model, in proportion
+            begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (number, number + 1))
+            share = end - begin
+        most = max(0, counts[number] - streamed_kv_layers)
+        rings, error = [card.target], None
+        if card.target.on_host:
+            rings.append(card.target.with_overlapped_kv_ring(len(dealt)))
+        placed = list[RunPlan]()
+        for target in rings:
+            try:
+                placed.append(_place(replace(card, target=target), most, share, evenly=evenly))
+            except ShortageError as short:
+                error = error or short
+        cards.append(min(placed, key=lambda one: _copied_bytes(one, len(dealt)), default=card))
+        errors.append(None if placed else error)
+    return _Deal(tuple(cards), tuple(errors))
+
+
+def _deal(plan: RunPlan) -> RunPlan:
+    """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
+    least time; of equals the most even.
+
+    From even counts on layers go from the card that is short of memory, or whose copies take longest, to others, half
+    of the model at first and fewer where that gains nothing. Layers are dealt out in turn, so that all links are busy,
+    and all cards, where a prefill goes layer by layer; where everything is on the cards, in blocks: an 80-layer model
+    then crosses 2 times in place of 80, which are predicted to take 2.4 ms of a pass of two RTX 4090s.
+
+    Raises:
+        BudgetError: One card is too small; says which.
+        OptionError: There are more cards than layers.
+    """
+    layers, cards = plan.target.config.num_layers, len(plan.limits.cards)
+    if cards > layers:
+        raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
+    # The first card has the embedding and the head, so that the others get what does not go evenly.
+    counts = [layers * (card + 1) // cards - layers * card // cards for card in range(cards)]
+    best, moved = _dealt(plan, _interleaved(tuple(counts))), max(counts) // 2
+    while moved:
+        giver, *takers = sorted(range(cards), key=lambda card: (best.loads[card], counts[card]), reverse=True)
+        for taker in reversed(takers):
+            changed = [count + moved * ((card == taker) - (card == giver)) for card, count in enumerate(counts)]
+            if changed[giver] > 0 and (found := _dealt(plan, _interleaved(tuple(changed)))).rank < best.rank:
+                counts, best = changed, found
+                break
+        else:
+            moved //= 2
+    if short := next((error for error in best.errors if error), None):
+        raise short
+    ends = list(accumulate(counts))
+    blocks = [tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+    if not best.uses_host and not (in_blocks := _dealt(plan, blocks)).uses_host:
+        best = in_blocks
+    streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
+    if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
+        best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=lambda deal: deal.longest)
+    return plan.with_placements(*(card.placement for card in best.cards))
+
+
+# --- staged, where the system does not lock all that a run streams from
+
+
+def _stage(plan: RunPlan) -> RunPlan:
+    """Page-lock what a placed run streams as far as that is allowed; the rest is staged. Several cards get their share
+    in proportion to what each streams, beside what it stages through.
+
+    Raises:
+        BudgetError: Not even the rings that staging takes may be locked.
+    """
+    limit_bytes, name, cards = plan.limits.pinned_bytes, plan.limits.pinned_name, plan.target.cards
+    needed = [_streamed_from_bytes(card) for card in cards]
+    limits: list[int | None] = [None] * len(cards)
+    if limit_bytes is not None and sum(needed) > limit_bytes - plan.transfer_bytes:
+        least = [with_staging_rings(card, 0) for card, nbytes in zip(cards, needed, strict=True) if nbytes]
+        rings = [
+            with_staging_rings(card, 0).ring_bytes if nbytes else 0 for card, nbytes in zip(cards, needed, strict=True)
+        ]
+        left_bytes = limit_bytes - plan.transfer_bytes - sum(rings)
+        if left_bytes < 0:
+            raise _cannot_stage(least, limit_bytes, name, transfer_bytes=plan.transfer_bytes)
+        each = zip(rings, needed, strict=True)
+        limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
+    placed = (place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True))
+    return plan.with_placements(*placed)
+
+
+def _streamed_from_bytes(target: ModelPlan) -> int:
+    """Host memory that passes copy from."""
+    return target.host_kv_bytes + target.host_bytes_of_layers(target.placement.streamed_layers)
+
+
+def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
+    """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
+    memory or, at least, two pieces each."""
+    streamed, on_host = target.placement.streamed_layers, target.kv_layers_on_host
+    largest = max(target.layer_bytes if streamed else 0, target.kv_piece_bytes if on_host else 0)
+    d2h = NO_RING
+    if on_host:
+        # A prompt's blocks are written as they become full, piece by piece of the prompt.
+        written_tokens = -(-target.chunk_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        written_bytes = target.kv_bytes_of(target.largest_kv_layer, written_tokens)
+        piece_bytes = min(_WRITEBACK_PIECE_BYTES, -(-written_bytes // PAGE_BYTES) * PAGE_BYTES)
+        fitting = (available_bytes - ring_shape(largest, 0).nbytes) // piece_bytes
+        d2h = RingShape(piece_bytes, max(FEWEST_PIECES, min(_MOST_WRITEBACK_PIECES, fitting)))
+        available_bytes -= d2h.nbytes
+    return replace(target.placement, h2d_ring=ring_shape(largest, available_bytes), d2h_ring=d2h)
+
+
+def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Placement:
+    """Stage as many layers as page-locked memory is short of. A KV cache is locked first, since it is written as well
+    as read: layers of it are staged only where it does not fit beside the rings, and then what is left locks weights.
+
+    Args:
+        target: Its layers placed on the device or the host.
+        limit_bytes: Most page-locked memory; None for no limit.
+        name: Whose limit it is, for the message.
+
+    Raises:
+        BudgetError: Not even what is staged through can be page-locked.
+    """
+    placement, streamed, kv_layers = target.placement, target.placement.streamed_layers, target.kv_layers_on_host
+    if limit_bytes is None or _streamed_from_bytes(target) <= limit_bytes:
+        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=NO_RING, d2h_ring=NO_RING)
+    least = with_staging_rings(target, 0)
+    if least.ring_bytes > limit_bytes:
+        raise _cannot_stage([least], limit_bytes, name)
+    kv_bytes, staged_kv = target.host_kv_bytes, tuple[int, ...]()
+    ringed = with_staging_rings(target, limit_bytes - kv_bytes)
+    left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
+    if left_bytes < 0 or not streamed:
+        ringed = with_staging_rings(target, limit_bytes // _RINGS_SHARE)
+        left_bytes = limit_bytes - ringed.ring_bytes
+        fitting = left_bytes // target.reserved_kv_bytes(target.largest_kv_layer)
+        kept = _some(kv_layers, min(fitting, len(kv_layers) - 1))
+        staged_kv = tuple(layer for layer in kv_layers if layer not in kept)
+        left_bytes -= target.reserved_kv_bytes(kept)
+    # Spread, so that locked and staged layers alternate.
+    counts = range(len(streamed) - (not staged_kv), -1, -1)
+    choices = ([streamed[index] for index in _spread(count, len(streamed))] for count in counts)
+    locked = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
+    staged = tuple(layer for layer in streamed if layer not in locked)
+    return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
+
+
+def _cannot_stage(
+    least: Sequence[Placement], limit_bytes: int, name: str, *, transfer_bytes: int = 0
+) -> ShortageError:  # fmt: skip
+    """That not even the least rings of some cards can be page-locked, beside what rows pass through."""
+    parts = [
+        MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least)),
+        MemoryPart("rows between cards", transfer_bytes),
+        MemoryPart("pieces to write the KV cache through", sum(one.d2h_ring.nbytes for one in least)),
+    ]
+    missing_bytes = total(parts) - limit_bytes
+    return ShortageError(
+        f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(missing_bytes)} "
+        f"({listed(part for part in parts if part.nbytes)})", "page-locked memory", missing_bytes,
+    )  # fmt: skip

@@ -15,8 +15,9 @@ from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import MachineFigures, RunPlan, find_plan, plan_run
+from offload_runtime.plan import RunPlan, find_plan, plan_run
 from offload_runtime.plan.request import MemoryLimits
 from offload_runtime.sizes import GB
 from offload_runtime.weights import DescribedModel
@@ -68,26 +69,38 @@ def limits(least_bytes: int, most_bytes: int) -> st.SearchStrategy[int | None]:
     return st.one_of(st.none(), st.none(), st.none(), st.integers(least_bytes, most_bytes))
 
 
-machines = st.builds(
-    MachineFigures, name=st.just("some"), vram_reserved_bytes=st.just(GB), link_gbps=st.floats(3, 60),
-    vram_bytes=st.integers(3 * GB, 12 * GB) | st.integers(16 * GB, 80 * GB), hbm_gbps=st.floats(200, 5000),
-    ram_bytes=st.integers(8 * GB, 500 * GB), tflops=st.just({"bf16": 165.0}),
-    pinnable_bytes=st.none() | st.integers(4 * GB, 300 * GB),
-)  # fmt: skip
+def made_up_machine(vram_bytes: int = 24 * GB, ram_bytes: int = 64 * GB, **figures: Any) -> MachineProfile:
+    """A machine with one card and usual figures, or others."""
+    usual = {"vram_reserved_bytes": GB, "link_gbps": 25.0, "hbm_gbps": 1000.0, "tflops": {"bf16": 165.0}}
+    card: dict[str, Any] = {"gpu_name": "a card", "vram_bytes": vram_bytes, **usual, **figures}
+    return MachineProfile("some", "made up", 1, ram_bytes, **card)
 
 
-def plan_or_none(request: RuntimeConfig, machine: MachineFigures) -> RunPlan | None:
+@st.composite
+def machines(draw: st.DrawFn) -> MachineProfile:
+    """Machines of all sizes."""
+    ram_bytes = draw(st.integers(8 * GB, 500 * GB))
+    return made_up_machine(
+        draw(st.integers(3 * GB, 12 * GB) | st.integers(16 * GB, 80 * GB)), ram_bytes,
+        link_gbps=draw(st.floats(3, 60)), hbm_gbps=draw(st.floats(200, 5000)),
+        pinnable_bytes=draw(st.none() | st.integers(4 * GB, min(300 * GB, ram_bytes))),
+    )  # fmt: skip
+
+
+def plan_or_none(request: RuntimeConfig, machine: MachineProfile) -> RunPlan | None:
     try:
         return plan_run(request, machine)
     except (BudgetError, OptionError, ContextLengthError):
         return None
 
 
-def without_limit(request: RuntimeConfig, machine: MachineFigures, limits: MemoryLimits) -> RunPlan:
+def without_limit(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
     """The plan as on a CPU, for device memory without a limit: no layer of a cache on the host stays on a GPU only
     because there is room for all of a small model's."""
     assert request.vram is None and request.emulate is None, "a limit that was asked for would be ignored"
-    return find_plan(request, machine, replace(limits, device_bytes=None))
+    return find_plan(
+        request, machine, replace(limits, cards=tuple(replace(card, device_bytes=None) for card in limits.cards))
+    )
 
 
 def load_streaming_kv(target: Path, **options: Any) -> Runtime:

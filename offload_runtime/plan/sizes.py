@@ -1,6 +1,6 @@
 """What a run holds: its models with their caches and layers, part by part, in bytes of the device and of the host.
 
-Who allocates a tensor says how large it is (`kv`, `runners`, `weights`); here it is only added up.
+Who allocates a tensor says how large it is (`models`, `kv`, `runners`, `weights`); here it is only added up.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -21,14 +21,12 @@ from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition, are_blocks
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.options import require
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
-    LOADING_PROCESS_BYTES,
-    PROCESS_BYTES,
+    TREE_ROOMS,
     MemoryLimits,
-    check_window,
-    device_type_of,
     longest_context,
     resolve_context,
     resolve_dtype,
@@ -45,6 +43,10 @@ from offload_runtime.weights.loader import passing_bytes
 
 # Where nothing is staged.
 NO_RING = RingShape(0, 0)
+# Python, torch and the CUDA libraries of one process, which no ledger counts; and how much of it there is while weights
+# are read, before kernels are compiled and library modules are loaded (H200, torch 2.11, a 70B in Q4_K_M: 1.62 GB where
+# all of it was on the card, 1.57 beside streamed layers; 0.81 and 0.82 while it was read).
+PROCESS_BYTES, _LOADING_PROCESS_BYTES = 1_620_000_000, 840_000_000
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,26 @@ class MemoryPart:
     pinned: bool = False
 
 
+Parts = tuple[MemoryPart, ...]
+
+
 def listed(parts: Iterable[MemoryPart]) -> str:
-    """Their names and sizes, for people."""
+    """The names and sizes of parts, for people."""
     return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
 
 
-def added(lists: Iterable[Iterable[MemoryPart]]) -> tuple[MemoryPart, ...]:
-    """Parts of several cards, those of one name as one."""
+def total(parts: Iterable[MemoryPart]) -> int:
+    """The bytes of parts together."""
+    return sum(part.nbytes for part in parts)
+
+
+def _merged(parts: Iterable[MemoryPart]) -> Parts:
+    """Parts of several cards, those of one name as one; without those that are nothing."""
     found: dict[str, MemoryPart] = {}
-    for part in (part for parts in lists for part in parts):
+    for part in parts:
         before = found.get(part.name)
         found[part.name] = part if before is None else replace(part, nbytes=before.nbytes + part.nbytes)
-    return tuple(found.values())
+    return tuple(part for part in found.values() if part.nbytes)
 
 
 @dataclass(frozen=True)
@@ -91,11 +101,6 @@ class Placement:
     d2h_ring: RingShape = NO_RING
 
     @property
-    def num_layers(self) -> int:
-        """Layers that are placed."""
-        return len(self.layers)
-
-    @property
     def ring_bytes(self) -> int:
         """Page-locked memory that staging takes."""
         return self.h2d_ring.nbytes + self.d2h_ring.nbytes
@@ -104,23 +109,6 @@ class Placement:
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers whose weights cross the link in every pass."""
         return tuple(sorted({*self.layers} - {*self.resident_layers}))
-
-
-def merged(placements: Sequence[Placement]) -> Placement:
-    """Where the layers of several cards are. Buffers of layers are those of all cards; other rings are as large as the
-    largest."""
-
-    def layers_of(name: str) -> tuple[int, ...]:
-        return tuple(sorted(layer for one in placements for layer in getattr(one, name)))
-
-    return Placement(
-        layers_of("layers"), layers_of("resident_layers"), sum(one.num_buffers for one in placements),
-        staged_layers=layers_of("staged_layers"), resident_kv_layers=layers_of("resident_kv_layers"),
-        staged_kv_layers=layers_of("staged_kv_layers"),
-        kv_ring_buffers=max(one.kv_ring_buffers for one in placements),
-        h2d_ring=max((one.h2d_ring for one in placements), key=lambda ring: ring.nbytes),
-        d2h_ring=max((one.d2h_ring for one in placements), key=lambda ring: ring.nbytes),
-    )  # fmt: skip
 
 
 def all_resident(layers: Iterable[int]) -> Placement:
@@ -136,7 +124,7 @@ class ModelPlan:
 
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
-    reads of a target's. A prefill may borrow `borrowable_bytes` of memory that only decoding uses.
+    reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks.
     """
 
     config: ModelConfig
@@ -148,7 +136,7 @@ class ModelPlan:
     placements: tuple[Placement, ...]
     options: SpeculationOptions
     cache: str = "full"
-    borrowable_bytes: int = 0
+    borrows: bool = False
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
     card: int = 0
@@ -160,8 +148,19 @@ class ModelPlan:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where all of its layers are."""
-        return self.placements[0] if len(self.placements) == 1 else merged(self.placements)
+        """Where all of its layers are. Buffers of layers are those of all cards; other rings are as large as the
+        largest."""
+        cards = self.placements
+        if len(cards) == 1:
+            return cards[0]
+        names = ("layers", "resident_layers", "staged_layers", "resident_kv_layers", "staged_kv_layers")
+        layers = {name: tuple(sorted(chain(*(getattr(one, name) for one in cards)))) for name in names}
+        return Placement(
+            **layers, num_buffers=sum(one.num_buffers for one in cards),
+            kv_ring_buffers=max(one.kv_ring_buffers for one in cards),
+            h2d_ring=max((one.h2d_ring for one in cards), key=lambda ring: ring.nbytes),
+            d2h_ring=max((one.d2h_ring for one in cards), key=lambda ring: ring.nbytes),
+        )  # fmt: skip
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -184,10 +183,6 @@ class ModelPlan:
         if len(self.placements) == 1:
             return (self,)
         return tuple(replace(self, placements=(one,), card=card) for card, one in enumerate(self.placements))
-
-    def _of_own(self, nbytes: int) -> int:
-        """What its layers have of something that all layers of the model have alike."""
-        return nbytes * len(self.layers) // self.config.num_layers
 
     @cached_property
     def num_transfers(self) -> int:
@@ -222,24 +217,10 @@ class ModelPlan:
 
     # --- weights
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """The largest packed layer, which a buffer of the ring holds."""
         return max(map(self.layout.layer_bytes.__getitem__, self.layers))
-
-    @property
-    def least_layer_bytes(self) -> int:
-        """The smallest packed layer."""
-        return min(map(self.layout.layer_bytes.__getitem__, self.layers))
-
-    @property
-    def shared_bytes(self) -> int:
-        """What is not of any layer, where it is."""
-        return self.layout.shared.total_bytes if self.has_head else 0
-
-    def scratch_bytes(self, device_type: str) -> int:
-        """The largest matrix that is decoded before a product."""
-        return self.layout.scratch_bytes(device_type, self.layers, head=self.has_head)
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers."""
@@ -248,6 +229,10 @@ class ModelPlan:
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Some packed layers in host memory, which is given out in whole pages."""
         return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+
+    def scratch_bytes(self, device_type: str) -> int:
+        """The largest matrix that is decoded before a product."""
+        return self.layout.scratch_bytes(device_type, self.layers, head=self.has_head)
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, and the ring."""
@@ -258,14 +243,18 @@ class ModelPlan:
     @cached_property
     def kv_layers_on_host(self) -> tuple[int, ...]:
         """Layers whose keys and values are in host memory."""
-        if not self.on_host:
-            return ()
-        return tuple(layer for layer in self.full_layers if layer not in self.placement.resident_kv_layers)
+        kept = self.placement.resident_kv_layers
+        return tuple(layer for layer in self.full_layers if layer not in kept) if self.on_host else ()
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """Layers that attend to everything. The others keep what their windows reach on the device."""
         return tuple(layer for layer in self.layers if self.config.layer_windows[layer] is None)
+
+    @cached_property
+    def largest_kv_layer(self) -> tuple[int]:
+        """Of those that attend to everything, if there are any, the layer that keeps the most of a token."""
+        return (max(self.full_layers or self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
 
     @property
     def pass_rows(self) -> int | None:
@@ -273,14 +262,20 @@ class ModelPlan:
         all that they are given, as those of drafts."""
         return self.chunk_tokens + self.window_tokens if self.step_rows is None else None
 
-    @cached_property
-    def kv_block_bytes(self) -> int:
-        """A block of keys and values of one sequence in all of its layers."""
-        return self.kv_bytes_of(self.layers, BLOCK_TOKENS)
-
     def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
-        """Keys and values of so many tokens of one sequence in some layers."""
-        return sum(self.config.layers[layer].attention.kv_elements(tokens) for layer in layers) * self.dtype.itemsize
+        """What some layers keep of so many tokens of a sequence."""
+        declared = (self.config.layers[layer].attention.kv_elements(tokens) for layer in layers)
+        return sum(declared) * self.dtype.itemsize
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token of one sequence."""
+        return self.kv_bytes_of(self.layers, 1)
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """A block of keys and values of one sequence, of all layers."""
+        return self.kv_bytes_of(self.layers, BLOCK_TOKENS)
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
         """What some layers reserve of the whole context."""
@@ -293,19 +288,18 @@ class ModelPlan:
         """Host memory of the keys and values of the whole context that are not on the device."""
         return self.reserved_kv_bytes(self.kv_layers_on_host)
 
-    @cached_property
-    def largest_kv_layer(self) -> tuple[int]:
-        """Of those that attend to everything, if there are any, the layer that keeps the most of a token."""
-        return (max(self.full_layers or self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
+    def open_kv_bytes(self, layers: Iterable[int]) -> int:
+        """On the device, of layers whose cache is on the host: their newest blocks."""
+        return self.batch * self.kv_bytes_of(layers, kv.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
 
     @property
-    def kv_layer_bytes(self) -> int:
-        """Keys and values of the whole context in the largest layer."""
-        return self.reserved_kv_bytes(self.largest_kv_layer)
-
-    def open_kv_bytes(self, layers: Iterable[int]) -> int:
-        """On the device, of layers whose caches are on the host: their newest blocks."""
-        return self.batch * self.kv_bytes_of(layers, kv.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
+    def whole_kv_bytes(self) -> int:
+        """The KV cache of all that is kept of the context, wherever it is."""
+        kept_bytes = self.reserved_kv_bytes(self.layers)
+        if self.cache == "streaming":
+            kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
+        tree_tokens = kv.num_blocks(self.tree_positions) * BLOCK_TOKENS
+        return kept_bytes + self.batch * self.kv_bytes_of(self.layers, tree_tokens)
 
     @cached_property
     def kv_piece_bytes(self) -> int:
@@ -317,54 +311,34 @@ class ModelPlan:
         """Copies that bring so many bytes of a layer, of all sequences alike."""
         return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
 
-    def with_kv_ring(self, buffers: int) -> ModelPlan:
-        """The same, of one card, with another number of buffers of the ring that a cache on the host passes through."""
-        return replace(self, placements=(replace(self.placement, kv_ring_buffers=buffers),))
-
-    def overlapped_kv_buffers(self, num_cards: int) -> int:
-        """Buffers of that ring with which the links of all cards are busy at once. A card brings the keys and values of
-        its next layer while the others attend, one after the other, to what their links bring; of n cards each needs
-        room for (n - 1) / n of a layer: the rest arrives while it attends to it."""
-        largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
-        pieces = self.with_kv_ring(kv.KV_RING_BUFFERS + 1).kv_pieces(largest)  # of that ring's size
-        # Beside that the piece that is attended to, and one that arrives.
-        return max(kv.KV_RING_BUFFERS + 1, 2 + -(-pieces * (num_cards - 1) // num_cards))
-
     @property
     def kv_ring_bytes(self) -> int:
         """All buffers of that ring."""
         return self.placement.kv_ring_buffers * self.kv_piece_bytes
 
+    def with_overlapped_kv_ring(self, num_cards: int) -> ModelPlan:
+        """The same, of one card, with a ring of keys and values with which the links of all cards are busy at once. A
+        card brings those of its next layer while the others attend, one after the other, to what their links bring; of
+        n cards each needs room for (n - 1) / n of a layer, and for the piece that it attends to and one that arrives:
+        1.05 in place of 0.92 s a pass of a 7B with 120K tokens on two cards otherwise."""
+        least = kv.KV_RING_BUFFERS + 1
+        ring = replace(self, placements=(replace(self.placement, kv_ring_buffers=least),))
+        largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
+        buffers = max(least, 2 + -(-ring.kv_pieces(largest) * (num_cards - 1) // num_cards))
+        return replace(self, placements=(replace(self.placement, kv_ring_buffers=buffers),))
+
     @property
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
-        needed_bytes = self.kv_layer_bytes // self.batch
-        return 0 if self._of_own(self.borrowable_bytes) >= needed_bytes else needed_bytes
+        needed_bytes = self.reserved_kv_bytes(self.largest_kv_layer) // self.batch
+        chosen_tokens = kv.num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
+        return 0 if self.borrows and self.kv_bytes_of(self.layers, chosen_tokens) >= needed_bytes else needed_bytes
 
     @property
-    def whole_kv_bytes(self) -> int:
-        """The KV cache of all that is kept of the context, wherever it is."""
-        kept_bytes = self.reserved_kv_bytes(self.layers)
-        if self.cache == "streaming":
-            kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
-        tree_tokens = kv.num_blocks(self.tree_positions) * BLOCK_TOKENS
-        return kept_bytes + self.batch * self.kv_bytes_of(self.layers, tree_tokens)
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Keys and values of one token of one sequence."""
-        return self.kv_bytes_of(self.layers, 1)
-
-    @property
-    def kv_bytes(self) -> int:
+    def kv_parts(self) -> Parts:
         """What the KV cache takes of the device."""
-        return sum(part.nbytes for part in self.kv_parts)
-
-    @property
-    def kv_parts(self) -> tuple[MemoryPart, ...]:
-        """The same part by part."""
         if len(self.placements) > 1:
-            return added(card.kv_parts for card in self.cards)
+            return _merged(chain(*(card.kv_parts for card in self.cards)))
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
             return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
@@ -377,23 +351,26 @@ class ModelPlan:
         )
 
     @property
+    def own_config(self) -> ModelConfig:
+        """The model as if it had no other layers than those that it is about."""
+        if len(self.layers) == self.config.num_layers:
+            return self.config
+        return replace(self.config, layers=tuple(map(self.config.layers.__getitem__, self.layers)))
+
+    @cached_property
     def summaries_bytes(self) -> int:
         """What chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
-        return self._of_own(
-            summaries_bytes(
-                self.config, chunk_size=self.options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
-            )
+        return summaries_bytes(
+            self.own_config, chunk_size=self.options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
         )
 
-    @property
+    @cached_property
     def retrieved_bytes(self) -> int:
         """The chunks that are read, which lie on the device once more, and what they are chosen by."""
-        budget_tokens, chunk_size = self.options.budget_tokens, self.options.chunk_size
-        return self.summaries_bytes + self._of_own(
-            retrieved_bytes(
-                self.config, self.dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=self.batch
-            )
-        )
+        return self.summaries_bytes + retrieved_bytes(
+            self.own_config, self.dtype, budget_tokens=self.options.budget_tokens, chunk_size=self.options.chunk_size,
+            batch=self.batch,
+        )  # fmt: skip
 
     @property
     def recent_tokens(self) -> int:
@@ -412,16 +389,6 @@ class ModelPlan:
         """Tokens that a streaming cache has room for."""
         return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, self.streaming_window_tokens)
 
-    def with_streaming_cache(self) -> ModelPlan:
-        """A draft with a cache of sinks and recent tokens, whatever the context. Raises `OptionError`."""
-        kept, longest = self.streaming_tokens, longest_context(self.config)
-        if kept > longest:
-            raise OptionError(
-                f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the "
-                f"{longest} that the draft was made for: lower --recent-tokens by {kept - longest}"
-            )
-        return replace(self, cache="streaming")
-
     def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
         """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
         all full blocks."""
@@ -431,19 +398,14 @@ class ModelPlan:
         """The same of every layer whose cache is on the host, by layer."""
         return {layer: self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host}
 
-    def exposed_kv_bytes(self, length_tokens: int) -> int:
-        """What of that, of all layers, the ring has no room for: it comes while the card attends, and the other cards'
-        rings may be full."""
-        return sum(max(0, nbytes - self.kv_ring_bytes) for nbytes in self.streamed_kv(length_tokens).values())
-
-    # --- both, and what passes take
+    # --- what passes take
 
     @property
     def mixes(self) -> bool:
         """Whether its passes read several prompts, and beside windows."""
         return self.step_rows is None and self.batch > 1 and not self.on_host
 
-    @property
+    @cached_property
     def workspace_bytes(self) -> int:
         """Activations of the largest pass."""
         # A tree's step keeps its logits beside those that the pass makes.
@@ -458,8 +420,8 @@ class ModelPlan:
 def unmatched_kv_bytes(cards: Sequence[ModelPlan], length_tokens: int) -> list[int]:
     """Of each of several cards that stream keys and values in turn, what its link could bring while it has to wait: for
     a layer that another streams more than it does, as far as its own ring has no room meanwhile."""
-    streamed = [card.streamed_kv(length_tokens) for card in cards]
-    most, largest = max(map(len, streamed)), max((nbytes for one in streamed for nbytes in one.values()), default=0)
+    streamed = [card.streamed_kv(length_tokens).values() for card in cards]
+    most, largest = max(map(len, streamed)), max((nbytes for one in streamed for nbytes in one), default=0)
     pairs = zip(cards, streamed, strict=True)
     return [(most - len(one)) * max(0, largest - card.kv_ring_bytes) for card, one in pairs]
 
@@ -469,8 +431,8 @@ class RunPlan:
     """A run as it was asked for and as it is placed: what lives where, in bytes.
 
     A retrieval verifier, if it `has_verifier`, is the target over retrieved chunks, between the draft and the target;
-    `reason` says why it has one or not, when `auto` decided it. Trees of `tree_room` nodes have room; `tree_note` says
-    why there is none where there could be, and `draft_note` who drafts where that was left open.
+    `reason` says why it has one or not, when `auto` decided it, and `draft_note` who drafts where that was left open.
+    Trees of `tree_room` nodes have room.
 
     Layers may be dealt out to several cards: then device memory is that of all of them together, and `cards` are plans
     of what each has. The draft, embedding and head are on the first.
@@ -482,7 +444,6 @@ class RunPlan:
     draft: ModelPlan | None = None
     has_verifier: bool = False
     tree_room: int = 0
-    tree_note: str = ""
     draft_note: str = ""
     reason: str = ""
 
@@ -493,16 +454,22 @@ class RunPlan:
 
     @cached_property
     def cards(self) -> tuple[RunPlan, ...]:
-        """What each card has of it."""
+        """What each card has of it; the draft is on the first."""
         if self.num_cards == 1:
             return (self,)
         return tuple(
-            replace(self, target=target, limits=self.limits.of_card(target.card)) for target in self.target.cards
+            replace(self, target=one, draft=None if one.card else self.draft, limits=self.limits.of_card(one.card))
+            for one in self.target.cards
         )
 
-    def with_placements(self, placements: Iterable[Placement]) -> RunPlan:
+    def with_placements(self, *placements: Placement) -> RunPlan:
         """The same with the target's layers elsewhere, of each card."""
-        return self.with_target(replace(self.target, placements=tuple(placements)))
+        return replace(self, target=replace(self.target, placements=placements))
+
+    @property
+    def placement(self) -> Placement:
+        """Of the target's layers."""
+        return self.target.placement
 
     @property
     def proposer(self) -> str:
@@ -512,25 +479,7 @@ class RunPlan:
     @property
     def on_cpu(self) -> bool:
         """Whether device memory is the host's."""
-        return device_type_of(self.request) == "cpu"
-
-    @property
-    def draft_here(self) -> ModelPlan | None:
-        """The draft, where it takes memory of: not of cards behind the first."""
-        return None if self.target.card else self.draft
-
-    @property
-    def placement(self) -> Placement:
-        """Of the target's layers."""
-        return self.target.placement
-
-    def with_placement(self, placement: Placement) -> RunPlan:
-        """The same with the target's layers elsewhere, all on one card."""
-        return self.with_placements((placement,))
-
-    def with_target(self, target: ModelPlan) -> RunPlan:
-        """The same with the target placed otherwise."""
-        return replace(self, target=target)
+        return self.request.device_type == "cpu"
 
     def of_batch(self, sequences: int) -> RunPlan:
         """The same for another number of sequences."""
@@ -540,77 +489,71 @@ class RunPlan:
     # --- of the device
 
     @cached_property
-    def device(self) -> tuple[MemoryPart, ...]:
+    def device(self) -> Parts:
         """Device memory, part by part."""
-        parts = (*self._needed, MemoryPart("CUDA graphs of passes", self.captured_bytes))
-        return tuple(part for part in parts if part.nbytes)
+        return _merged((*self._needed, MemoryPart("CUDA graphs of passes", self.captured_bytes)))
 
     @cached_property
     def captured_bytes(self) -> int:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
         where passes cross from card to card."""
-        target, limit_bytes = self.target, self.limits.device_bytes
+        target = self.target
         if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers:
             return 0
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
-        nbytes = captured_pass_bytes(target.config, target.dtype.itemsize)
-        fits = limit_bytes is None or sum(part.nbytes for part in self._needed) + nbytes <= limit_bytes
-        return nbytes if fits else 0
+        nbytes, limit_bytes = captured_pass_bytes(target.config, target.dtype.itemsize), self.limits.device_bytes
+        return nbytes if limit_bytes is None or total(self._needed) + nbytes <= limit_bytes else 0
 
     @cached_property
-    def _needed(self) -> tuple[MemoryPart, ...]:
+    def _needed(self) -> Parts:
         """Device memory of what there must be."""
         if self.num_cards > 1:
-            return added(card._needed for card in self.cards)
-        target, draft, placement = self.target, self.draft_here, self.placement
+            return _merged(chain(*(card._needed for card in self.cards)))
+        target, draft, placement = self.target, self.draft, self.placement
         return (
-            MemoryPart("CUDA context", self.limits.reserved_bytes),
-            MemoryPart("embedding and head", target.shared_bytes),
+            MemoryPart("CUDA context", self.limits.cards[0].reserved_bytes),
+            MemoryPart("embedding and head", target.layout.shared.total_bytes if target.has_head else 0),
             MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
             MemoryPart("ring of layers", placement.num_buffers * target.layer_bytes),
             *target.kv_parts,
             MemoryPart("retrieval cache", self.verifier_bytes if self.has_verifier else 0),
             MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
-            MemoryPart("draft KV cache", 0 if draft is None else draft.kv_bytes),
+            MemoryPart("draft KV cache", 0 if draft is None else total(draft.kv_parts)),
             MemoryPart("CUDA graphs", self.graph_bytes),
-            MemoryPart("decoded matrices", self.scratch_bytes),
+            MemoryPart("decoded matrices", self._scratch_bytes),
             MemoryPart("workspace", self.workspace_bytes),
         )
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         """Peak of the device's memory."""
-        return sum(part.nbytes for part in self.device)
+        return total(self.device)
 
     @property
     def fixed_bytes(self) -> int:
         """Of what there must be on a card, everything but the target's layers of weights."""
-        return sum(part.nbytes for part in self._needed) - self.target.held_bytes(self.placement)
+        return total(self._needed) - self.target.held_bytes(self.placement)
 
     @property
-    def scratch_bytes(self) -> int:
+    def _scratch_bytes(self) -> int:
         """What each model on a card decodes its matrices into, one after the other."""
-        models = [model for model in (self.target, self.draft_here) if model is not None]
-        return sum(model.scratch_bytes(device_type_of(self.request)) for model in models)
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return sum(model.scratch_bytes(self.request.device_type) for model in models)
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of both models on a card."""
-        draft = self.draft_here
-        if draft is None:
-            return self.target.workspace_bytes
-        # Draft and target take turns on one stream and share the allocator's blocks, unless the draft runs beside a
-        # pass.
-        each = self.target.workspace_bytes, draft.workspace_bytes
-        return sum(each) if draft.tree_positions else max(each)
+        """Activations of both models on a card. They take turns on one stream and share the allocator's blocks, unless
+        the draft runs beside a pass."""
+        each = [model.workspace_bytes for model in (self.target, self.draft) if model is not None]
+        return sum(each) if self.draft is not None and self.draft.tree_positions else max(each)
 
     @property
     def graph_bytes(self) -> int:
         """CUDA graphs of the draft's and the verifier's steps on a card."""
         if self.on_cpu:
             return 0
-        draft, nbytes = self.draft_here, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
+        draft, nbytes = self.draft, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
             rows = draft.batch * REWRITTEN_TOKENS
             if self.has_verifier:
@@ -629,7 +572,7 @@ class RunPlan:
     def verifier_step_bytes(self) -> int:
         """Of these, on a card, the window and what a step computes on its way, of all sequences."""
         target, rows = self.target, self.target.batch
-        if self.draft is not None:  # of the newest tokens as many as there are levels are written anew
+        if self.request.proposed_by == "the draft":  # of the newest tokens as many as there are levels are written anew
             rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)
         far_chunks = target.context_tokens // target.options.chunk_size
         return verifier_step_bytes(
@@ -640,26 +583,27 @@ class RunPlan:
     # --- of the host
 
     @cached_property
-    def host(self) -> tuple[MemoryPart, ...]:
+    def host(self) -> Parts:
         """Host memory once the models are loaded, at the longest context, part by part."""
         target, placement, pinned = self.target, self.placement, self.limits.page_locks
-        placements = target.placements  # with rings of their own
+        rings = target.placements  # each has its own
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = target.reserved_kv_bytes(placement.staged_kv_layers)
-        parts = (
-            MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
-            MemoryPart("staged layers", staged_bytes),
-            MemoryPart("staging ring", sum(one.h2d_ring.nbytes for one in placements), pinned),
-            MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
-            MemoryPart("staged KV cache", staged_kv_bytes),
-            MemoryPart("pieces to write KV through", sum(one.d2h_ring.nbytes for one in placements), pinned),
-            MemoryPart("rows between cards", self.transfer_bytes, pinned),
-            # Of a CPU, whose memory is the host's.
-            MemoryPart("all that a GPU would hold", self.device_bytes if self.on_cpu else 0),
-            MemoryPart("Python and libraries", PROCESS_BYTES),
+        return _merged(
+            [
+                MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
+                MemoryPart("staged layers", staged_bytes),
+                MemoryPart("staging ring", sum(one.h2d_ring.nbytes for one in rings), pinned),
+                MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
+                MemoryPart("staged KV cache", staged_kv_bytes),
+                MemoryPart("pieces to write KV through", sum(one.d2h_ring.nbytes for one in rings), pinned),
+                MemoryPart("rows between cards", self.transfer_bytes, pinned),
+                # Of a CPU, whose memory is the host's.
+                MemoryPart("all that a GPU would hold", self.device_bytes if self.on_cpu else 0),
+                MemoryPart("Python and libraries", PROCESS_BYTES),
+            ]
         )
-        return tuple(part for part in parts if part.nbytes)
 
     @property
     def transfer_bytes(self) -> int:
@@ -675,29 +619,25 @@ class RunPlan:
         return pieces * sum(1 << (rows * size - 1).bit_length() for size in sizes)
 
     @cached_property
-    def loading(self) -> tuple[MemoryPart, ...]:
+    def loading(self) -> Parts:
         """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
         sources = (self.request.draft, self.draft), (self.request.target, self.target)
         models = [(source, model.layout) for source, model in sources if model is not None]
-        held_bytes = sum(layout.total_bytes for _, layout in models)
-        held_bytes -= self.target.bytes_of_layers(self.placement.streamed_layers)
-        parts = (
-            MemoryPart("streamed layers", self.target.host_bytes_of_layers(self.placement.streamed_layers)),
-            MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
-            MemoryPart("weights that a GPU would hold", held_bytes if self.on_cpu else 0),
-            MemoryPart("Python and libraries", LOADING_PROCESS_BYTES),
+        streamed, held_bytes = self.placement.streamed_layers, sum(layout.total_bytes for _, layout in models)
+        held_bytes -= self.target.bytes_of_layers(streamed)
+        return _merged(
+            [
+                MemoryPart("streamed layers", self.target.host_bytes_of_layers(streamed)),
+                MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
+                MemoryPart("weights that a GPU would hold", held_bytes if self.on_cpu else 0),
+                MemoryPart("Python and libraries", _LOADING_PROCESS_BYTES),
+            ]
         )
-        return tuple(part for part in parts if part.nbytes)
-
-    @property
-    def loading_bytes(self) -> int:
-        """Peak of host memory while weights are read."""
-        return sum(part.nbytes for part in self.loading)
 
     @cached_property
     def host_bytes(self) -> int:
         """Peak of host memory."""
-        return max(sum(part.nbytes for part in self.host), self.loading_bytes)
+        return max(total(self.host), total(self.loading))
 
     @property
     def short_of_host_bytes(self) -> int:
@@ -708,11 +648,11 @@ class RunPlan:
     def pinned_bytes(self) -> int:
         """Peak of page-locked host memory; while weights are read, pieces of them are locked in what is left of the
         limit."""
-        return sum(part.nbytes for part in self.host if part.pinned)
+        return total(part for part in self.host if part.pinned)
 
     # --- what of it moves, and how
 
-    @property
+    @cached_property
     def streamed_bytes(self) -> int:
         """Bytes that a pass at the full context brings over the link."""
         target = self.target
@@ -736,11 +676,11 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     Raises:
         OptionError, ContextLengthError: Of the request's element type, context, window or caches.
     """
-    config, window = request.target.config(), max(request.max_gamma, tree_nodes) + 1
-    device_type = device_type_of(request)
-    dtype = resolve_dtype(request.dtype, request.target, device_type)
-    tokens = resolve_context(request.context, config, kv=request.kv)
-    check_window(window, config)
+    config, proposed = request.target.config(), max(request.max_gamma, tree_nodes)
+    dtype = resolve_dtype(request.dtype, request.target, request.device_type)
+    tokens, longest = resolve_context(request.context, config, kv=request.kv), longest_context(config)
+    many = f"{proposed} proposals in a window are more than the {longest} tokens that the model was made for"
+    require(proposed <= max(longest, *TREE_ROOMS), f"{many}: lower --gamma or --tree-nodes")
     coded, placements = request.encode == "always", (all_resident(range(config.num_layers)),)
     layout = _layout(request, request.target, dtype, coded=coded)
     if coded and not layout.has_coded:
@@ -748,18 +688,19 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
             f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
             f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
         )
-    chunk_tokens = PREFILL_CHUNK_TOKENS[device_type]
+    chunk_tokens = PREFILL_CHUNK_TOKENS[request.device_type]
     assert request.max_batch is not None, "it is chosen by then"
-    target = ModelPlan(config, layout, chunk_tokens, tokens, window, request.max_batch, placements, request.speculation)
-    has_draft = request.proposed_by == "the draft"
-    draft = _plan_draft(request, target, tree_nodes) if has_draft else None
+    target = ModelPlan(
+        config, layout, chunk_tokens, tokens, proposed + 1, request.max_batch, placements, request.speculation
+    )
+    draft = _plan_draft(request, target, tree_nodes) if request.proposed_by == "the draft" else None
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
 
 
 def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
     """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, but on a CPU,
     which has no link and would decode for every token what it can decode once."""
-    decoded = request.weights == "decoded" or (request.weights == "auto" and device_type_of(request) == "cpu")
+    decoded = request.weights == "decoded" or (request.weights == "auto" and request.device_type == "cpu")
     return (replace(model, decoded=True) if decoded and model.kinds else model).layout(dtype, coded=coded)
 
 
@@ -775,28 +716,31 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     if cache == "auto":
         retrieves = context <= longest and options.budget_tokens <= context and not tree_nodes
         cache = "full" if context <= min(longest, AUTO_CONTEXT_TOKENS) else "retrieval" if retrieves else "streaming"
-    if tree_nodes and cache == "retrieval":
-        raise OptionError(
-            f"trees of {tree_nodes} nodes need a draft whose KV cache holds whole branches, not retrieved chunks: use "
-            "--draft-cache streaming or full, or --tree-nodes 0"
-        )
-    plan = ModelPlan(
-        config, _layout(request, request.draft, target.dtype), target.chunk_tokens, context, target.window_tokens,
-        target.batch, (all_resident(range(config.num_layers)),), options, cache, tree_nodes=tree_nodes,
-        step_rows=max(STEP_ROWS, target.batch),
+    plan = replace(
+        target, config=config, layout=_layout(request, request.draft, target.dtype), cache=cache,
+        placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
+        step_rows=max(STEP_ROWS, target.batch), context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip
-    if cache == "streaming":
-        return plan.with_streaming_cache()
-    if cache == "full":
-        return replace(plan, context_tokens=min(context, longest))
-    if context > longest:
-        raise OptionError(
-            f"a retrieval cache keeps the positions of all {context} tokens of the context, and the draft was made for "
-            f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in the draft's config.json"
+    kept = plan.streaming_tokens
+    require(
+        cache != "streaming" or kept <= longest,
+        f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the {longest} "
+        f"that the draft was made for: lower --recent-tokens by {kept - longest}",
+    )
+    if cache == "retrieval":
+        require(
+            not tree_nodes,
+            f"trees of {tree_nodes} nodes need a draft whose KV cache holds whole branches, not retrieved chunks: use "
+            "--draft-cache streaming or full, or --tree-nodes 0",
         )
-    if options.budget_tokens > context:
-        raise OptionError(
+        require(
+            context <= longest,
+            f"a retrieval cache keeps the positions of all {context} tokens, and the draft was made for "
+            f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in its config.json",
+        )
+        require(
+            options.budget_tokens <= context,
             f"a draft that retrieves {options.budget_tokens} of at most {context} tokens reserves memory for nothing: "
-            "lower --budget-tokens, raise --context, or use --draft-cache full"
+            "lower --budget-tokens, raise --context, or use --draft-cache full",
         )
     return plan
