@@ -15,8 +15,15 @@ from heapq import heappop, heappush
 from itertools import pairwise, starmap
 
 import torch
-from offload_runtime_kernels import window_steps
-from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepLayout, StepRotation, StepRows, TreeLinks
+from offload_runtime_kernels.window_steps import (
+    WINDOW_HEADER_WORDS,
+    StepLayout,
+    StepRotation,
+    StepRows,
+    TreeLinks,
+    put_tokens,
+    step_rows,
+)
 
 from offload_runtime.core import DraftBudget, TokenTree, depths_of
 from offload_runtime.kv.retrieval import RetrievedDraftCache
@@ -71,15 +78,8 @@ class WindowOutput:
 
     def between(self, start: int, stop: int) -> list[int]:
         """Return the tokens of positions `start` to `stop` - 1."""
-        return self._part(self.tokens, start, stop)
-
-    def runners_up_between(self, start: int, stop: int) -> list[int]:
-        """Return the runners-up of the tokens of positions `start` to `stop` - 1."""
-        return self._part(self.runners_up, start, stop)
-
-    def _part(self, values: Sequence[int], start: int, stop: int) -> list[int]:
-        assert self.base <= start and stop <= self.base + len(values)
-        return list(values[start - self.base : stop - self.base])
+        assert self.base <= start and stop <= self.base + len(self.tokens)
+        return list(self.tokens[start - self.base : stop - self.base])
 
 
 class DeviceWindow:
@@ -90,23 +90,21 @@ class DeviceWindow:
 
     Args:
         device: The compute device.
-        capacity: Most tokens of a sequence, known and proposed.
         batch: Most sequences.
 
     Attributes:
-        device: Where it is.
+        rows: [num_rows, header and capacity] int32: what steps read and write.
+        runners_up: [batch, capacity] int32: what the verifier would have said instead.
         num_rows: Sequences 0 to num_rows - 1 take part in steps: all up to the last that has joined, at least one.
         end: [num_rows] int32, strided: how many tokens of each sequence are known.
         inputs: As of the last upload.
     """
 
-    def __init__(self, device: torch.device, capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> None:
-        assert capacity > 0 and batch > 0
-        self.capacity = capacity
+    def __init__(self, device: torch.device, *, batch: int = 1) -> None:
         self.inputs: Mapping[int, WindowInput] = {}
-        self._state = torch.zeros(batch, WINDOW_HEADER_WORDS + capacity, dtype=torch.int32, device=device)
-        self._runners_up = torch.full((batch, capacity), -1, dtype=torch.int32, device=device)
-        self.device = self._state.device
+        words = WINDOW_HEADER_WORDS + WINDOW_CAPACITY_TOKENS
+        self._state = torch.zeros(batch, words, dtype=torch.int32, device=device)
+        self.runners_up = torch.full((batch, WINDOW_CAPACITY_TOKENS), -1, dtype=torch.int32, device=device)
         self._joined = set[int]()
         self._fit_rows()
 
@@ -123,8 +121,8 @@ class DeviceWindow:
 
     def _fit_rows(self) -> None:
         self.num_rows = 1 + max(self._joined, default=0)
-        self._rows = self._state[: self.num_rows]
-        self.end = self._rows[:, 0]
+        self.rows = self._state[: self.num_rows]
+        self.end = self.rows[:, 0]
 
     def upload(self, inputs: Mapping[int, WindowInput]) -> None:
         """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
@@ -133,56 +131,26 @@ class DeviceWindow:
             inputs: By sequence; the others stand still.
         """
         assert inputs and all(slot < self.num_rows for slot in inputs)
-        assert all(one.last - one.base <= self.capacity for one in inputs.values())
+        assert all(one.last - one.base <= WINDOW_CAPACITY_TOKENS for one in inputs.values())
         width = max(len(one.tokens) for one in inputs.values())
         rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
         for slot, one in inputs.items():
             header = [one.end, one.base, one.stop, one.last, one.end - 1]
             rows[slot][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
         host = torch.tensor(rows, dtype=torch.int32)
-        overwrite(self._rows[:, : host.shape[1]], host)
+        overwrite(self.rows[:, : host.shape[1]], host)
         self.inputs = dict(inputs)
 
     def read(self) -> dict[int, WindowOutput]:
         """Return what there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
         width = max(one.last - one.base for one in self.inputs.values())
         count = WINDOW_HEADER_WORDS + width
-        parts = self._rows[:, :count], self._runners_up[: self.num_rows, :width]
+        parts = self.rows[:, :count], self.runners_up[: self.num_rows, :width]
         rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
         return {
             slot: WindowOutput(row[0], row[1], row[WINDOW_HEADER_WORDS:count], row[count:])
             for slot, row in ((slot, rows[slot]) for slot in self.inputs)
         }
-
-    def rows(
-        self, start: torch.Tensor, layout: StepLayout, rotation: StepRotation, *, last_token: int,
-        skip_committed: bool = False, place: torch.Tensor | None = None,
-    ) -> StepRows:  # fmt: skip
-        """Return the rows that a layout names, counted from `start` ([num_rows] int32, device): see `step_rows`."""
-        return window_steps.step_rows(
-            self._rows, start, layout, rotation, last_token=last_token, skip_committed=skip_committed, place=place
-        )
-
-    def put(
-        self, start: torch.Tensor, tokens: torch.Tensor, *, offset: int = 0, cursor: torch.Tensor | None = None
-    ) -> None:
-        """Write `tokens` ([num_rows, n] int64, device) into the slots from `start` ([num_rows] int32, device) +
-        `offset` on, and move `cursor` ([num_rows] int32, device), which may be `start`, behind `start` by as many."""
-        window_steps.put_tokens(self._rows, start, tokens, offset=offset, cursor=cursor)
-
-    def accept(
-        self, samples: torch.Tensor, second_samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks
-    ) -> None:
-        """Move every `end` behind the path of proposals, linked so and in the slots from `end` on, that `samples`
-        ([num_rows, at least n + 1] int64, device, behind the newest known token and behind each of them) confirm, and
-        behind the sample that follows it; `second_samples` are what would have been sampled if not that. `counts` [at
-        least num_rows, 2] int64 gains a step and what it accepted."""
-        window_steps.accept(self._rows, samples, second_samples, counts, links, self._runners_up)
-
-
-def device_window_bytes(capacity: int = WINDOW_CAPACITY_TOKENS, *, batch: int = 1) -> int:
-    """Return the bytes of a `DeviceWindow`."""
-    return 4 * batch * (WINDOW_HEADER_WORDS + 2 * capacity)
 
 
 # Of what a draft's likelier children leave over, the next one is right about so often.
@@ -328,8 +296,8 @@ class DraftModel(Proposer):
 
     Attributes:
         frequencies: By which every sequence's rows are rotated.
-        texts: What the cache holds of every sequence. Whoever takes steps brings it up to all of the tokens but those
-            that a first step feeds itself, and tells it afterwards of which tokens the steps have written the keys.
+        texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
+            itself, and afterwards also those whose keys the steps have written.
     """
 
     name = "draft"
@@ -364,7 +332,7 @@ class DraftModel(Proposer):
     def warm_up(self) -> None:
         """Compile the kernels of all steps of chains, which would hold up the first proposals.
 
-        Whoever shares the window plays its own steps. Leaves the cache empty.
+        The steps of a shared window are left to the retrieval verifier. Leaves the cache empty.
         """
         with self.graphs.eager():
             if self._own_window:
@@ -421,7 +389,7 @@ class DraftModel(Proposer):
         if kept > self._capacity_tokens:
             return 0
         in_cache = self._max_tokens_with_draft - kept + 1  # the last guess needs no place in the cache
-        return min(in_cache, self.window.capacity - REWRITTEN_TOKENS)
+        return min(in_cache, WINDOW_CAPACITY_TOKENS - REWRITTEN_TOKENS)
 
     @property
     def draft_state(self) -> DraftKVState | None:
@@ -440,12 +408,12 @@ class DraftModel(Proposer):
             return proposals
         for slot in asked:
             self.texts.catch_up(slot, texts[slot])
-        lengths = {slot: len(texts[slot]) for slot in asked}
+        lengths, count = {slot: len(texts[slot]) for slot in asked}, max(asked.values())
         ends = {slot: length + asked[slot] for slot, length in lengths.items()}
         self.window.upload(
             {slot: WindowInput(texts[slot][-REWRITTEN_TOKENS:], lengths[slot], end, end) for slot, end in ends.items()}
         )
-        self.steps(max(asked.values()), longest=lengths)
+        self._enqueue([partial(self._step, first=step == 0) for step in range(count)], count - 1, lengths)
         outputs = self.window.read()  # the only wait for the device
         for slot, end in ends.items():
             guesses = outputs[slot].between(lengths[slot], end)
@@ -459,31 +427,22 @@ class DraftModel(Proposer):
         if self.room(len(tokens)) > 0:
             self.texts.catch_up(slot, tokens)
 
-    @torch.inference_mode()
-    def steps(self, count: int, *, longest: Mapping[int, int]) -> None:
-        """Enqueue `count` steps behind each sequence's `end` without waiting: token `end` + j comes of step j.
-
-        The cache must have caught up to all but the last two tokens before `end`.
-
-        Args:
-            count: Steps.
-            longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
-                knows.
-        """
-        self._enqueue([partial(self._step, first=step == 0) for step in range(count)], count - 1, longest)
-
-    @torch.inference_mode()
     def grow(self, tree: GuessTree, *, longest: Mapping[int, int]) -> None:
         """Enqueue the steps that put a tree behind each sequence's `end` without waiting: its nodes in their order.
 
-        The cache must have caught up to all but the last `tree.num_known` tokens before `end`. Arguments as of `steps`.
+        Args:
+            tree: Of guesses. The cache must have caught up to all but the last `tree.num_known` tokens before `end`.
+            longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
+                knows.
         """
         self._enqueue(
             [partial(self._level, tree=tree, level=level) for level in range(tree.num_levels)], len(tree), longest
         )
 
+    @torch.inference_mode()
     def _enqueue(self, steps: Sequence[partial[None]], tokens: int, longest: Mapping[int, int]) -> None:
-        """Run steps that write the keys of up to `tokens` tokens behind each sequence's `end`."""
+        """Run steps that write the keys of up to `tokens` tokens behind each sequence's `end`, which is at most the
+        `longest`."""
         cache, inputs = self.runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
@@ -522,7 +481,7 @@ class DraftModel(Proposer):
         start = window.end if first else cursor
         logits, step = self._pass(self._chains[first], start, reach)
         token = sample(logits[:, -1], self._sampling, step.ahead, self._slots[: window.num_rows])
-        window.put(start, token[:, None], cursor=cursor)
+        put_tokens(window.rows, start, token[:, None], cursor=cursor)
 
     def _level(self, *, tree: GuessTree, level: int, reach: int) -> None:
         """Say what the nodes of a tree's level are. Captured: no tensor of the host."""
@@ -537,12 +496,13 @@ class DraftModel(Proposer):
             tokens = sample(logits, self._sampling, following, owners)
         else:
             tokens = perturbed_logits(logits, self._sampling, following, owners).topk(most, dim=1).indices
-        window.put(window.end, tokens.view(window.num_rows, -1)[:, chosen], offset=tree.levels[level].start)
+        tokens = tokens.view(window.num_rows, -1)[:, chosen]
+        put_tokens(window.rows, window.end, tokens, offset=tree.levels[level].start)
 
     def _pass(self, layout: StepLayout, start: torch.Tensor, reach: int) -> tuple[torch.Tensor, StepRows]:
         """Feed the rows of a step: logits [B, T, V] of what may be proposed, and the rows."""
-        step = self.window.rows(
-            start, layout, self._rotation, last_token=self.texts.last_token,
+        step = step_rows(
+            self.window.rows, start, layout, self._rotation, last_token=self.texts.last_token,
             place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
         rows = Rows.of_step(step, self._slots[: self.window.num_rows], max_length=reach)

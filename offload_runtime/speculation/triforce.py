@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from offload_runtime_kernels.attention_sources import sources_workspace_bytes
 from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
-from offload_runtime_kernels.window_steps import StepRotation
+from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepRotation, accept, step_rows
 
 from offload_runtime.core import TokenTree
 from offload_runtime.kv.retrieval import RetrievalCache
@@ -30,12 +30,12 @@ from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.model_runner import Decoder, window_pass
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.draft import (
+    WINDOW_CAPACITY_TOKENS,
     DeviceWindow,
     DraftModel,
     GuessTree,
     WindowInput,
     WindowOutput,
-    device_window_bytes,
 )
 from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts, chains_where
 from offload_runtime.trace import TraceRecorder
@@ -73,7 +73,7 @@ class RetrievalVerifier:
         self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache,
         rope: RopeTable, window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
-        device = window.device
+        device = window.rows.device
         self.cache = cache
         self.window = window
         self._max_tokens_with_draft = max_tokens_with_draft
@@ -130,15 +130,17 @@ class RetrievalVerifier:
     def _step(self, tree: GuessTree) -> None:
         """Captured: no tensor of the host."""
         window = self.window
-        step = window.rows(window.end, tree.verified, self._rotation, last_token=self._last_token, skip_committed=True)
+        step = step_rows(
+            window.rows, window.end, tree.verified, self._rotation, last_token=self._last_token, skip_committed=True
+        )
         rows = Rows.of_step(step, self._slots[: window.num_rows], max_length=self._max_tokens_with_draft)
         logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.slots)
         # Where the target says something else it mostly is what comes next here.
         without_samples = logits.scatter_(1, samples.clamp_min(0)[:, None], -torch.inf)
         second_samples = sample(without_samples, self._sampling, step.following, step.slots)
-        rows_of = (window.num_rows, -1)
-        window.accept(samples.view(rows_of), second_samples.view(rows_of), self._counts, tree.links)
+        both = samples.view(window.num_rows, -1), second_samples.view(window.num_rows, -1)
+        accept(window.rows, *both, self._counts, tree.links, window.runners_up)
 
 
 def verifier_step_bytes(
@@ -161,7 +163,8 @@ def verifier_step_bytes(
         chunk_logits = min(4 * rows * attention.num_heads * far_chunks, SCORES_WORKSPACE_BYTES)
         workspace = max(workspace, sources_workspace_bytes(attention.head_dim), scores + chunk_logits)
     activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head)
-    return device_window_bytes(batch=batch) + activations + workspace
+    window = 4 * batch * (WINDOW_HEADER_WORDS + 2 * WINDOW_CAPACITY_TOKENS)
+    return window + activations + workspace
 
 
 class TriForceProposer(Proposer):
@@ -275,7 +278,7 @@ class TriForceProposer(Proposer):
 
     def _room(self, length: int) -> int:
         """Return the most tokens that can be proposed behind `length` tokens."""
-        room = min(self._max_tokens_with_draft - length, self._window.capacity - self.tree.num_known)
+        room = min(self._max_tokens_with_draft - length, WINDOW_CAPACITY_TOKENS - self.tree.num_known)
         if self._draft is not None:
             room = min(room, self._draft.room(length))
         return room - len(self.tree) - 1  # the last step may write the keys of proposals beyond what is asked for
@@ -316,12 +319,10 @@ class TriForceProposer(Proposer):
         tokens = outputs.between(inputs.end, stop)
         # A level with NaN logits has nothing to say.
         count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
-        runners_up = [
-            (token, place - 1)
-            for place, token in enumerate(outputs.runners_up_between(inputs.end, stop)[:count])
-            if token >= 0
-        ][:extra_nodes]  # fmt: skip
-        nodes = [*zip(tokens[:count], range(-1, count - 1), strict=True), *runners_up]
+        instead = outputs.runners_up[inputs.end - outputs.base :][:count]
+        branches = [(token, place - 1) for place, token in enumerate(instead) if token >= 0][:extra_nodes]
         return TokenTree(
-            tuple(token for token, _ in nodes), tuple(parent for _, parent in nodes), (self.name,) * len(nodes)
+            (*tokens[:count], *(token for token, _ in branches)),
+            (*range(-1, count - 1), *(parent for _, parent in branches)),
+            (self.name,) * (count + len(branches)),
         )
