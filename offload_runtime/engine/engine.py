@@ -39,7 +39,7 @@ from offload_runtime.memory import DeviceBudget, current_device
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
-from offload_runtime.speculation import Controller, Cost, Proposer, StepResult, run_step
+from offload_runtime.speculation import Controller, Cost, Proposer, StepOutput, run_step
 from offload_runtime.trace import DRAFT, LINK, PASSES, TraceRecorder, covered_seconds, union_seconds
 
 # Who "proposed" the token that the target adds to those accepted.
@@ -67,7 +67,7 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
-class StepOutput:
+class RequestOutput:
     """Says what a step brought a request.
 
     Attributes:
@@ -194,7 +194,7 @@ class Engine:
         """Count the passes since `begin`, but for those over prompts alone."""
         return self._meter.passes - self._passes_before
 
-    def step(self, on_layer: OnLayer | None = None, *, with_logits: bool = False) -> list[StepOutput]:
+    def step(self, on_layer: OnLayer | None = None, *, with_logits: bool = False) -> list[RequestOutput]:
         """Let requests join as far as there are slots, then take a step of all that run. Its pass reads the prompts of
         those that have joined, too, where it can; else each takes a step of its own.
 
@@ -239,11 +239,11 @@ class Engine:
         outputs += [self._push(one, results[one.slot], ended_s) for one in stepping]
         return outputs
 
-    def _admit(self) -> list[StepOutput]:
+    def _admit(self) -> list[RequestOutput]:
         """Give requests that wait the free slots that hold most of their prompts; return those that failed at that."""
         if self._has_read and self.running:  # or else answers of one token would keep the others waiting
             return []
-        failed = list[StepOutput]()
+        failed = list[RequestOutput]()
         while self.waiting and len(self.running) < self._num_slots:
             request = self.waiting.popleft()
             try:
@@ -300,7 +300,7 @@ class Engine:
             request.prompt_logprobs += token_logprobs(behind.logits, following, count)
             runner.cache.commit_path(slot, range(len(window)))
 
-    def _push(self, request: Request, result: StepResult, now_s: float) -> StepOutput:
+    def _push(self, request: Request, result: StepOutput, now_s: float) -> RequestOutput:
         """Append the tokens of a step to a request, until one of them finishes it."""
         request.last_token_s, events = now_s, list[TokenEvent]()
         for number, token in enumerate(result.tokens):
@@ -316,12 +316,12 @@ class Engine:
                 self._end(request)
                 break
         logits = None if result.logits is None else result.logits[: len(events)]
-        return StepOutput(request, events, logits=logits)
+        return RequestOutput(request, events, logits=logits)
 
-    def _fail(self, request: Request, error: OffloadError) -> StepOutput:
+    def _fail(self, request: Request, error: OffloadError) -> RequestOutput:
         """End a request by an error that is its own."""
         self.cancel(request, error)
-        return StepOutput(request, error=error)
+        return RequestOutput(request, error=error)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
         """Free the slot of a request that has finished, and make its result, also where the device fails at that."""

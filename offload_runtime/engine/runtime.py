@@ -14,7 +14,7 @@ import torch
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.conversation import Conversation
-from offload_runtime.engine.engine import Engine, StepOutput, device_errors
+from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
@@ -263,7 +263,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                     self.engine.cancel_all()
             return _results_of(requests)
 
-    def _raise_error(self, outputs: Sequence[StepOutput], requests: Sequence[Request]) -> None:
+    def _raise_error(self, outputs: Sequence[RequestOutput], requests: Sequence[Request]) -> None:
         """Raise what one of these requests has ended by, which ends all of them; where memory ran out once each has a
         token, with what there is of every answer."""
         for error in (output.error for output in outputs if output.error is not None):
@@ -308,7 +308,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         with self._locked():
             (request,) = self._begin([self._request(tokens, params, speculate=speculate)], owner=owner)
 
-        def step(request: Request) -> list[StepOutput]:
+        def step(request: Request) -> list[RequestOutput]:
             with self._locked():
                 self._require_current(request.result is None)
                 return self.engine.step(on_prefill)

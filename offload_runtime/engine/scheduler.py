@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from offload_runtime.engine.engine import Engine, StepOutput, TokenEvent
+from offload_runtime.engine.engine import Engine, RequestOutput, TokenEvent
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.stats import GenerationResult
@@ -305,7 +305,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
                 ended = [request for request in self._tickets if request.result is not None]
             self._end(engine, [(request, None) for request in ended])
 
-    def _tell(self, engine: Engine, outputs: Sequence[StepOutput]) -> None:
+    def _tell(self, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
         """Tell of new tokens, unless a client has cancelled its request meanwhile, then of requests that have ended."""
         told = {output.request: output.request.new_tokens - len(output.tokens) for output in outputs}
         for output in outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from offload_runtime.engine.engine import StepOutput
+from offload_runtime.engine.engine import RequestOutput
 from offload_runtime.engine.request import Request
 from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import OptionError
@@ -22,7 +22,7 @@ class TokenStream(Iterator[str]):
     """
 
     def __init__(
-        self, request: Request, step: Callable[[Request], Sequence[StepOutput]], cancel: Callable[[Request], None]
+        self, request: Request, step: Callable[[Request], Sequence[RequestOutput]], cancel: Callable[[Request], None]
     ) -> None:
         self._request, self._step, self._cancel = request, step, cancel
         self._pieces = deque[str]()

@@ -19,7 +19,7 @@ from offload_runtime.speculation import (
     PLAIN,
     Controller,
     Proposer,
-    StepResult,
+    StepOutput,
     drafting,
     makes_trees,
     size_for,
@@ -156,7 +156,7 @@ class WindowChooser:
             return PLAIN
         return controller.choose(sampling, self._largest(open_), **_sizes_of(requests))
 
-    def observe(self, step: StepBudgets, results: Mapping[int, StepResult], seconds: float | None) -> None:
+    def observe(self, step: StepBudgets, results: Mapping[int, StepOutput], seconds: float | None) -> None:
         """Tell what came of a step, before its tokens join the requests.
 
         Args:
@@ -188,7 +188,7 @@ class WindowChooser:
             self._teach(step, step.chosen, own, seconds)
 
     def _teach(
-        self, step: StepBudgets, choice: DraftBudget, results: Sequence[StepResult], seconds: float | None
+        self, step: StepBudgets, choice: DraftBudget, results: Sequence[StepOutput], seconds: float | None
     ) -> None:
         """Let the controller learn from requests whose windows nothing cut short: a step takes as long as the largest
         window."""
@@ -240,7 +240,7 @@ class WindowChooser:
         """Return how many proposals the target's cache has room for."""
         return self._cache.max_tokens_with_draft - len(request.sequence)
 
-    def _was_whole(self, request: Request, result: StepResult, window: DraftBudget) -> bool:
+    def _was_whole(self, request: Request, result: StepOutput, window: DraftBudget) -> bool:
         """Say whether nothing cut a window short: neither the end of the answer nor that of a cache."""
         if window.tree_nodes is not None:
             return request.room >= min(_DEEP_ENOUGH, window.gamma) and self._most_nodes(request) >= window.tree_nodes
@@ -257,7 +257,7 @@ def _sizes_of(requests: Sequence[Request]) -> dict[str, int]:
     return {"num_sequences": len(requests), "context_tokens": max(len(request.sequence) for request in requests)}
 
 
-def _drafted(result: StepResult) -> int:
+def _drafted(result: StepOutput) -> int:
     """Return how long a draft's chain is, without the n-grams and branches that joined it."""
     proposal = result.proposal
     follows = (parent == node - 1 for node, parent in enumerate(proposal.parents))
@@ -265,7 +265,7 @@ def _drafted(result: StepResult) -> int:
     return sum(1 for _ in takewhile(lambda one: one[0] and one[1] != NGRAM, chained))
 
 
-def _own(result: StepResult, choice: DraftBudget, size: int) -> Sequence[int]:
+def _own(result: StepOutput, choice: DraftBudget, size: int) -> Sequence[int]:
     """Return which of the first `size` proposals were accepted, of a chain without what joined it."""
     if choice.mode != "chain":
         return result.path

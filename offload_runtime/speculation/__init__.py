@@ -15,7 +15,7 @@ from offload_runtime.speculation.step import (
     Acceptance,
     Budgets,
     Proposer,
-    StepResult,
+    StepOutput,
     Tally,
     Texts,
     makes_trees,

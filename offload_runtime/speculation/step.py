@@ -117,7 +117,7 @@ def chains_where(room: Callable[[int], int], texts: Texts) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepOutput:
     """Holds what one pass gave one request.
 
     Attributes:
@@ -206,7 +206,7 @@ def run_step(
     target: ModelRunner, sampling: SlotSampling, proposer: Proposer, texts: Texts, budgets: Budgets, *,
     recorder: TraceRecorder | None = None, logprobs: Mapping[int, int] | None = None,
     prepared: Collection[int] = (), on_layer: OnLayer | None = None, with_logits: bool = False,
-) -> dict[int, StepResult]:  # fmt: skip
+) -> dict[int, StepOutput]:  # fmt: skip
     """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
 
     The same pass may read prompts, behind each of which the target says one token. While it runs the proposer goes on.
@@ -247,7 +247,7 @@ def run_step(
         {slot: kept.behind(texts[slot][-1]) for slot, (kept, _) in pruned.items()},
         {slot: texts[slot][start:] for slot, start in starts.items()}, on_layer,
     )  # fmt: skip
-    results, rows = dict[int, StepResult](), dict[int, list[int]]()  # by slot, and those of the pass that decided
+    results, rows = dict[int, StepOutput](), dict[int, list[int]]()  # by slot, and those of the pass that decided
     try:
         target.forward(batch, sampling)
         for slot in prepared:
@@ -264,7 +264,7 @@ def run_step(
             new_tokens = [samples[row] for row in rows[slot]]
             _require_tokens(new_tokens, len(texts[slot]), slot, sampling.matchers.get(slot))
             proposal = proposals.get(slot, TokenTree())
-            results[slot] = StepResult(new_tokens, proposal, tuple(nodes[node] for node in path))
+            results[slot] = StepOutput(new_tokens, proposal, tuple(nodes[node] for node in path))
         if logprobs:
             results |= _with_logprobs(batch.logits, results, rows, logprobs)
     except (OffloadError, torch.OutOfMemoryError):  # those whose prompts were read take the step again
@@ -294,10 +294,10 @@ def _draft_ahead(proposer: Proposer, logits: torch.Tensor, recorder: TraceRecord
 
 def _with_logprobs(
     logits: torch.Tensor,
-    results: Mapping[int, StepResult],
+    results: Mapping[int, StepOutput],
     rows: Mapping[int, Sequence[int]],
     wanted: Mapping[int, int],
-) -> dict[int, StepResult]:
+) -> dict[int, StepOutput]:
     """Return the results of those that want them with their tokens' log-probabilities, by the rows that decided."""
     chosen = [row for slot in wanted for row in rows[slot]]
     tokens = [token for slot in wanted for token in results[slot].tokens]
