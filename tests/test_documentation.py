@@ -19,7 +19,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import forecast, plan_run
 from offload_runtime.weights import describe_model
-from offload_runtime.weights.mixes import stored_kinds
+from offload_runtime.weights.neighbours import stored_kinds
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]

@@ -26,7 +26,7 @@ from offload_runtime.plan.cost import (
     expected_tokens,
 )
 from offload_runtime.weights import DescribedModel, describe_model
-from offload_runtime.weights.mixes import stored_kinds
+from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.planning import CONFIGS, made_up_machine
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource
 from offload_runtime.weights.formats import decode_rows, has_finite_scales, row_bytes, store_rows
-from offload_runtime.weights.mixes import stored_kinds
+from offload_runtime.weights.neighbours import stored_kinds
 
 SMALL = WideShape(256, 512, 2, 4, 2, 64)
 PLAIN = SpeculationOptions("none")

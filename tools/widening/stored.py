@@ -19,7 +19,7 @@ from widening.shapes import WideShape
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.formats import decode_file_rows, file_bytes, store_rows
-from offload_runtime.weights.mixes import MIXES, stored_kinds
+from offload_runtime.weights.neighbours import MIXES, stored_kinds
 from offload_runtime.weights.staging import Staging
 
 BF16 = "bf16"
