@@ -24,7 +24,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class Scheme:
     """How a group of modules is stored.
 
     Attributes:
-        layout: What a module's tensors are called and how they lie: one of `_LAYOUTS`.
+        layout: What a module's tensors are called and how they lie: one of `_NUMBERS`.
         number: One of the kernel's `BITS`.
         block: Rows and columns that share one scale; 0 for all.
         zero: What is subtracted, beside the stored zeros with `zeros`.
@@ -274,7 +273,8 @@ class QuantisedTensor(StoredTensor):
         numbers_bytes = height * form.row_bytes(columns)
         kept = torch.zeros(scaled_bytes(form, height, columns) - aligned(numbers_bytes), dtype=torch.uint8)
         scales = scale_tensors(kept, form, height, columns)
-        read_rows = _LAYOUTS[self.layout](self.parts, scales, BITS[form.number])
+        _read_scales(self.layout, self.parts, scales, BITS[form.number])
+        read_rows = _row_reader(self.layout, self.parts["numbers"])
         if not bool((scales.scales.float().abs() < LARGEST_SCALE).all()):
             raise damaged(self.path, f"scales of {self.name} are infinite or no numbers, or beyond 2^100")
         if form.ordered:
@@ -329,83 +329,61 @@ def _has_no_number(numbers: torch.Tensor) -> bool:
     return any(int(some.bitwise_and(0x7F).amax()) == 0x7F for some in numbers.view(-1).split(_CACHED_BYTES))
 
 
-def _read_rows(stored: StoredTensor, start: int, to: torch.Tensor) -> None:
-    stored.read_into(to.view(-1).numpy().data, start * to.shape[1])
-
-
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Numbers without a sign of int32 [R, words], the lowest bits first: uint8 [R, N]."""
     stored = words.contiguous().view(torch.uint8)
     return stored if bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).view(len(stored), -1)
 
 
-def _pack_zeros(zeros: torch.Tensor, to: torch.Tensor, bits: int) -> None:
-    """Of uint8 [rows, groups]."""
-    if bits == 8:
-        to.copy_(zeros)
+def _read_scales(layout: str, parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
+    """Write the scales of a matrix and their zeros; of those of GPTQ and AWQ the transposed matrix is stored."""
+    scales, across = read_tensor(parts["scales"]), layout in _TRANSPOSED
+    to.scales.copy_(scales.t() if across else scales.view(to.scales.shape))
+    if "zeros" not in parts:
         return
-    to.copy_(zeros[:, 0::2])
-    to[:, : zeros.shape[1] // 2] |= zeros[:, 1::2] << 4
+    zeros = read_tensor(parts["zeros"])
+    if layout == "plain":
+        to.zeros.copy_(zeros.view(torch.uint8).view(to.zeros.shape))
+        return
+    numbers = _unpacked(zeros if across else zeros.t(), bits)
+    if layout == "awq":
+        numbers = numbers.view(len(numbers), -1, 8)[..., _AWQ_PLACE].view(numbers.shape)
+    numbers = numbers[:, : len(to.zeros)].t()  # [rows, groups]
+    to.zeros.copy_(numbers if bits == 8 else numbers[:, 0::2])
+    if bits == 4:
+        to.zeros[:, : numbers.shape[1] // 2] |= numbers[:, 1::2] << 4
 
 
-# Of each way that a module's tensors lie: writes the scales and their zeros, and gives what reads rows of numbers, from
-# one of the matrix on, as uint8 [R, file_bytes] in the order of columns.
-_ReadRows = Callable[[int, torch.Tensor], None]
+def _row_reader(layout: str, stored: StoredTensor) -> Callable[[int, torch.Tensor], None]:
+    """What reads rows of a matrix's numbers, from one on, as uint8 [R, file_bytes] in the order of columns."""
+    if layout not in _TRANSPOSED:
+        return lambda start, rows: stored.read_into(rows.view(-1).numpy().data, start * rows.shape[1])
+    words = read_tensor(stored)
+
+    def read(start: int, rows: torch.Tensor) -> None:
+        """Words of GPTQ run down the columns: those of a row, one after the other, are its numbers."""
+        end = start + len(rows)
+        found = words[:, start:end] if layout == "gptq" else _gptq_words(words[:, start // 8 : end // 8])
+        rows.view(torch.int32).copy_(found.t())
+
+    return read
 
 
-def _plain(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
-    to.scales.copy_(read_tensor(parts["scales"]).view(to.scales.shape))
-    if to.zeros.numel():
-        to.zeros.copy_(read_tensor(parts["zeros"]).view(torch.uint8).view(to.zeros.shape))
-    return partial(_read_rows, parts["numbers"])
+def _gptq_words(stored: torch.Tensor) -> torch.Tensor:
+    """Words of AWQ run along the rows of the transposed matrix, each of eight numbers in an order of their own: squares
+    of eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in these."""
+    words = torch.empty(len(stored) // 8, stored.shape[1], 8, dtype=torch.int32)
+    for square, out in zip(stored.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
+        for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+            upper, lower = square.view(len(square), -1, 2, half, square.shape[2]).unbind(2)
+            exchanged = (upper >> 4 * half).bitwise_xor_(lower).bitwise_and_(mask)
+            lower ^= exchanged
+            upper ^= exchanged.bitwise_left_shift_(4 * half)
+        out[..., _AWQ_ORDER] = square.transpose(1, 2)
+    return words.view(len(words), -1)
 
 
-def _packed(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
-    to.scales.copy_(read_tensor(parts["scales"]).view(to.scales.shape))
-    if to.zeros.numel():
-        zeros = _unpacked(read_tensor(parts["zeros"]).t(), bits)
-        _pack_zeros(zeros[:, : len(to.zeros)].t(), to.zeros, bits)
-    return partial(_read_rows, parts["numbers"])
-
-
-def _gptq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
-    """Words run down the columns: those of a row, one after the other, are its numbers."""
-    to.scales.copy_(read_tensor(parts["scales"]).t())
-    _pack_zeros(_unpacked(read_tensor(parts["zeros"]), bits).t(), to.zeros, bits)
-    words = read_tensor(parts["numbers"]).t()
-
-    def read_rows(start: int, rows: torch.Tensor) -> None:
-        rows.view(torch.int32).copy_(words[start : start + len(rows)])
-
-    return read_rows
-
-
-def _awq_words(parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> _ReadRows:
-    """Words run along the rows of the transposed matrix, each of eight numbers in an order of their own: squares of
-    eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in these."""
-    to.scales.copy_(read_tensor(parts["scales"]).t())
-    zeros = _unpacked(read_tensor(parts["zeros"]), bits)
-    _pack_zeros(zeros.view(len(zeros), -1, 8)[..., _AWQ_PLACE].view(zeros.shape).t(), to.zeros, bits)
-    stored = read_tensor(parts["numbers"])
-
-    def read_rows(start: int, rows: torch.Tensor) -> None:
-        some = stored[:, start // 8 : (start + len(rows)) // 8]
-        words = torch.empty(len(stored) // 8, some.shape[1], 8, dtype=torch.int32)
-        for square, out in zip(some.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
-            for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-                upper, lower = square.view(len(square), -1, 2, half, square.shape[2]).unbind(2)
-                exchanged = (upper >> 4 * half).bitwise_xor_(lower).bitwise_and_(mask)
-                lower ^= exchanged
-                upper ^= exchanged.bitwise_left_shift_(4 * half)
-            out[..., _AWQ_ORDER] = square.transpose(1, 2)
-        rows.view(torch.int32).copy_(words.view(len(words), -1).t())
-
-    return read_rows
-
-
-_LAYOUTS: dict[str, Callable[[Mapping[str, StoredTensor], ScaledRows, int], _ReadRows]] = {
-    "plain": _plain, "packed": _packed, "gptq": _gptq_words, "awq": _awq_words,
-}  # fmt: skip
+_TRANSPOSED = ("gptq", "awq")
 _NUMBERS = {"plain": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 _ZEROS = {"plain": "weight_zero_point", "packed": "weight_zero_point", "gptq": "qzeros", "awq": "qzeros"}
 _GROUPS = {"plain": "weight_g_idx", "packed": "weight_g_idx", "gptq": "g_idx"}
