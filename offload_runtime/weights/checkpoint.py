@@ -38,10 +38,6 @@ _LEFTOVERS = (
 _SAMPLE_BYTES = 4096
 
 
-def _no_vocabulary() -> Vocabulary | None:
-    return None
-
-
 @dataclass(frozen=True)
 class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
@@ -55,7 +51,7 @@ class DescribedModel:
     kinds: Mapping[str, str | ScaledFormat] = field(default_factory=dict, kw_only=True)
     decoded: bool = field(default=False, kw_only=True)
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
-    read_vocabulary: Callable[[], Vocabulary | None] = field(default=_no_vocabulary, kw_only=True)
+    read_vocabulary: Callable[[], Vocabulary | None] = field(default=lambda: None, kw_only=True)
 
     def config(self) -> ModelConfig:
         """Shape and flags of the model."""
@@ -111,13 +107,6 @@ class CheckpointSource(DescribedModel):
         if not isinstance(own, int) or own in ids or not 0 <= own < self.model_config.vocab_size:
             return ids
         return (*ids, own)
-
-    @cached_property
-    def hf_config(self) -> Any:
-        """The transformers configuration object."""
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.settings)
 
     @cached_property
     def fingerprint(self) -> str:

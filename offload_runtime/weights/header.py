@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import shlex
 import struct
@@ -134,6 +135,13 @@ def first_bytes(path: Path) -> bytes:
         return file.read(_HEAD_BYTES)
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a file that begins as GGUF files do; not one that cannot be read."""
+    with suppress(OSError):
+        return path.is_file() and first_bytes(path).startswith(GGUF_MAGIC)
+    return False
+
+
 def refuse_other_file(path: Path, first: bytes) -> None:
     """Say what a file is that begins with `first`, where that is no checkpoint.
 
@@ -157,17 +165,15 @@ def refuse_pieces(path: Path) -> None:
     whole = path.with_name(own[1] if own else path.name)
     if own is None and path.exists():
         return
-    named = {one: match for one in _entries(path.parent) if (match := _PIECE.fullmatch(one.name)) and one.is_file()}
-    pieces = sorted(
-        (one for one, match in named.items() if match[1] == whole.name), key=lambda one: (len(one.name), one)
-    )
+    matches = {one: _PIECE.fullmatch(one.name) for one in entries(path.parent) if one.is_file()}
+    named = {one: match for one, match in matches.items() if match and match[1] == whole.name}
+    pieces = sorted(named, key=lambda one: (len(one.name), one))
     # What wget fetched again is called model.gguf.1, and is whole.
-    if not any(named[one][2] or not first_bytes(one).startswith(GGUF_MAGIC) for one in pieces):
+    if not any(named[one][2] or not is_gguf(one) for one in pieces):
         return
     count = max(int(named[one][3] or 0) for one in pieces)
-    lacking = (
-        f", of which {count - len(pieces)} are not there: finish the download, then" if count > len(pieces) else ":"
-    )
+    lacking = f", of which {count - len(pieces)} are not there: finish the download, then"
+    lacking = lacking if count > len(pieces) else ":"
     names = [shlex.quote(one.name) for one in pieces]
     names = names if len(names) <= _MOST_NAMED else [names[0], "…", names[-1]]  # a message has two lines
     command = f"cd {shlex.quote(str(whole.parent))} && cat {' '.join(names)} > {shlex.quote(whole.name)}"
@@ -237,28 +243,24 @@ def _what_lies_there(directory: Path) -> Iterator[str]:
         yield f"has no config.json beside {shortened(weights)}: give the whole directory of a transformers checkpoint"
 
 
-def _entries(directory: Path) -> list[Path]:
-    """Some of what lies in a directory; nothing of one that cannot be read."""
-    with suppress(OSError):
-        return [*islice(directory.iterdir(), _MOST_ENTRIES)]
+def entries(directory: Path, most: int = _MOST_ENTRIES) -> list[Path]:
+    """Return some of what lies in a directory, by name; nothing of one that cannot be read."""
+    with suppress(OSError), os.scandir(directory) as found:
+        return sorted(directory / one.name for one in islice(found, most))
     return []
 
 
 def _gguf_files(directory: Path) -> list[str]:
     """GGUF files without such a name, and in directories below: of a repository with a directory for each
     quantisation, or ollama's blobs."""
-    found = list[str]()
-    for path in islice(chain(directory.glob("*"), directory.glob("*/*")), _MOST_ENTRIES):
-        with suppress(OSError):
-            if path.is_file() and first_bytes(path).startswith(GGUF_MAGIC):
-                found.append(str(path.relative_to(directory)))
-    return sorted(found)
+    paths = islice(chain(directory.glob("*"), directory.glob("*/*")), _MOST_ENTRIES)
+    return sorted(str(path.relative_to(directory)) for path in paths if is_gguf(path))
 
 
 def no_config(directory: Path) -> CheckpointError:
     """The error for a directory without `config.json`, which says what it seems to be."""
     refuse_ollama(directory)
-    for path in _entries(directory):
+    for path in entries(directory):
         refuse_pieces(path)
     for what in _what_lies_there(directory):
         return CheckpointError(f"{directory} {what}")

@@ -46,16 +46,12 @@ class MatricesNotCodable(Exception):
         self.names = names
 
 
-def _decodes_blocks(model: DescribedModel, layout: ModelLayout) -> bool:
-    """Whether blocks of a GGUF file are decoded as they are read."""
-    kinds = {kind for kind in model.kinds.values() if isinstance(kind, str)}
-    return bool(kinds.intersection(FORMATS).difference(layout.bytes_by_kind))
-
-
 def _num_threads(model: DescribedModel, layout: ModelLayout, device: torch.device) -> int:
     """Threads that read a model, of whose rows those that change are made on `device`."""
-    scaled = any(isinstance(kind, ScaledFormat) for kind in model.kinds.values())
-    on_cpu = scaled or layout.has_coded or (device.type == "cpu" and _decodes_blocks(model, layout))
+    kinds = {*model.kinds.values()}
+    on_cpu = layout.has_coded or any(isinstance(kind, ScaledFormat) for kind in kinds)
+    if device.type == "cpu":  # where blocks of a GGUF file are decoded as they are read
+        on_cpu |= bool(kinds.intersection(FORMATS).difference(layout.bytes_by_kind))
     return _CODING_THREADS if on_cpu else _READ_THREADS
 
 
@@ -151,7 +147,7 @@ def load_weights(
         if layer not in onto
     }
     weights = HostWeights(source.config(), layout, arenas)
-    left_bytes = None if pinned_bytes is None else max(0, pinned_bytes - sum(arenas[layer].nbytes for layer in pin))
+    left_bytes = math.inf if pinned_bytes is None else max(0, pinned_bytes - sum(arenas[one].nbytes for one in pin))
     try:
         with Staging(coding_device, registrar, left_bytes) as staging:
             refused = _fill(weights, source, onto, set(pin), registrar, on_progress, staging)

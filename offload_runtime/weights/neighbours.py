@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, model_config_from_json
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.gguf_header import gguf_parts
+from offload_runtime.weights.header import entries
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.sources import describe_model
 from offload_runtime.weights.vocabulary import MOST_PADDING, SharedVocabulary, share_vocabulary
@@ -188,7 +188,7 @@ def _neighbours(own: Path | None) -> Iterator[Path]:
     places = [] if own is None else [own.parent, *([own.parent.parent] if own.is_file() else [])]
     ours = set[Path]() if own is None else {own, own.parent, *gguf_parts(own)}
     for place in places:
-        for path in _entries(place):
+        for path in entries(place, _MOST_ENTRIES):
             is_model = path.is_dir() or (path.suffix.lower() == ".gguf" and gguf_parts(path)[0] == path)
             if is_model and path not in ours:
                 yield path
@@ -199,27 +199,17 @@ def _cached() -> Iterator[Path]:
     """The newest snapshots of the models in the hub's cache."""
     from huggingface_hub import constants
 
-    for repository in _entries(Path(constants.HF_HUB_CACHE)):
+    for repository in entries(Path(constants.HF_HUB_CACHE), _MOST_ENTRIES):
         with suppress(OSError, ValueError):
             if repository.name.startswith("models--"):
                 yield repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
 
 
-def _entries(directory: Path) -> list[Path]:
-    """The first of a directory's entries, by name; none of one that cannot be read."""
-    with suppress(OSError), os.scandir(directory) as entries:
-        return sorted(directory / entry.name for entry in islice(entries, _MOST_ENTRIES))
-    return []
-
-
 def _may_be_model(path: Path) -> bool:
     """Whether a file, or something in a directory, is named like a model."""
     with suppress(OSError):
-        return (
-            path.is_file()
-            or (path / "config.json").exists()
-            or any(one.suffix.lower() == ".gguf" for one in _entries(path))
-        )
+        named = (one.name == "config.json" or one.suffix.lower() == ".gguf" for one in entries(path, _MOST_ENTRIES))
+        return path.is_file() or any(named)
     return False
 
 
@@ -228,7 +218,7 @@ def _weight_bytes(path: Path) -> int:
     with suppress(OSError):
         if path.is_file():
             return sum(part.stat().st_size for part in gguf_parts(path))
-        files: Iterable[Path] = [one for one in _entries(path) if one.suffix.lower() in (".safetensors", ".gguf")]
+        files = (one for one in entries(path, _MOST_ENTRIES) if one.suffix.lower() in (".safetensors", ".gguf"))
         return sum(file.stat().st_size for file in files)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -71,11 +72,11 @@ class Staging(AbstractContextManager["Staging"]):
             stream.
         registrar: Page-locks pieces on their way to a GPU; None: they stay pageable. Once it has refused no other piece
             is asked for.
-        most_locked_bytes: How much of them is locked; None: all.
+        most_locked_bytes: How much of them is locked.
     """
 
     def __init__(
-        self, device: torch.device = _CPU, registrar: Registrar | None = None, most_locked_bytes: int | None = None
+        self, device: torch.device = _CPU, registrar: Registrar | None = None, most_locked_bytes: float = math.inf
     ) -> None:
         self.device = device
         self.locked_bytes = 0
@@ -115,10 +116,8 @@ class Staging(AbstractContextManager["Staging"]):
 
     def _page_lock(self, arena: HostArena) -> None:
         with self._lock:
-            if self._registrar is None or arena.pinned:
-                return
-            fits = self._most_locked_bytes is None or self.locked_bytes + arena.nbytes <= self._most_locked_bytes
-            if not fits:
+            fits = self.locked_bytes + arena.nbytes <= self._most_locked_bytes
+            if self._registrar is None or arena.pinned or not fits:
                 return
             if arena.lock(self._registrar, arena.nbytes):
                 self._registrar = None
