@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from offload_runtime.cli.app import app as real_app
 from offload_runtime.errors import DeviceError
-from offload_runtime.hardware import MachineProfile, load_profile, measure, profile_toml
+from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, measure, profile_toml
 from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
 from offload_runtime.hardware.host_bench import HostInfo
-from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions
-from offload_runtime.hardware.profile import CpuFigures
+from offload_runtime.hardware.measure import GpuReport, MachineReport
 from tests.test_cli_fakes import app_of
 
 CPU = CpuFigures("Some CPU", 16, ("avx2", "avx512f"))
@@ -37,12 +37,12 @@ class FakeMeasuring:
     """Stands for `measure_machine`: prints to stdout as a library might, and remembers what was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[MeasureOptions] = []
+        self.asked: list[tuple[str, dict[str, Any]]] = []
         self.report = REPORT
         self.error: Exception | None = None
 
-    def __call__(self, options: MeasureOptions, *, on_progress: Any) -> MachineReport:
-        self.asked.append(options)
+    def __call__(self, device: str, *, on_progress: Any, **options: Any) -> MachineReport:
+        self.asked.append((device, options))
         on_progress("link", 0, 1)
         print("noise")
         if self.error is not None:
@@ -65,7 +65,7 @@ def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
 def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> None:
     result = profile(measuring)
     assert result.exit_code == 0, result.stderr
-    assert measuring.asked == [MeasureOptions()]
+    assert measuring.asked == [("auto", {"quick": False, "full": False, "disk_file": None})]
     for words in (
         "measured in 61 s", "2 x Some GPU", "24.0 GB, 23.0 GB free",
         "generation 4 x4 while busy (at most generation 4 x16)", "6.4 of 7.9 GB/s", "64 KiB 0.75 · 16 MiB 6.4 GB/s",
@@ -85,7 +85,7 @@ def test_options_reach_the_measurement(measuring: FakeMeasuring, tmp_path: Path)
     file = tmp_path / "file"
     file.touch()
     assert profile(measuring, "--device", "cuda:0,cuda:1", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
-    assert measuring.asked == [MeasureOptions("cuda:0,cuda:1", quick=True, full=True, disk_file=file)]
+    assert measuring.asked == [("cuda:0,cuda:1", {"quick": True, "full": True, "disk_file": file})]
     refused = profile(measuring, "--device", "cuda:0,tpu")
     assert refused.exit_code == 2 and "'tpu' is not a device" in refused.stderr and len(measuring.asked) == 1
 
@@ -129,6 +129,9 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
     result = profile(measuring, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1] == "error: there is no cuda:7"
+
+
+def test_a_disk_file_that_is_none_is_refused(tmp_path: Path) -> None:
     for name in ("/absent", "long" * 100):
-        result = profile(measuring, "--disk-file", name)
+        result = CliRunner().invoke(real_app, ["profile", "--disk-file", name])
         assert result.exit_code == 2 and f"--disk-file {name[:50]}" in result.stderr and "not a file" in result.stderr

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
 from offload_runtime.errors import DeviceError, OptionError
-from offload_runtime.hardware import MachineProfile, host_bench, load_profile, save_profile
+from offload_runtime.hardware import DTYPES, CpuFigures, MachineProfile, host_bench, load_profile, save_profile
 from offload_runtime.hardware.gpu_bench import (
     NvmlAnswer,
     PcieLink,
@@ -20,8 +20,7 @@ from offload_runtime.hardware.gpu_bench import (
     measure_library_rows,
 )
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo
-from offload_runtime.hardware.measure import GpuReport, MachineReport, MeasureOptions, advise, measure_machine
-from offload_runtime.hardware.profile import DTYPES, CpuFigures
+from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
 
 GIB = 1 << 30
 
@@ -43,7 +42,7 @@ HOST = HostInfo(CpuFigures("Some CPU", 16), 64 * GIB, 48 * GIB, 8 << 20, wsl=Fal
 
 def test_measuring_without_a_gpu_gives_the_host_and_reasons_for_the_rest() -> None:
     steps: list[tuple[str, int, int]] = []
-    report = measure_machine(MeasureOptions(device="cpu", quick=True), on_progress=lambda *step: steps.append(step))
+    report = measure_machine("cpu", quick=True, on_progress=lambda *step: steps.append(step))
     profile = report.profile
     assert report.gpu is None
     assert profile.gpus == 0
@@ -83,11 +82,11 @@ def test_the_disk_is_read_block_by_block_and_the_temporary_file_goes(disk: Path)
 
 def test_devices_that_are_not_there_are_refused() -> None:
     with pytest.raises(DeviceError, match="'tpu' is not a device"):
-        measure_machine(MeasureOptions(device="tpu"))
+        measure_machine(device="tpu")
     with pytest.raises(DeviceError, match="cuda:99 cannot be measured"):
-        measure_machine(MeasureOptions(device="cuda:99"))
+        measure_machine(device="cuda:99")
     with pytest.raises(OptionError, match="--full tries how much memory can be page-locked, which needs a GPU"):
-        measure_machine(MeasureOptions(device="cpu", full=True))
+        measure_machine(device="cpu", full=True)
 
 
 # NVML and advice.
@@ -165,7 +164,7 @@ def test_blocks_are_decoded_at_plausible_rates() -> None:
 def test_measuring_two_cards_gives_plausible_figures(other: str) -> None:
     if other == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    found = measure_machine(MeasureOptions(f"cuda:0,{other}", quick=True))
+    found = measure_machine(f"cuda:0,{other}", quick=True)
     cards, profile = found.cards, found.profile
     assert cards is not None and cards.on_one_device == (other == "cuda:0")
     assert profile.link_gbps is not None and cards.transfer_us is not None and cards.transfer_gbps is not None
@@ -181,7 +180,7 @@ def test_measuring_two_cards_gives_plausible_figures(other: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_measuring_a_gpu_gives_plausible_figures() -> None:
-    found = measure_machine(MeasureOptions(device="cuda", quick=True))
+    found = measure_machine(device="cuda", quick=True)
     profile = found.profile
     unknown = set(found.missing) - {"disk_gbps", "library_rows", "decode_gweights_per_s"}  # left out of what is quick
     assert unknown <= {"pcie_generation", "pcie_width"}, found.missing

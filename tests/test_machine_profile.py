@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from offload_runtime.errors import ProfileError, StorageError
 from offload_runtime.hardware import (
+    DTYPES,
+    CpuFigures,
     MachineProfile,
     list_profiles,
     load_profile,
+    profile_from_mapping,
     profile_toml,
     save_profile,
+    shipped_directory,
 )
 from offload_runtime.hardware.gpu_bench import PcieLink
-from offload_runtime.hardware.profile import DTYPES, CpuFigures, profile_from_mapping, shipped_directory
 
 GIB = 1 << 30
 DECODED = {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "INT4", "INT8", "FP8", "12-bit BF16"}

@@ -24,11 +24,12 @@ def profile(options: ProfileOptions) -> None:
     """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
     if options.save is not None:
         check_name(options.save)  # before a minute of measuring, not after it
-    from offload_runtime.hardware.measure import MeasureOptions, advise, measure_machine
+    from offload_runtime.hardware.measure import advise, measure_machine
 
-    asked = MeasureOptions(options.device, options.quick, options.full, options.disk_file)
     with only_json(options.as_json), ProgressBars(enabled=not options.no_progress) as bars:
-        report = measure_machine(asked, on_progress=bars.update)
+        report = measure_machine(
+            options.device, quick=options.quick, full=options.full, disk_file=options.disk_file, on_progress=bars.update
+        )
     advice = advise(report)
     saved: str | None = None
     try:

@@ -1,17 +1,400 @@
 """Machines: what their link, memories and processors can do, measured here or from a named file.
 
-Measuring itself is in `hardware.measure`, which needs torch; reading profiles does not.
+A `MachineProfile` is one frozen record, the same whether it was measured here (`hardware.measure`, which needs torch)
+or comes from a file: the planner's input, before any token. Rates are GB/s with GB = 1e9; what is not known is None,
+never a guess.
 """
 
-from offload_runtime.hardware.profile import (
-    Emulation,
-    MachineProfile,
-    check_name,
-    list_profiles,
-    load_profile,
-    own_directory,
-    profile_of_gpu,
-    profile_to_mapping,
-    profile_toml,
-    save_profile,
-)
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from offload_runtime.errors import OptionError, ProfileError
+from offload_runtime.files import user_directory, write_atomically, writing
+from offload_runtime.options import Option, option_fields
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DTYPES = ("bf16", "fp16", "fp32")  # of models, whose matrix products are measured
+_LONGEST_TEXT = 1000
+_BYTES: dict[str, Any] = {"least": 1, "most": 1 << 50}
+_GBPS: dict[str, Any] = {"least": 1e-6, "most": 1e6}
+_US: dict[str, Any] = {"least": 1e-3, "most": 1e6}
+
+
+def _figure(default: Any = None, *, gpu: bool = True, keys: str = "", **bounds: Any) -> Any:
+    """Make a field of a profile, for a number or several within the same bounds. One of a `gpu` means nothing on a
+    machine without one; `keys` is what keys of its table are, as a regular expression."""
+    about = {"option": Option("", **bounds), "gpu": gpu, "keys": keys}
+    if default == {}:
+        return field(default_factory=dict, metadata=about)
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class CpuFigures:
+    """The host's processor.
+
+    `cores` are the logical ones that a process may use, `features` the flags that matter to attention on the CPU.
+    """
+
+    name: str
+    cores: int = _figure(MISSING, gpu=False, least=1, most=8192)
+    features: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_values(self, "cpu.")
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Cards to play, `cards` of them: `whole_vram_bytes` is all of the memory of each, `vram_bytes` what of it a
+    program can have.
+
+    `link_gbps` is host to device, `link_back_gbps` device to host, in GB/s.
+    """
+
+    name: str
+    whole_vram_bytes: int
+    vram_bytes: int
+    link_gbps: float
+    link_back_gbps: float
+    cards: int = 1
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """A machine's figures; those of a GPU are of one of its `gpus` equal cards. Validates itself when made.
+
+    `source` says in words where the figures come from (measured when and how, or published where).
+
+    GPU: `vram_bytes` is all of a card's memory, `vram_others_bytes` what of it the driver and other programs keep, a
+    desktop above all, and `vram_reserved_bytes` what a run's CUDA context takes. `link_gbps` is host to device with
+    large pinned copies, `link_back_gbps` device to host, `link_both_gbps` each direction while both run,
+    `link_by_copy_mib` host to device by MiB of one copy.
+    Of several cards, in CUDA's order, `links_alone_gbps` are host to device, each while the others are idle, and
+    `links_at_once_gbps` each while all of them copy. Rows take `transfer_us_by_kib` from card to card, by KiB of one
+    transfer: a few of them `transfer_us`, and many arrive at `transfer_gbps`.
+    `pcie_generation` and `pcie_width` are the link's while it is busy. `hbm_gbps` counts bytes read and written.
+    `tflops` are dense matrix products by element type, `launch_us` one small kernel launched from the host,
+    `graph_launch_us` one within a CUDA graph. `decode_gweights_per_s` are weights that products of one row
+    decode in registers, by how they are stored, in 1e9 a second, over a layer of an 8B; memory may bound them.
+
+    Host: `ram_bytes` is all of the memory, `pinnable_bytes` what may be page-locked of it, at `pin_gbps`. `host_gbps`
+    is reading with as many threads as are best (`host_by_threads`), `host_gbps_while_link_busy` the same beside
+    copies to the device, which keep `link_gbps_while_host_busy`. `disk_gbps` is one sequential reader.
+    """
+
+    name: str
+    source: str
+    gpus: int = _figure(MISSING, gpu=False, least=0, most=64)
+    ram_bytes: int = _figure(MISSING, gpu=False, **_BYTES)
+    gpu_name: str | None = _figure()
+    vram_bytes: int | None = _figure(**_BYTES)
+    vram_reserved_bytes: int | None = _figure(**_BYTES)
+    vram_others_bytes: int | None = _figure(**_BYTES)
+    link_gbps: float | None = _figure(**_GBPS)
+    link_back_gbps: float | None = _figure(**_GBPS)
+    link_both_gbps: float | None = _figure(**_GBPS)
+    links_alone_gbps: tuple[float, ...] = _figure((), **_GBPS)
+    links_at_once_gbps: tuple[float, ...] = _figure((), **_GBPS)
+    transfer_us: float | None = _figure(**_US)
+    transfer_gbps: float | None = _figure(**_GBPS)
+    pcie_generation: int | None = _figure(least=1, most=7)
+    pcie_width: int | None = _figure(least=1, most=32)
+    hbm_gbps: float | None = _figure(**_GBPS)
+    launch_us: float | None = _figure(**_US)
+    graph_launch_us: float | None = _figure(**_US)
+    pinnable_bytes: int | None = _figure(**_BYTES)
+    pin_gbps: float | None = _figure(**_GBPS)
+    host_gbps: float | None = _figure(gpu=False, **_GBPS)
+    host_gbps_while_link_busy: float | None = _figure(**_GBPS)
+    link_gbps_while_host_busy: float | None = _figure(**_GBPS)
+    disk_gbps: float | None = _figure(gpu=False, **_GBPS)
+    cpu: CpuFigures | None = None
+    tflops: Mapping[str, float] = _figure({}, keys="|".join(DTYPES), **_GBPS)
+    library_rows: Mapping[str, int] = _figure({}, keys=r"\d+x\d+", least=0, most=4096)
+    decode_gweights_per_s: Mapping[str, float] = _figure({}, keys=r"I?Q\d_\w+|INT[48]|FP8|12-bit BF16", **_US)
+    link_by_copy_mib: Mapping[float, float] = _figure({}, **_GBPS)
+    transfer_us_by_kib: Mapping[float, float] = _figure({}, **_US)
+    host_by_threads: Mapping[int, float] = _figure({}, gpu=False, **_GBPS)
+
+    def __post_init__(self) -> None:
+        _check_values(self, "")
+        of_gpu = [entry.name for entry in fields(self) if entry.metadata.get("gpu") and getattr(self, entry.name)]
+        if self.gpus == 0 and of_gpu:
+            raise ProfileError(f"a machine with gpus = 0 cannot have {', '.join(of_gpu)}: drop them, or set gpus")
+        if self.gpus and (self.gpu_name is None or self.vram_bytes is None):
+            raise ProfileError(f"gpus = {self.gpus} needs gpu_name and vram_bytes: add them, or set gpus = 0")
+        for key in ("links_alone_gbps", "links_at_once_gbps"):
+            rates = getattr(self, key)
+            if rates and not 2 <= self.gpus == len(rates):
+                one_each = "give one for each of several cards, or none"
+                raise ProfileError(f"{key} has {len(rates)} figures and gpus = {self.gpus}: {one_each}")
+        parts = (
+            ("vram_others_bytes", "vram_bytes"),
+            ("vram_reserved_bytes", "vram_bytes"),
+            ("pinnable_bytes", "ram_bytes"),
+        )
+        for part, whole in parts:
+            part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
+            if part_bytes is not None and part_bytes > whole_bytes:
+                raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
+
+    def emulation(self) -> Emulation:
+        """What to play of this machine; a link of unknown speed back is as fast as it is forth.
+
+        Raises:
+            OptionError: The profile says too little of a GPU.
+        """
+        if not self.gpus or self.vram_bytes is None or self.link_gbps is None:
+            raise OptionError(
+                f"the profile {self.name} cannot be emulated: it needs a GPU with vram_bytes and link_gbps: choose "
+                "another with --emulate"
+            )
+        back_gbps = self.link_gbps if self.link_back_gbps is None else self.link_back_gbps
+        # A run on a GPU counts its own context; a reserve that was measured holds one, and what others have.
+        usable_bytes = self.vram_bytes - (self.vram_others_bytes or self.vram_reserved_bytes or 0)
+        return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
+
+    def require_gpu(self) -> MachineProfile:
+        """This profile, if it has all that predictions need. Raises `OptionError` for one without a GPU, or that leaves
+        out a figure that cannot be done without."""
+        if not self.gpus:
+            raise OptionError(f"the profile {self.name} has no GPU to plan for: choose another with --profile")
+        if missing := [name for name in ("link_gbps", "hbm_gbps") if getattr(self, name) is None]:
+            raise OptionError(f"the profile {self.name} does not know {', '.join(missing)}: add it, or measure again")
+        return self
+
+    def flops(self, dtype: str) -> float:
+        """Operations per second of matrix products; 16-bit types stand for each other. Raises `OptionError` where they
+        are not known."""
+        tflops = self.tflops.get(dtype, self.tflops.get({"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)))
+        if tflops is None:
+            raise OptionError(f"the profile {self.name} has no TFLOP/s for {dtype}: add tflops.{dtype} to it")
+        return tflops * 1e12
+
+    def link_ratios(self, names: Sequence[str]) -> tuple[float, ...]:
+        """How fast the links of cards are, of the first one's, by their names: those with a number (`cuda:1`) by that,
+        others in turn. All alike where nothing is known of one of them."""
+        tails, rates = [name.partition(":")[2] for name in names], self.links_at_once_gbps
+        numbers = [int(tail) if tail.isdecimal() else number for number, tail in enumerate(tails)]
+        return tuple(rates[one] / rates[0] if max(numbers) < len(rates) else 1.0 for one in numbers)
+
+
+def _check_values(record: Any, prefix: str) -> None:
+    """Check every value that is given; `prefix` goes before the key in the message."""
+    kind: Any = type(record)
+    for one, entry in zip(option_fields(kind), fields(kind), strict=True):
+        name, value = prefix + one.name, getattr(record, one.name)
+        if isinstance(value, list):  # as TOML has them
+            object.__setattr__(record, one.name, value := tuple(value))
+        try:
+            one.checked(name, value)
+            several = (
+                value.items() if isinstance(value, Mapping) else enumerate(value, 1) if type(value) is tuple else ()
+            )
+            for key, item in several:
+                keys = entry.metadata.get("keys", "")
+                if not (re.fullmatch(keys, key) if isinstance(key, str) else 0 < key < math.inf):
+                    raise ProfileError(f"{name} has the key {key!r}, and each must be {keys or 'a number above 0'}")
+                if one.option is not None:
+                    one.option.require_within(f"{name}[{key!r}]", item)
+        except OptionError as error:
+            raise ProfileError(str(error)) from error
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+            if isinstance(text, str) and not (text.isprintable() and 0 < len(text.strip()) <= _LONGEST_TEXT):
+                raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {text!r}")
+
+
+def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:
+    """What a word may have been meant for, as the beginning of a sentence; empty where nothing is like it."""
+    nearest = difflib.get_close_matches(word, allowed, n=1)
+    return f"did you mean {prefix}{nearest[0]}? " if nearest else ""
+
+
+def _check_keys(given: Mapping[str, Any], record: type[CpuFigures] | type[MachineProfile], prefix: str) -> None:
+    """Refuse keys that the record does not have, and name those that it needs."""
+    allowed = [entry.name for entry in fields(record)]
+    for key in given:
+        if key not in allowed:
+            guess = _guess(key, allowed, prefix)
+            raise ProfileError(f"{prefix}{key} is not a key of a profile: {guess}allowed are {', '.join(allowed)}")
+    needed = [one.name for one in fields(record) if one.default is one.default_factory]  # both are MISSING
+    missing = [prefix + key for key in needed if key not in given]
+    if missing:
+        raise ProfileError(f"{', '.join(missing)} missing: every profile needs {', '.join(prefix + k for k in needed)}")
+
+
+def _number_keys(table: Any, kind: type[int] | type[float]) -> Any:
+    """Read the keys of a table as numbers: keys of TOML are text. What is none stays, to be refused."""
+    try:
+        numbers = {kind(key): value for key, value in table.items()}
+    except (AttributeError, ValueError):
+        return table
+    if len(numbers) < len(table):
+        raise ProfileError(f"two keys of one table mean one number ({', '.join(map(str, table))}): keep one of them")
+    return numbers
+
+
+def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
+    """Read a profile from the tables of a TOML file.
+
+    Raises:
+        ProfileError: A key is unknown or missing, or a value is of the wrong type or out of range; names the key and
+            what is allowed.
+    """
+    _check_keys(table, MachineProfile, "")
+    values = dict(table)
+    if (cpu := values.get("cpu")) is not None:
+        if not isinstance(cpu, Mapping):
+            raise ProfileError(f"cpu must be a table with name and cores, not {cpu!r}")
+        _check_keys(cpu, CpuFigures, "cpu.")
+        values["cpu"] = CpuFigures(**cpu)
+    for key, kind in (("link_by_copy_mib", float), ("transfer_us_by_kib", float), ("host_by_threads", int)):
+        if key in values:
+            values[key] = _number_keys(values[key], kind)
+    return MachineProfile(**values)
+
+
+def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
+    """The profile as tables of TOML or JSON: what is not known is left out, keys are text."""
+    table = {key: value for key, value in asdict(profile).items() if value not in (None, (), {})}
+    for key in ("tflops", "link_by_copy_mib", "transfer_us_by_kib", "host_by_threads"):
+        if key in table:
+            # Whole sizes without a decimal point.
+            table[key] = {str(name).removesuffix(".0"): figure for name, figure in sorted(table[key].items())}
+    return table
+
+
+# --- where profiles are kept: shipped ones in a package of TOML files, the user's own in the configuration directory
+
+_SHIPPED_PACKAGE = "offload_runtime_profiles"
+_SUFFIX = ".toml"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def own_directory() -> Path:
+    """Where `save_profile` puts profiles: in OFFLOAD_RUNTIME_CONFIG, else in the platform's configuration directory.
+
+    Raises:
+        StorageError: The user has no home directory and no variable names another place.
+    """
+    return user_directory("config", holds="settings") / "profiles"
+
+
+def shipped_directory() -> Path:
+    """The folder of shipped profiles: the installed package, or the checkout's own when nothing is installed."""
+    spec = importlib.util.find_spec(_SHIPPED_PACKAGE)
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    return Path(__file__).resolve().parents[2] / "profiles"
+
+
+def list_profiles() -> dict[str, Path]:
+    """The files of all profiles that can be loaded by name, sorted by it; one of the user's own, which lies in
+    `own_directory`, hides a shipped one of its name."""
+    found: dict[str, Path] = {}
+    for directory in (shipped_directory(), own_directory()):
+        with suppress(OSError):  # not there, or not to be read: it lists nothing
+            found |= {path.stem: path for path in directory.glob(f"*{_SUFFIX}")}
+    return dict(sorted(found.items()))
+
+
+def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
+    """Load a profile by name, the user's own before shipped ones, or from a TOML file by its path.
+
+    What ends in `.toml` or has a directory in front is a path; what is a profile already stays as it is.
+
+    Raises:
+        ProfileError: There is no such profile, it cannot be read, or a key or value in it is wrong.
+    """
+    if isinstance(name_or_path, MachineProfile):
+        return name_or_path
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or text.endswith(_SUFFIX) or Path(text).name != text:
+        return _read(Path(os.path.expanduser(name_or_path)))  # what ~ does not stand for is not found
+    files = list_profiles()
+    if text not in files:
+        raise ProfileError(
+            f"there is no profile {text!r}: {_guess(text, files)}there are {', '.join(files) or 'none'}; "
+            f"`offload-runtime profile --save {text}` measures this machine"
+        )
+    return _read(files[text])
+
+
+def profile_of_gpu(name: str) -> MachineProfile | None:
+    """A profile that can be predicted with of a GPU of this name, the user's own before shipped ones; None without."""
+    for path in sorted(list_profiles().values(), key=lambda path: path.parent != own_directory()):
+        with suppress(ProfileError, OptionError):  # nobody asked for this one
+            if (found := load_profile(path)).gpu_name == name:
+                return found.require_gpu()
+    return None
+
+
+def _read(path: Path) -> MachineProfile:
+    """Read and check one file; every message begins with its path."""
+    try:
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:  # says the line and column itself
+        raise ProfileError(f"{path} is not TOML: {error}") from error
+    try:
+        return profile_from_mapping(table)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def check_name(name: str) -> None:
+    """Refuse names that could not be loaded again.
+
+    Raises:
+        ProfileError: The name is not one word that can be a file's name.
+    """
+    if not _NAME.fullmatch(name) or name.endswith(_SUFFIX):
+        raise ProfileError(
+            f"{name!r} is not a name for a profile: use 1 to 64 letters, digits, '-', '_' or '.', beginning with a "
+            f"letter or digit and without {_SUFFIX} at the end"
+        )
+
+
+def profile_toml(profile: MachineProfile) -> str:
+    """The profile as the text of a TOML file."""
+    import tomli_w
+
+    return tomli_w.dumps(profile_to_mapping(profile))
+
+
+def save_profile(profile: MachineProfile, name: str) -> Path:
+    """Write a profile among the user's own as `name`, in place of one that was there.
+
+    Returns:
+        The file.
+
+    Raises:
+        ProfileError: The name cannot be one.
+        StorageError: The file cannot be written; an older one of this name is then still there.
+    """
+    check_name(name)
+    path = own_directory() / f"{name}{_SUFFIX}"
+    remedy = "free some space, or set OFFLOAD_RUNTIME_CONFIG to a directory that can be written"
+    with writing(path, remedy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, profile_toml(replace(profile, name=name)), remedy=remedy)
+    return path

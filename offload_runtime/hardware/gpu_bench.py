@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
+from operator import eq
 
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
@@ -79,26 +80,21 @@ def read_nvml(uuid: str) -> NvmlAnswer:
     Args:
         uuid: Of the card as torch gives it: torch counts the cards of CUDA_VISIBLE_DEVICES, NVML all of them.
     """
+    driver, link = None, None
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
-    except Exception as error:  # without a driver the library itself is missing; its errors have many types
-        return NvmlAnswer(None, None, f"NVML is not available: {error}")
-    driver: str | None = None
-    try:
-        driver = str(nvml.nvmlSystemGetDriverVersion())
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-        link = PcieLink(
-            generation=int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
-            width=int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
-            generation_max=int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
-            width_max=int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
-        )
-    except Exception as error:  # virtual machines and WSL2 answer some queries with "not supported"
-        return NvmlAnswer(driver, None, f"NVML refuses a query: {error}")
-    finally:
-        nvml.nvmlShutdown()
+        try:
+            driver = str(nvml.nvmlSystemGetDriverVersion())
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+            now = nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth
+            most = nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
+            link = PcieLink(*(int(ask(handle)) for ask in (*now, *most)))
+        finally:
+            nvml.nvmlShutdown()
+    except Exception as error:  # no driver and no library, or a query that virtual machines and WSL2 do not support
+        return NvmlAnswer(driver, None, f"NVML is not available, or refuses a query: {error}")
     if link.generation not in _LANE_GBPS or not 1 <= link.width <= 32:  # some virtual machines have no real link
         return NvmlAnswer(driver, None, f"NVML tells of a link of generation {link.generation}, x{link.width}")
     return NvmlAnswer(driver, link, "")
@@ -148,30 +144,25 @@ class LinkBench:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
-        self._source_pinned, self._sink_gpu = self._make_pinned(), self._make_gpu()
+        self._in, self._back = self._buffers(), cache(self._buffers)
 
-    def _make_pinned(self) -> torch.Tensor:
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make one on the host and one on the device."""
         # A page that was never written is the kernel's one zero page, which stays in the caches.
-        return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").fill_(1)
-
-    def _make_gpu(self) -> torch.Tensor:
-        return torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
-
-    @cached_property
-    def _sink_pinned(self) -> torch.Tensor:
-        return self._make_pinned()
-
-    @cached_property
-    def _source_gpu(self) -> torch.Tensor:
-        return self._make_gpu()
+        host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").fill_(1)
+        return host, torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def copy_in(self, piece_bytes: int = _PIECE_BYTES) -> None:
         """Enqueue the whole buffer to the device on the current stream, in copies of `piece_bytes`."""
-        _copy(self._sink_gpu, self._source_pinned, piece_bytes)
+        source, target = self._in
+        for to, piece in zip(target.split(piece_bytes), source.split(piece_bytes), strict=True):
+            to.copy_(piece, non_blocking=True)
 
     def copy_back(self) -> None:
-        """Enqueue the whole buffer to the host on the current stream, piece by piece."""
-        _copy(self._sink_pinned, self._source_gpu, _PIECE_BYTES)
+        """Enqueue the whole of another buffer to the host on the current stream, piece by piece."""
+        target, source = self._back()
+        for to, piece in zip(target.split(_PIECE_BYTES), source.split(_PIECE_BYTES), strict=True):
+            to.copy_(piece, non_blocking=True)
 
     def by_copy_mib(self, sizes_mib: Sequence[float], *, budget_s: float) -> tuple[dict[float, float], float]:
         """Host to device in GB/s by MiB of one copy, and the best of these. Copies walk through the buffer, not over
@@ -202,11 +193,6 @@ class LinkBench:
                 current.wait_stream(stream)
 
         return 4 * self.nbytes / _event_time_s(both, budget_s=budget_s) / GB
-
-
-def _copy(dst: torch.Tensor, src: torch.Tensor, piece_bytes: int) -> None:
-    for target, piece in zip(dst.split(piece_bytes), src.split(piece_bytes), strict=True):
-        target.copy_(piece, non_blocking=True)
 
 
 @contextmanager
@@ -285,9 +271,7 @@ def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tupl
             time.sleep(0.01)
         begun, started_s = [tell() for tell in tells], time.perf_counter()
         ended = begun
-        while time.perf_counter() - started_s < budget_s or any(
-            one[0] == before[0] for one, before in zip(ended, begun, strict=True)
-        ):
+        while time.perf_counter() - started_s < budget_s or any(map(eq, ended, begun)):
             time.sleep(min(budget_s, 0.01))
             ended = [tell() for tell in tells]
     rates = {

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from offload_runtime.hardware.profile import CpuFigures
+from offload_runtime.hardware import CpuFigures
 from offload_runtime.memory import HostArena, Registrar, host_memory
 from offload_runtime.sizes import GB, GIB, format_bytes
 

@@ -18,10 +18,9 @@ import torch
 from offload_runtime.config import card_names
 from offload_runtime.errors import BudgetError, DeviceError, StorageError
 from offload_runtime.files import user_directory
-from offload_runtime.hardware import gpu_bench, host_bench
+from offload_runtime.hardware import MachineProfile, gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
-from offload_runtime.hardware.profile import MachineProfile
 from offload_runtime.memory import Card, current_device, reaches, resolve_device, resolve_devices
 from offload_runtime.options import require
 from offload_runtime.sizes import GB, GIB, format_bytes
@@ -36,25 +35,6 @@ OnProgress = Callable[[str, int, int], None]
 _FAILURES = (CannotMeasureError, BudgetError, StorageError, OSError, RuntimeError)
 # From a row of a model to a piece of a prompt.
 _TRANSFER_SIZES_KIB = (8.0, 64.0, 1024.0, 8192.0)
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """What the user asked for.
-
-    `device`: auto (all cards of the first one's kind), cuda, cuda:N or cpu, or several such as `cuda:0,cuda:1`, of one
-    kind; one that is named twice is two logical cards. `full` locks nearly all free memory to find the limit.
-    `disk_file` is what the disk is read by; without it a temporary file, and nothing when `quick`.
-    """
-
-    device: str = "auto"
-    quick: bool = False
-    full: bool = False
-    disk_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        fine = self.disk_file is None or os.path.isfile(self.disk_file)
-        require(fine, f"--disk-file {self.disk_file} is not a file: name one of 16 MiB or more, such as a model")
 
 
 @dataclass(frozen=True)
@@ -133,24 +113,22 @@ _THOROUGH = _Effort(1.0, 2 * GIB, GIB // 4, (0.0625, 0.25, 1.0, 4.0, 16.0, 64.0,
 _QUICK = _Effort(0.15, GIB // 2, GIB // 8, (0.25, 1.0, 16.0, 64.0), GIB)
 
 
-def _no_progress(stage: str, done: int, total: int) -> None:
-    """Show nothing."""
-
-
 @dataclass
 class Findings:
     """Figures by key of the profile, and reasons for those that there are not, while they come in."""
 
-    on_progress: OnProgress = _no_progress
+    on_progress: OnProgress = lambda stage, done, steps: None
     figures: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def take(self, stage: str, keys: str | tuple[str, ...], measure: Callable[[], Any]) -> None:
-        """Enter what `measure` returns, one figure for each of several keys; or why there is nothing."""
+    def take(
+        self, stage: str, keys: str | tuple[str, ...], measure: Callable[..., Any], *about: Any, **how: Any
+    ) -> None:
+        """Enter what `measure(*about, **how)` returns, one figure for each of several keys; or why there is nothing."""
         names = (keys,) if isinstance(keys, str) else keys
         self.on_progress(stage, 0, 1)
         try:
-            value = measure()
+            value = measure(*about, **how)
             figures = (value,) if isinstance(keys, str) else value
             self.figures |= {name: _rounded(figure) for name, figure in zip(names, figures, strict=True)}
         except _FAILURES as error:
@@ -184,20 +162,18 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
     name, budget_s = names[device.index], effort.budget_s
     found.figures |= {"gpu_name": printable(name), "vram_bytes": total_bytes}
     answer = _measure_link(found, effort, device, reader)
-    found.take("HBM", "hbm_gbps", lambda: gpu_bench.measure_hbm_gbps(device, effort.hbm_bytes, budget_s=budget_s))
-    found.take("launches", "launch_us", lambda: gpu_bench.measure_launch_us(device, budget_s=budget_s))
-    found.take("CUDA graphs", "graph_launch_us", lambda: gpu_bench.measure_graph_launch_us(device, budget_s=budget_s))
-    found.take("matrix products", "tflops", lambda: gpu_bench.measure_tflops(device, budget_s=budget_s))
+    found.take("HBM", "hbm_gbps", gpu_bench.measure_hbm_gbps, device, effort.hbm_bytes, budget_s=budget_s)
+    found.take("launches", "launch_us", gpu_bench.measure_launch_us, device, budget_s=budget_s)
+    found.take("CUDA graphs", "graph_launch_us", gpu_bench.measure_graph_launch_us, device, budget_s=budget_s)
+    found.take("matrix products", "tflops", gpu_bench.measure_tflops, device, budget_s=budget_s)
     if effort is _THOROUGH:
-        found.take("the library's products", "library_rows", lambda: gpu_bench.measure_library_rows(device))
-        found.take(
-            "decoding in registers", "decode_gweights_per_s",
-            lambda: gpu_bench.measure_decode_gweights_per_s(device, budget_s=budget_s / 2),
-        )  # fmt: skip
+        found.take("the library's products", "library_rows", gpu_bench.measure_library_rows, device)
+        decode, key = gpu_bench.measure_decode_gweights_per_s, "decode_gweights_per_s"
+        found.take("decoding in registers", key, decode, device, budget_s=budget_s / 2)
     else:
         found.miss(("library_rows", "decode_gweights_per_s"), "left out of --quick")
     # Only now all modules are loaded that a runtime loads as well.
-    found.take("reserved VRAM", "vram_reserved_bytes", lambda: _reserved_bytes(device))
+    found.take("reserved VRAM", "vram_reserved_bytes", _reserved_bytes, device)
     return GpuReport(names, torch.cuda.get_device_capability(device), free_bytes, answer)
 
 
@@ -217,12 +193,10 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
         best = max(by_threads, key=by_threads.__getitem__)
         return gpu_bench.measure_during_copies(bench, reader, best, budget_s=budget_s)
 
-    found.take(
-        "link, to the device", ("link_by_copy_mib", "link_gbps"),
-        lambda: bench.by_copy_mib(effort.copy_sizes_mib, budget_s=budget_s / 2),
-    )  # fmt: skip
-    found.take("link, back", "link_back_gbps", lambda: bench.back_gbps(budget_s=budget_s / 2))
-    found.take("link, both ways", "link_both_gbps", lambda: bench.both_gbps(budget_s=budget_s))
+    both, sizes = ("link_by_copy_mib", "link_gbps"), effort.copy_sizes_mib
+    found.take("link, to the device", both, bench.by_copy_mib, sizes, budget_s=budget_s / 2)
+    found.take("link, back", "link_back_gbps", bench.back_gbps, budget_s=budget_s / 2)
+    found.take("link, both ways", "link_both_gbps", bench.both_gbps, budget_s=budget_s)
     found.take("link and memory", ("host_gbps_while_link_busy", "link_gbps_while_host_busy"), during_reading)
     try:
         with gpu_bench.busy_link(bench):
@@ -248,18 +222,14 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
         return tuple(gbps for (gbps,) in alone), gpu_bench.measure_links_gbps(benches, budget_s=effort.budget_s)
 
     own.take("links of all cards", _LINKS_KEYS, links)
-    own.take(
-        "transfers from card to card", _TRANSFER_KEYS,
-        lambda: gpu_bench.measure_transfers(cards, _TRANSFER_SIZES_KIB, budget_s=effort.budget_s / 4),
-    )  # fmt: skip
+    about, budget_s = (cards, _TRANSFER_SIZES_KIB), effort.budget_s / 4
+    own.take("transfers from card to card", _TRANSFER_KEYS, gpu_bench.measure_transfers, *about, budget_s=budget_s)
     names, apart = tuple(map(str, devices)), len({*devices}) == len(devices)
     peers = apart and all(reaches(one, other) for one, other in itertools.pairwise([*devices, devices[0]]))
     if peers:
         own.take(
             "transfers through host memory", "transfer_us_through_host",
-            lambda: gpu_bench.measure_transfers(
-                cards, _TRANSFER_SIZES_KIB, budget_s=effort.budget_s / 4, peers=False
-            )[0],
+            lambda: gpu_bench.measure_transfers(*about, budget_s=budget_s, peers=False)[0],
         )  # fmt: skip
     if devices[0].type == "cuda":
         numbers, these = [device.index for device in devices], ",".join(names)
@@ -279,18 +249,18 @@ def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: 
     """How fast memory is locked, and how much of it can be."""
 
     nbytes = host_bench.sample_bytes(host, effort.host_bytes)
-    found.take("pinning", "pin_gbps", lambda: host_bench.measure_pin_gbps(nbytes))
+    found.take("pinning", "pin_gbps", host_bench.measure_pin_gbps, nbytes)
     judge = partial(host_bench.estimate_pinnable_bytes, sample_locked="pin_gbps" in found.figures)
-    found.take("pinning all", "pinnable_bytes", partial(host_bench.try_pinnable_bytes if full else judge, host))
+    found.take("pinning all", "pinnable_bytes", host_bench.try_pinnable_bytes if full else judge, host)
 
 
-def _measure_disk(found: Findings, nbytes: int, options: MeasureOptions) -> None:
+def _measure_disk(found: Findings, nbytes: int, file: Path | None, *, quick: bool) -> None:
     """The disk, by the file that was named or by one of our own."""
 
     def reading() -> float:
-        if options.disk_file is not None:
-            return host_bench.measure_disk_gbps(options.disk_file, most_bytes=4 * nbytes)
-        if options.quick:
+        if file is not None:
+            return host_bench.measure_disk_gbps(file, most_bytes=4 * nbytes)
+        if quick:
             raise CannotMeasureError("left out of --quick: name a file with --disk-file")
         # Beside the models that were downloaded, where a large file may lie for a moment.
         directory = user_directory("cache", holds="the file that the disk is measured by")
@@ -300,46 +270,54 @@ def _measure_disk(found: Findings, nbytes: int, options: MeasureOptions) -> None
     found.take("disk", "disk_gbps", reading)
 
 
-def measure_machine(options: MeasureOptions, *, on_progress: OnProgress = _no_progress) -> MachineReport:
+def measure_machine(
+    device: str = "auto", *, quick: bool = False, full: bool = False, disk_file: Path | None = None,
+    on_progress: OnProgress = lambda stage, done, steps: None,
+) -> MachineReport:  # fmt: skip
     """Measure the machine: a minute, or about ten seconds with `quick`.
 
     Args:
-        options: What to measure.
+        device: auto (all cards of the first one's kind), cuda, cuda:N or cpu, or several such as `cuda:0,cuda:1`, of
+            one kind; one that is named twice is two logical cards.
+        quick: Measure less, and not the disk.
+        full: Lock nearly all free memory to find the limit.
+        disk_file: What the disk is read by; without it a temporary file.
         on_progress: Called with (stage, done steps, steps).
 
     Raises:
         DeviceError: The asked device is not there or cannot be used.
-        OptionError: `full` on a machine without a GPU.
+        OptionError: `full` on a machine without a GPU, or `disk_file` is no file.
     """
+    is_file = disk_file is None or os.path.isfile(disk_file)
+    require(is_file, f"--disk-file {disk_file} is not a file: name one of 16 MiB or more, such as a model")
     started_s = time.perf_counter()
     host = host_bench.read_host_info()
-    devices, why_none = _choose_devices(options.device)
-    device, cards = devices[0], None
-    fine = device.type == "cuda" or not options.full
-    require(fine, f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it")
+    devices, why_none = _choose_devices(device)
+    first, cards = devices[0], None
+    why = f"--full tries how much memory can be page-locked, which needs a GPU ({why_none}): drop it"
+    require(first.type == "cuda" or not full, why)
     found, gpu = Findings(on_progress), None
-    effort = _QUICK if options.quick else _THOROUGH
+    effort = _QUICK if quick else _THOROUGH
     # Far larger than the caches and small beside what is free.
     read_bytes = max(1 << 20, min(effort.host_bytes, host.available_bytes // 8))
     with closing(HostReader(read_bytes, host.cpu.cores)) as reader:
-        counts, budget_s = host_bench.thread_counts(host.cpu.cores, quick=options.quick), effort.budget_s / 2
-        found.take(
-            "host memory", ("host_by_threads", "host_gbps"), lambda: reader.by_threads(counts, budget_s=budget_s)
-        )
-        found.figures["gpus"] = len({*devices}) if device.type == "cuda" else 0
-        if device.type == "cpu":
+        counts, both = host_bench.thread_counts(host.cpu.cores, quick=quick), ("host_by_threads", "host_gbps")
+        found.take("host memory", both, reader.by_threads, counts, budget_s=effort.budget_s / 2)
+        found.figures["gpus"] = len({*devices}) if first.type == "cuda" else 0
+        if first.type == "cpu":
             found.miss(_GPU_KEYS, why_none)
         else:
-            with torch.cuda.device(device):
-                gpu = _measure_gpu(found, effort, device, reader)
-                _measure_pinning(found, effort, host, full=options.full)
+            with torch.cuda.device(first):
+                gpu = _measure_gpu(found, effort, first, reader)
+                _measure_pinning(found, effort, host, full=full)
     if len(devices) > 1:
-        with current_device(device):
+        with current_device(first):
             cards = _measure_cards(found, effort, devices)
-    _measure_disk(found, effort.host_bytes // 2, options)
-    profile = MachineProfile(
-        name="this-machine", source=_source(options, gpu), ram_bytes=host.ram_bytes, cpu=host.cpu, **found.figures
-    )
+    _measure_disk(found, effort.host_bytes // 2, disk_file, quick=quick)
+    driver = f", driver {gpu.nvml.driver}" if gpu is not None and gpu.nvml.driver else ""
+    how = "offload-runtime profile" + " --quick" * quick + " --full" * full
+    source = f"measured on {date.today()} by {how}, torch {torch.__version__}{driver}"
+    profile = MachineProfile("this-machine", source, ram_bytes=host.ram_bytes, cpu=host.cpu, **found.figures)
     return MachineReport(profile, host, found.missing, gpu, time.perf_counter() - started_s, cards)
 
 
@@ -380,13 +358,6 @@ def _reserved_bytes(device: torch.device) -> int:
     return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
-def _source(options: MeasureOptions, gpu: GpuReport | None) -> str:
-    """When and by what it was measured."""
-    how = "offload-runtime profile" + (" --quick" if options.quick else "") + (" --full" if options.full else "")
-    driver = f", driver {gpu.nvml.driver}" if gpu is not None and gpu.nvml.driver else ""
-    return f"measured on {date.today().isoformat()} by {how}, torch {torch.__version__}{driver}"
-
-
 # --- what to do about a machine that is slower than it could be
 
 
@@ -395,37 +366,30 @@ def advise(report: MachineReport) -> list[str]:
     if report.gpu is None:
         no_gpu = f"no GPU was measured ({report.missing['gpu_name']})"
         return [f"{no_gpu}: models run on the CPU, where streaming gains nothing", *_host_advice(report)]
-    return [
-        *_link_advice(report.profile, report.gpu.nvml), *_links_advice(report.profile),
-        *_card_advice(report.profile, report.gpu),
-        *_pinning_advice(report), *_host_advice(report),
-    ]  # fmt: skip
+    links = _link_advice(report.profile, report.gpu.nvml)
+    return [*links, *_card_advice(report.profile, report.gpu), *_pinning_advice(report), *_host_advice(report)]
 
 
 def _link_advice(profile: MachineProfile, nvml: NvmlAnswer) -> Iterator[str]:
-    link = nvml.link
+    link, alone, at_once_gbps = nvml.link, profile.links_alone_gbps, sum(profile.links_at_once_gbps)
     if link is None:
         yield f"whether the slot holds the link back cannot be told: {nvml.reason}"
-        return
-    if link.width < link.width_max:
+    if link is not None and link.width < link.width_max:
         yield (
             f"the card runs at x{link.width} and could do x{link.width_max}: move it to another slot, the one nearest "
             "to the processor, or take out what shares its lanes; streaming is as fast as this link"
         )
-    if link.generation < link.generation_max:
+    if link is not None and link.generation < link.generation_max:
         yield (
             f"the link runs at PCIe {link.generation} while it copies and could do PCIe {link.generation_max}: look at "
             "the slot's setting in the BIOS and at riser cables"
         )
-    if profile.link_gbps is not None and profile.link_gbps < _FAIR_LINK_SHARE * link.peak_gbps:
+    if link is not None and profile.link_gbps is not None and profile.link_gbps < _FAIR_LINK_SHARE * link.peak_gbps:
         yield (
             f"copies to the card reach {profile.link_gbps:.1f} of the link's {link.peak_gbps:.1f} GB/s: look for other "
             "load on host memory, a single memory channel, or a card at another processor than this program's"
         )
 
-
-def _links_advice(profile: MachineProfile) -> Iterator[str]:
-    alone, at_once_gbps = profile.links_alone_gbps, sum(profile.links_at_once_gbps)
     if at_once_gbps < _FAIR_SHARE_AT_ONCE * sum(alone):
         yield (
             f"the links of the cards carry {sum(alone):.1f} GB/s one by one and {at_once_gbps:.1f} at once: they share "

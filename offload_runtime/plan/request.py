@@ -12,8 +12,7 @@ import torch
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.hardware.profile import shipped_directory
+from offload_runtime.hardware import MachineProfile, load_profile, shipped_directory
 from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import require
