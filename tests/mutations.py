@@ -161,14 +161,14 @@ MUTATIONS = (
     ),
     Mutation(
         "mask: a prompt's token does not see itself",
-        f"{_KERNELS}/attention_cpu.py",
+        f"{_KERNELS}/attention.py",
         "visible = key_positions <= positions[..., None]",
         "visible = key_positions < positions[..., None]",
         ("tests/kernels/test_attention_cpu.py::test_matches_the_reference[dtype0-1]",),
     ),
     Mutation(
         "mask: a token of a window sees the one behind it",
-        f"{_KERNELS}/attention_cpu.py",
+        f"{_KERNELS}/attention.py",
         "stop = (position + 1).clamp",
         "stop = (position + 2).clamp",
         ("tests/kernels/test_attention_cpu.py::test_blocks_of_other_sequences_and_of_the_future_are_not_read",),

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from offload_runtime_kernels.attention import AttentionParams, QueryRows
-from offload_runtime_kernels.attention_cpu import attention_reference
+from offload_runtime_kernels.attention import AttentionParams, QueryRows, attention_reference
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor

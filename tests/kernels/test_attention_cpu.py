@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import AttentionState, QueryRows, attend_blocks, attention, finish_attention
-from offload_runtime_kernels.attention_cpu import GATHERED_BYTES, attend_blocks_cpu
+from offload_runtime_kernels.attention import (
+    GATHERED_BYTES,
+    AttentionState,
+    QueryRows,
+    attend_blocks,
+    attend_blocks_cpu,
+    attention,
+    finish_attention,
+)
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.attention_cases import (

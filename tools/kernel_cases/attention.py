@@ -12,8 +12,7 @@ from functools import partial
 
 import torch
 from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
-from offload_runtime_kernels.attention import AttentionParams, AttentionState, KeySource, QueryRows
-from offload_runtime_kernels.attention_cpu import attention_reference
+from offload_runtime_kernels.attention import AttentionParams, AttentionState, KeySource, QueryRows, attention_reference
 from offload_runtime_kernels.attention_sources import attend_sources_triton
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
