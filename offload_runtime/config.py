@@ -6,6 +6,7 @@ a wrong value raises `OptionError` before anything is loaded.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
@@ -28,10 +29,13 @@ MOST_GAMMA_DRAFT = 24
 
 
 def card_names(device: str) -> tuple[str, ...]:
-    """Return the names of the cards that a `device` such as `cuda:0,cuda:1` stands for; raises `OptionError` for none,
-    and for cards of different kinds."""
+    """Return the names of the cards that a `device` such as `cuda:0,cuda:1` stands for; raises `OptionError` for what
+    is none, and for cards of different kinds."""
     names = tuple(name.strip() for name in device.split(","))
     require(all(names), f"device {device!r} has an empty name: write it like cuda:0, or cuda:0,cuda:1")
+    for name in names:
+        fine = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", name) is not None
+        require(fine, f"device {name!r} is not a device: use auto, cuda, cuda:N or cpu, or cuda:0,cuda:1")
     kinds = {name.split(":")[0] for name in names}
     alone = len(names) == 1 or "auto" not in kinds
     require(alone, f"device {device!r} has auto among others: name every card, or auto alone")

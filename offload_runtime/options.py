@@ -252,10 +252,11 @@ def require_positive(name: str, value: int | None, *, least: int = 1) -> None:
         Option("", least=least).require_within(name, value)
 
 
-def require_unicode(name: str, text: str) -> None:
-    """Raise `OptionError` for a byte of a command line that is not UTF-8, or half of a pair in JSON."""
+def require_unicode(name: str, text: str) -> str:
+    """Return a text; raises `OptionError` for a byte of a command line that is not UTF-8, or half of a pair in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         what = f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
         raise OptionError(f"{name} is not Unicode text: {what}: write it in UTF-8") from error
+    return text

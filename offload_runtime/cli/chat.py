@@ -47,14 +47,8 @@ def chat(options: ChatOptions) -> None:
         if template_options:
             room.chat_template.require_options(template_options)
 
-    show_progress = not options.no_progress
-    with (
-        _only_here(options.session) as held,
-        terminal.only_json(options.as_json) as output,
-        load_runtime(
-            config, explain=options.explain, show_progress=show_progress, check=check, threads=options.threads
-        ) as runtime,
-    ):
+    output = sys.stdout  # where JSON goes, and nothing else
+    with _only_here(options.session) as held, load_runtime(options, config, check) as runtime:
         options, line = options.with_defaults(runtime.sampling_defaults)
         if line is not None:
             terminal.status_line(line)

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, refuse_early
+from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, LoadOptions, refuse_early
 from offload_runtime.cli.plan import print_explanation
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import RuntimeConfig
@@ -44,8 +43,7 @@ _PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retri
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
-    params, show_progress = options.params, not options.no_progress
-    config = replace(options.config, max_batch=max(1, len(options.prompt_file or ())))
+    params, config = options.params, replace(options.config, max_batch=max(1, len(options.prompt_file or ())))
     allowed = options.chat or not config.allow_special_tokens
     require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
     template_options = dict(options.template_options or [])
@@ -65,15 +63,10 @@ def generate(options: GenerateOptions) -> None:
 
     results: Sequence[GenerationResult]
     failure: BudgetError | None = None
-    with (
-        terminal.only_json(options.as_json),
-        load_runtime(
-            config, show_progress=show_progress, explain=options.explain, check=check, threads=options.threads
-        ) as runtime,
-    ):
+    with load_runtime(options, config, check) as runtime:
         try:
             if is_batch:
-                with _stoppable(show_progress=show_progress) as (stop, bars, on_prefill):
+                with _stoppable(options) as (stop, bars, on_prefill):
                     on_progress = partial(bars.update, "answers finished")
                     results = runtime.generate_batch(
                         prompts, params=params, on_prefill=on_prefill, on_progress=on_progress, should_stop=stop.is_set
@@ -122,33 +115,31 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 
 
 @contextmanager
-def load_runtime(
-    config: RuntimeConfig, *, show_progress: bool, explain: bool = False,
-    check: CheckPrompts | None = None, threads: int | None = None,
-) -> Iterator[Runtime]:  # fmt: skip
+def load_runtime(options: LoadOptions, config: RuntimeConfig, check: CheckPrompts | None = None) -> Iterator[Runtime]:
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
-    lives where; what `check` refuses is refused before weights are read. `explain` prints the plan first, `threads`
-    are PyTorch's on the CPU."""
+    lives where; what `check` refuses is refused before weights are read. With `--json` what libraries print meanwhile
+    goes to stderr, too."""
     from offload_runtime.engine import Runtime
 
-    if threads is not None:
+    if options.threads is not None:
         import torch
 
-        torch.set_num_threads(threads)
-    on_plan = print_explanation if explain else None
-    with terminal.ProgressBars(enabled=show_progress, in_bytes=True) as bars:
-        runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
-    with runtime:
-        terminal.status_line(runtime.load_report)
-        terminal.status_line(runtime.placement)
-        yield runtime
+        torch.set_num_threads(options.threads)
+    on_plan = print_explanation if options.explain else None
+    with terminal.only_json(options.as_json):
+        with terminal.ProgressBars(enabled=not options.no_progress, in_bytes=True) as bars:
+            runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
+        with runtime:
+            terminal.status_line(runtime.load_report)
+            terminal.status_line(runtime.placement)
+            yield runtime
     if config.trace is not None:
         terminal.status_line(f"trace written to {config.trace}")
 
 
 @contextmanager
-def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnPrefill]]:
-    """Ctrl-C as a wish, so that an answer ends between two passes and the cache stays whole.
+def _stoppable(options: LoadOptions) -> Iterator[tuple[threading.Event, terminal.ProgressBars, OnPrefill]]:
+    """Take Ctrl-C for a wish, so that an answer ends between two passes and the cache stays whole.
 
     A pass over a streamed target takes seconds; whoever presses Ctrl-C again does not want to wait for it, and gets
     the plain KeyboardInterrupt. So does who presses it while the prompt is worked on.
@@ -158,7 +149,7 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
     """
     stop = threading.Event()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def interrupt_again(*_: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
@@ -168,15 +159,11 @@ def _stoppable(*, show_progress: bool) -> Iterator[tuple[threading.Event, termin
             raise KeyboardInterrupt
         bars.update("prefill", done_layers, layers)
 
-    # Only the main thread may take signals: an answer that another one waits for goes on to its end.
-    is_main = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGINT, on_signal) if is_main else None
-    try:
-        with terminal.ProgressBars(enabled=show_progress) as bars:
-            yield stop, bars, on_prefill
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, previous)
+    with (
+        terminal.signal_handler(interrupt_again, signal.SIGINT),
+        terminal.ProgressBars(enabled=not options.no_progress) as bars,
+    ):
+        yield stop, bars, on_prefill
 
 
 def stream_answer(
@@ -198,7 +185,7 @@ def stream_answer(
     shown_characters = 0
     failure: BudgetError | None = None
     try:
-        with _stoppable(show_progress=not options.no_progress) as (stop, bars, on_prefill):
+        with _stoppable(options) as (stop, bars, on_prefill):
             stream = start(prompt, params=options.params, on_prefill=on_prefill)
             try:
                 for piece in stream:
@@ -324,12 +311,10 @@ def demo(options: DemoOptions) -> None:
     from offload_runtime.engine import fetch_demo_model
     from offload_runtime.plan import memory_name
 
-    show_progress = not options.no_progress
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
-    target = str(fetch_demo_model(on_progress=status_line, show_download=show_progress))
-    config = replace(options.config, target=target)
+    target = fetch_demo_model(on_progress=status_line, show_download=not options.no_progress)
     results: dict[str, GenerationResult] = {}
-    with load_runtime(config, show_progress=show_progress, threads=options.threads) as runtime:
+    with load_runtime(options, replace(options.config, target=str(target))) as runtime:
         write_text(f"{machine_line(runtime.device.type)}\n")
         modes = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import typer
 
 from offload_runtime.cli.terminal import read_text, shortened, user_path
-from offload_runtime.config import RuntimeConfig, idle_options
+from offload_runtime.config import RuntimeConfig, card_names, idle_options
 from offload_runtime.hardware import load_profile
 from offload_runtime.options import (
     GROUPS,
@@ -55,24 +55,23 @@ class Part:
     changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
-    def has(self, name: str) -> bool:
-        """Return whether an option of this name is among those of the command."""
-        return name not in self.without if self.only is None else name in self.only
-
     def options(self, kind: Any) -> list[OptionField]:
         """Return the options of a configuration, and of those within it, that the command line has."""
         found: list[OptionField] = []
         for one in option_fields(kind):
             if is_dataclass(one.hint):
                 found += self.options(one.hint)
-            elif one.option is not None and self.has(one.name):
+            elif one.option is not None and self._has(one.name):
                 found.append(one.changed(**self.changed.get(one.name, {})))
         return [one for one in found if one.option is not None and one.option.flag is not None]
 
     def made(self, kind: Any, given: Mapping[str, Any]) -> Any:
         """Make the configuration that was asked for."""
-        values = {name: value for name, value in given.items() if value is not None and self.has(name)}
+        values = {name: value for name, value in given.items() if value is not None and self._has(name)}
         return _made(kind, {**values, **self.fixed})
+
+    def _has(self, name: str) -> bool:
+        return name not in self.without if self.only is None else name in self.only
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -87,19 +86,10 @@ def _part(**about: Any) -> Any:
     return field(metadata={"part": Part(**about)})
 
 
-# --- options that several commands have of their own
-
 _json: Any = partial(option, False, "One JSON object on stdout and nothing else.", OUTPUT, flag="--json")
 _no_progress: Any = partial(option, False, "No progress bars on stderr.", OUTPUT)
 _explain: Any = partial(option, False, group=OUTPUT)
-_threads: Any = partial(
-    option, None, "CPU threads to compute with; by itself, as many as PyTorch takes.", MACHINE, metavar="N"
-)
 _file: Any = partial(option, None, metavar="FILE")
-_template_options: Any = partial(
-    option, None, "For the model's chat template, such as enable_thinking=false; may be repeated.", MODEL,
-    flag="--template-option", metavar="NAME=VALUE", repeated=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +110,37 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """A command that answers takes these options."""
+class LoadOptions:
+    """A command that loads a model takes these options."""
 
     config: RuntimeConfig = _part()
-    params: GenerationParams = _part(without=("tree_nodes",))
-    threads: int | None = _threads()
-    template_options: list[tuple[str, Any]] | None = _template_options()
-    explain: bool = _explain("Say what lives where before loading, and all figures after the answer.")
-    as_json: bool = _json()
+    threads: int | None = option(
+        None, "CPU threads to compute with; by itself, as many as PyTorch takes.", MACHINE, metavar="N"
+    )
+    explain: bool = False
+    as_json: bool = False
     no_progress: bool = _no_progress()
 
     def __post_init__(self) -> None:
+        there, count = os.cpu_count() or 1, self.threads
+        fine = count is None or 1 <= count <= there
+        require(fine, f"--threads {count} is not 1 to {there}: this machine has {there} logical cores")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(LoadOptions):
+    """A command that answers takes these options."""
+
+    params: GenerationParams = _part(without=("tree_nodes",))
+    template_options: list[tuple[str, Any]] | None = option(
+        None, "For the model's chat template, such as enable_thinking=false; may be repeated.", MODEL,
+        flag="--template-option", metavar="NAME=VALUE", repeated=True,
+    )  # fmt: skip
+    explain: bool = _explain("Say what lives where before loading, and all figures after the answer.")
+    as_json: bool = _json()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         names = [name for name, _ in self.template_options or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"--template-option gives {twice} twice: give it once")
@@ -188,32 +197,28 @@ class ChatOptions(AnswerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(LoadOptions):
     """`serve` takes these options."""
 
     config: RuntimeConfig = _part(changed={"max_batch": {"default": None, "flag": "--max-requests", "group": "Limits"}})
     server: ServerConfig = _part()
-    threads: int | None = _threads()
     served_model_name: list[str] | None = option(
         None, "What the model is called, in place of the last part of --target; repeated, it has several names.",
         metavar="NAME", repeated=True,
     )  # fmt: skip
     explain: bool = _explain("Say what lives where before loading.")
-    no_progress: bool = _no_progress()
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(LoadOptions):
     """`verify` takes these options."""
 
     config: RuntimeConfig = _part(without=("gamma", "profile", "allow_special_tokens", "trace"))
-    threads: int | None = _threads()
     prompts: str | None = _file("More prompts, one a line of UTF-8; - is stdin.")
     tokens: int | None = option(None, "Tokens of every generation compared: 64, or 10 with --quick.", metavar="N")
     seeds: int | None = option(None, "Seeds of every test of fit: 256, or 32 with --quick.", metavar="N")
     quick: bool = option(False, "Fewer prompts, settings and seeds.")
     as_json: bool = _json()
-    no_progress: bool = _no_progress()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +236,12 @@ class ProfileOptions:
     as_json: bool = _json()
     no_progress: bool = _no_progress()
 
+    def __post_init__(self) -> None:
+        card_names(self.device)
+
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
+class DemoOptions(LoadOptions):
     """`demo` takes these options; its `config` has the target once that was fetched."""
 
     config: RuntimeConfig = _part(
@@ -244,8 +252,6 @@ class DemoOptions:
         only=("max_new_tokens", "temperature", "seed", "gamma"), changed={"max_new_tokens": {"default": 96}}
     )
     prompt: str | None = option(None, "Ask this instead of the text to rewrite.", metavar="TEXT")
-    threads: int | None = _threads()
-    no_progress: bool = _no_progress()
 
 
 def refuse_early(config: RuntimeConfig) -> None:
@@ -275,47 +281,24 @@ def _bias(name: str, text: str) -> tuple[int, float]:
 
 def _template_option(name: str, text: str) -> tuple[str, Any]:
     """Read name and value of an option of a chat template; a value is JSON, or else a text."""
-    key, equals, value = text.partition("=")
+    key, equals, value = require_unicode(name, text).partition("=")
     require(bool(key and equals), f"{name} {text!r} is not an option: write it like enable_thinking=false")
-    require_unicode(name, text)
     try:
         return key, json.loads(value)
     except (ValueError, RecursionError):
         return key, value
 
 
-def _devices(name: str, text: str) -> str:
-    """Refuse names that no device has, wherever it is."""
-    for device in text.split(","):
-        is_device = re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", device.strip()) is not None
-        require(is_device, f"{name} {device!r} is not a device: use auto, cuda, cuda:N or cpu, or cuda:0,cuda:1")
-    return text
-
-
-def _text(name: str, text: str) -> str:
-    """Refuse what is no text."""
-    require_unicode(name, text)
-    return text
-
-
-def _whole(name: str, text: str, *, least: int | None = None) -> int:
-    """Read a whole number."""
-    count: int = OptionField(name, int, None, Option("", least=least)).read(name, text)
-    return count
-
-
-def _thread_count(name: str, text: str) -> int:
-    """Read how many threads to run, which this machine has to be able to."""
-    there, count = os.cpu_count() or 1, _whole(name, text)
-    fine = 1 <= count <= there
-    require(fine, f"{name} {count} is not 1 to {there}: this machine has {there} logical cores")
-    return count
+def _token(name: str, text: str) -> int:
+    """Read a token id."""
+    token: int = OptionField(name, int, None, Option("", least=0)).read(name, text)
+    return token
 
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
-    "logit_bias": _bias, "template_options": _template_option, "device": _devices, "threads": _thread_count,
-    "json_schema": lambda name, file: read_text(file, option=name), "stop_token_ids": partial(_whole, least=0),
-    **dict.fromkeys(("prompt", "stop", "system", "api_key", "served_model_name"), _text),
+    "logit_bias": _bias, "template_options": _template_option, "stop_token_ids": _token,
+    "json_schema": lambda name, file: read_text(file, option=name),
+    **dict.fromkeys(("prompt", "stop", "system", "api_key", "served_model_name"), require_unicode),
 }  # fmt: skip
 
 

@@ -30,9 +30,7 @@ def serve(options: ServeOptions) -> None:
     with _stopping_signals() as (is_ready, is_asked_to_stop), Server(served, terminal.status_line) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with (
-            load_runtime(
-                config, show_progress=not options.no_progress, explain=options.explain, threads=options.threads
-            ) as runtime,
+            load_runtime(options, config) as runtime,
             server.serving(runtime, *(options.served_model_name or [model_name(config.target)])),
         ):
             at_once = runtime.plan.target.batch
@@ -72,12 +70,5 @@ def _stopping_signals() -> Iterator[tuple[threading.Event, threading.Event]]:
         else:
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may take signals
+    with terminal.signal_handler(on_signal, signal.SIGINT, signal.SIGTERM):
         yield is_ready, is_asked_to_stop
-        return
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield is_ready, is_asked_to_stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich import progress
@@ -156,6 +159,19 @@ def only_json(wanted: bool) -> Iterator[TextIO]:
     output = sys.stdout
     with redirect_stdout(sys.stderr if wanted else output):
         yield output
+
+
+@contextmanager
+def signal_handler(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """Let a function take signals meanwhile; in threads but the main one, which alone may take them, this does
+    nothing."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 class ProgressBars(AbstractContextManager["ProgressBars"]):

@@ -15,7 +15,6 @@ from offload_runtime.cli.options import VerifyOptions, refuse_early
 from offload_runtime.cli.terminal import (
     INTERRUPTED_EXIT_CODE,
     ProgressBars,
-    only_json,
     print_result,
     read_text,
     status_line,
@@ -33,7 +32,7 @@ _MOST_FINDINGS = 10
 
 def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
-    config, show_progress = options.config, not options.no_progress
+    config = options.config
     extra = {} if options.prompts is None else read_prompts(options.prompts)
     mode = config.speculation.mode
     require(mode != "none", "--speculation none leaves nothing to verify: leave it out")
@@ -51,19 +50,16 @@ def verify(options: VerifyOptions) -> None:
     numbers: Any = {name: number for name, number in asked.items() if number is not None}
     plan = replace(plan, prompts={**plan.prompts, **extra}, **numbers)
     with (
-        only_json(options.as_json),
-        load_runtime(config, show_progress=show_progress, check=plan.encoded, threads=options.threads) as runtime,
-        ProgressBars(enabled=show_progress) as bars,
+        load_runtime(options, config, plan.encoded) as runtime,
+        ProgressBars(enabled=not options.no_progress) as bars,
     ):
         report = verify(runtime, plan, on_progress=bars.update, on_expected=_say_how_long if options.quick else None)
         dealt = runtime.plan.num_cards > 1 and not report.interrupted
         several = decode_plainly(runtime, plan, bars.update, stage="several cards") if dealt else {}
     if several:
-        alone = one_card_config(config, runtime)
         with (
-            only_json(options.as_json),
-            load_runtime(alone, show_progress=show_progress, threads=options.threads) as first,
-            ProgressBars(enabled=show_progress) as bars,
+            load_runtime(options, one_card_config(config, runtime)) as first,
+            ProgressBars(enabled=not options.no_progress) as bars,
         ):
             one = decode_plainly(first, plan, bars.update, stage="one card")
         report.runs.extend(compare_one_card(one, several, bitwise=report.bitwise))
