@@ -81,7 +81,7 @@ def test_the_disk_is_read_block_by_block_and_the_temporary_file_goes(disk: Path)
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
-    with pytest.raises(DeviceError, match="'tpu' is not a device"):
+    with pytest.raises(OptionError, match="'tpu' is not a device"):
         measure_machine(device="tpu")
     with pytest.raises(DeviceError, match="cuda:99 cannot be measured"):
         measure_machine(device="cuda:99")

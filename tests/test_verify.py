@@ -18,7 +18,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.verify import read_prompts, report_tables, verdict_line
+from offload_runtime.cli.reports import read_prompts, report_tables, verdict_line
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
