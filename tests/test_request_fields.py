@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
+from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
-from offload_runtime.server.gate import ServerConfig
-from offload_runtime.server.run import Server
+from offload_runtime.server.app import Server
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import Served, events_of, serving
 

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from offload_runtime.config import ServerConfig
 from offload_runtime.errors import OptionError
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.server import Served, ServerConfig, serving
+from tests.helpers.server import Served, serving
 
 KEY, ORIGIN = "a secret key", "https://chat.example"
 

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from offload_runtime.config import ServerConfig
 from offload_runtime.engine import EndEvent, ErrorEvent, GenerationResult, Runtime, SchedulerCounters, TokenEvent
 from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
-from offload_runtime.server.gate import ServerConfig
-from offload_runtime.server.parsers import ToolCallParser
+from offload_runtime.server.parsers import AnswerParser
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import MODEL
 from tests.test_cli_fakes import make_stats
@@ -39,12 +39,12 @@ def tokenizer_with(template: str | None) -> Any:
 
 def parse(template: str | None, pieces: Sequence[str | int], names: Sequence[str] = NAMES) -> tuple[str, Calls]:
     """Text and calls of an answer in pieces; a number is a token that has no text."""
-    parser, text, calls = ToolCallParser(tokenizer_with(template), names), "", []
+    parser, text, calls = AnswerParser(tokenizer_with(template), tool_names=names), "", []
     for piece in pieces:
         said = parser.push("", piece) if isinstance(piece, int) else parser.push(piece, 1)
-        text += said[0]
-        calls += said[1]
-    rest, last = parser.finish()
+        text += said[1]
+        calls += said[2]
+    _, rest, last = parser.finish()
     calls += last
     assert parser.num_calls == len(calls) == len({call.id for call in calls})
     return text + rest, [(call.name, json.loads(call.arguments)) for call in calls]

@@ -87,7 +87,7 @@ def serve(options: ServeOptions) -> None:
     refuse_early(config)
     require_extra()
     from offload_runtime.engine.sessions import prefix_files
-    from offload_runtime.server.run import Server
+    from offload_runtime.server.app import Server
 
     if served.sessions is not None:
         prefix_files(served.sessions).close()  # in use, or not to be written: found out before loading

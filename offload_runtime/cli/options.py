@@ -20,7 +20,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import typer
 
 from offload_runtime.cli.terminal import read_text, shortened, user_path
-from offload_runtime.config import RuntimeConfig, card_names, idle_options
+from offload_runtime.config import RuntimeConfig, ServerConfig, card_names, idle_options
 from offload_runtime.hardware import load_profile
 from offload_runtime.options import (
     GROUPS,
@@ -36,7 +36,6 @@ from offload_runtime.options import (
     require_unicode,
 )
 from offload_runtime.params import GenerationParams
-from offload_runtime.server.config import ServerConfig
 from offload_runtime.sizes import size_option_down
 
 # Of a chat with a model whose makers name none.

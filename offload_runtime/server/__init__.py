@@ -4,9 +4,9 @@ journey.
 A request comes through the gate (`gate.py`: who may ask, and how much), is read (`schema.py`), becomes prompts and
 `GenerationParams` (`app.py`), and is answered from the scheduler's events (`answers.py`, in the words of
 `protocol.py`). One thread runs the event loop, another one, the scheduler's, owns the device; neither waits for the
-other. `Server` (`run.py`) holds both together. No path that a request names reaches the file system.
+other. `Server` (`app.py`) holds both together. No path that a request names reaches the file system.
 
-What it is made of is the extra `[server]`, which nothing else imports: ask `require_extra` before importing `run`.
+What it is made of is the extra `[server]`, which nothing else imports: ask `require_extra` before importing `app`.
 """
 
 from __future__ import annotations

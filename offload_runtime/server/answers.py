@@ -7,6 +7,7 @@ loop never for the device. What is asked of the scheduler, `submit` and `cancel`
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent, TokenLogprobs
 from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
-from offload_runtime.server.protocol import Delta, Ending, echo_of, ending_of
+from offload_runtime.server.protocol import Delta, ending_of
 
 if TYPE_CHECKING:
     from offload_runtime.server.metrics import Metrics
@@ -35,16 +36,6 @@ class Choice:
     parser: AnswerParser | None
     echo: str | None = None
     is_echo_alone: bool = False
-
-
-@dataclass(frozen=True)
-class Part:
-    """What has come of one choice: `ending` only once it has ended, `first_call` is the number of its first call."""
-
-    index: int
-    delta: Delta
-    ending: Ending | None
-    first_call: int
 
 
 class Answers:
@@ -91,8 +82,8 @@ class Answers:
         """In the scheduler's thread: hand an event to the event loop."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    async def __aiter__(self) -> AsyncIterator[Part]:
-        """What has come of each choice since the last time, until all have ended.
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Yield what has come of each choice since the last time, until all have ended.
 
         Raises:
             OffloadError: One of them ended by an error; the others are cancelled.
@@ -105,21 +96,21 @@ class Answers:
                     events.append(self._events.get_nowait())
                 if not has_begun and any(isinstance(event, TokenEvent) for _, event in events):
                     has_begun = True
-                    self._metrics.first_token(time.perf_counter() - self._began_s)
+                    self._metrics.first.observe(time.perf_counter() - self._began_s)
                 for index in sorted({index for index, _ in events}):
-                    part = self._part(index, [event for of, event in events if of == index])
-                    left -= {index} if part.ending is not None else set()
-                    yield part
-            self._metrics.finished(time.perf_counter() - self._began_s)
+                    delta = self._delta(index, [event for of, event in events if of == index])
+                    left -= {index} if delta.ending is not None else set()
+                    yield delta
+            self._metrics.whole.observe(time.perf_counter() - self._began_s)
         finally:
             self._timer.cancel()
             if left:
                 self.cancel()
 
-    def _part(self, index: int, events: Sequence[_Event]) -> Part:
-        choice, delta, ending = self._choices[index], Delta(), None
+    def _delta(self, index: int, events: Sequence[_Event]) -> Delta:
+        choice = self._choices[index]
         parser = choice.parser
-        first_call = parser.num_calls if parser is not None else 0
+        delta = Delta(index=index, first_call=parser.num_calls if parser is not None else 0)
         for event in events:
             if isinstance(event, ErrorEvent):
                 raise event.error
@@ -144,28 +135,28 @@ class Answers:
             ending = ending_of(event.result, has_calls=has_calls, seed=sampling.seed, noise_id=sampling.noise_id)
             if choice.is_echo_alone:
                 ending = replace(ending, finish_reason="length", completion_tokens=0)
-        return Part(index, delta, ending, first_call)
+            delta.ending = ending
+        return delta
 
     def _begin(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Put a prompt that is echoed before the first that comes of its answer."""
+        """Put a prompt that is echoed before the first that comes of its answer, with the log-probabilities of its
+        tokens behind the first, which has none, where they are wanted."""
         choice = self._choices[index]
         if choice.echo is not None and index not in self._has_begun:
-            delta.add(echo_of(choice.echo, choice.prompt, logprobs))
+            first = [] if logprobs is None else [TokenLogprobs(choice.prompt[0], math.nan)]
+            delta.add(Delta(text=choice.echo, logprobs=[*first, *(logprobs or ())]))
         self._has_begun.add(index)
 
-    async def whole(self) -> list[tuple[Delta, Ending]]:
-        """All of every choice, once they have ended."""
-        deltas = [Delta() for _ in self._choices]
-        endings: dict[int, Ending] = {}
-        async for part in self:
-            deltas[part.index].add(part.delta)
-            if part.ending is not None:
-                endings[part.index] = part.ending
-        return [(delta, endings[index]) for index, delta in enumerate(deltas)]
+    async def all_of_them(self) -> list[Delta]:
+        """Return all of every choice, once they have ended."""
+        deltas = [Delta(index=index) for index in range(len(self._choices))]
+        async for delta in self:
+            deltas[delta.index].add(delta)
+        return deltas
 
 
 async def unless_gone(work: Any, receive: Any) -> Any:
-    """What `work` (a coroutine) gives; None, and it is ended, where the client goes before."""
+    """Return what `work` (a coroutine) gives; None, and it is ended, where the client goes before."""
 
     async def leaving() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,7 +1,8 @@
-"""The routes: `Service` answers them with a runtime, once it is given one, and `make_app` hangs them up.
+"""The routes: `Service` answers them with a runtime, once it is given one, `make_app` hangs them up, and `Server` has a
+socket, a thread with the event loop, and a model that is served while it is there.
 
 What is wrong with a request is a typed error here as everywhere, and becomes a status and OpenAI's error object in one
-place (`_respond_to`).
+place (`respond_to`).
 """
 
 from __future__ import annotations
@@ -9,19 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette.sse import EventSourceResponse
 
+from offload_runtime.config import ServerConfig
+from offload_runtime.engine import Scheduler
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
@@ -32,7 +40,6 @@ from offload_runtime.errors import (
 )
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.answers import Answers, Choice, unless_gone
-from offload_runtime.server.config import ServerConfig
 from offload_runtime.server.gate import App, Gate, error_body
 from offload_runtime.server.metrics import Metrics
 from offload_runtime.server.protocol import Ending, Envelope, TokenSpelling, usage_of
@@ -46,7 +53,7 @@ from offload_runtime.server.schema import (
 )
 
 if TYPE_CHECKING:
-    from offload_runtime.engine import Runtime, Scheduler
+    from offload_runtime.engine import Runtime
 
 _PAGE = {
     "/": ("page.html", "text/html"),
@@ -60,12 +67,6 @@ _RETRY_S = 5  # while a model is loaded
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
-
-
-def sampling_defaults(runtime: Runtime) -> dict[str, Any]:
-    """How tokens are chosen where a request does not say: fields of `SamplingParams`, as the model's makers want them.
-    OpenAI's temperature is 1."""
-    return {"temperature": 1.0, **runtime.sampling_defaults}
 
 
 class ModelNotFoundError(OptionError):
@@ -114,7 +115,9 @@ class Service:
     def begin(self, runtime: Runtime, scheduler: Scheduler, *models: str) -> None:
         """Serve a model by these names from here on, the first of which it answers by."""
         self._runtime, self._scheduler, self._models = runtime, scheduler, models
-        self._begun_s, self._defaults = int(time.time()), sampling_defaults(runtime)
+        # How tokens are chosen where a request does not say, as the model's makers want it; OpenAI's temperature is 1.
+        self._defaults = {"temperature": 1.0, **runtime.sampling_defaults}
+        self._begun_s = int(time.time())
         self.state = "ready"
 
     def close(self) -> None:
@@ -170,13 +173,13 @@ class Service:
         envelope = Envelope(self._models[0], TokenSpelling(runtime.tokenizer), is_chat=kind is ChatBody)
         if body.stream:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices), tell), answers)
-        whole = await unless_gone(answers.whole(), request.receive)
-        if whole is None:
+        deltas = await unless_gone(answers.all_of_them(), request.receive)
+        if deltas is None:
             tell(_GONE, [], _HAS_LEFT)
             return Response(status_code=_GONE)  # nobody reads it
-        endings = [ending for _, ending in whole]
+        endings = [delta.ending for delta in deltas]
         tell(200, endings)
-        return JSONResponse(envelope.whole(whole, usage_of(endings, body.n)))
+        return JSONResponse(envelope.whole(deltas, usage_of(endings, body.n)))
 
     def _tell(
         self, request: Request, began_s: float, num_choices: int, unread: Sequence[str], status: int,
@@ -232,36 +235,36 @@ class Service:
         tell: Callable[[int, Sequence[Ending], str], None],
     ) -> AsyncIterator[dict[str, str]]:  # fmt: skip
         """The events of a stream; an error is the last one of them."""
-        endings, status, message = list[tuple[int, Ending]](), _GONE, _HAS_LEFT
+        endings, status, message = dict[int, Ending](), _GONE, _HAS_LEFT
         try:
             for index in range(count) if isinstance(body, ChatBody) else ():
                 yield _event(envelope.opening(index))
-            async for part in answers:
-                delta, ending = part.delta, part.ending
-                endings += [(part.index, ending)] if ending is not None else []
-                wanted = (
-                    delta.text or delta.reasoning or delta.calls or delta.logprobs or (body.x_sources and delta.tokens)
-                )
-                if wanted or ending is not None:
-                    yield _event(
-                        envelope.chunk(
-                            part.index, delta, ending, first_call=part.first_call, with_sources=body.x_sources
-                        )
-                    )
-            endings.sort(key=lambda one: one[0])
+            async for delta in answers:
+                if delta.ending is not None:
+                    endings[delta.index] = delta.ending
+                sources = delta.tokens if body.x_sources else []
+                if (
+                    delta.text
+                    or delta.reasoning
+                    or delta.calls
+                    or delta.logprobs
+                    or sources
+                    or delta.ending is not None
+                ):
+                    yield _event(envelope.chunk(delta, with_sources=body.x_sources))
             status = 200
             if body.includes_usage:
-                yield _event(envelope.usage_chunk(usage_of([ending for _, ending in endings], body.n)))
+                yield _event(envelope.usage_chunk(usage_of([endings[index] for index in range(count)], body.n)))
             yield {"data": "[DONE]"}
         except Exception as error:
             status, body_of_error, _ = _error_of(error)
             message = body_of_error["error"]["message"]
-            self.metrics.refused(status)
+            self.metrics.refused.labels(str(status)).inc()
             yield _event(body_of_error)
             if not isinstance(error, OffloadError):
                 raise
         finally:
-            tell(status, [ending for _, ending in endings] if status == 200 else [], message)
+            tell(status, [ending for _, ending in sorted(endings.items())] if status == 200 else [], message)
 
     # --- what else there is to ask
 
@@ -313,30 +316,29 @@ class Service:
 
     async def figures(self) -> Response:
         """`GET /metrics`, for Prometheus."""
-        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def respond_to(self, request: Request, error: Exception) -> Response:
         """What a request that ended by an error is answered."""
         status, body, headers = _error_of(error)
-        self.metrics.refused(status)
+        self.metrics.refused.labels(str(status)).inc()
         self._log(f"{request.method} {request.url.path[:100]} {status}: {body['error']['message']}")
         return JSONResponse(body, status, headers)
 
 
 def make_app(service: Service, config: ServerConfig) -> App:
-    """The application of a service, behind its gate."""
+    """Make the application of a service, behind its gate."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)  # whose pages of documentation load from elsewhere
-    for path, answer in (
-        ("/v1/chat/completions", service.chat), ("/v1/completions", service.complete),
-        ("/tokenize", service.tokenize), ("/detokenize", service.detokenize),
-    ):  # fmt: skip
-        app.post(path, response_model=None)(answer)
-    app.get("/v1/models", response_model=None)(service.models)
-    app.get("/v1/models/{name:path}", response_model=None)(service.model)
-    app.get("/health", response_model=None)(service.health)
-    app.get("/metrics", response_model=None)(service.figures)
+    routes: list[tuple[str, str, Callable[..., Any]]] = [
+        ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/completions", service.complete),
+        ("POST", "/tokenize", service.tokenize), ("POST", "/detokenize", service.detokenize),
+        ("GET", "/v1/models", service.models), ("GET", "/v1/models/{name:path}", service.model),
+        ("GET", "/health", service.health), ("GET", "/metrics", service.figures),
+    ]  # fmt: skip
     for path, (name, media_type) in _PAGE.items():
-        app.get(path, response_model=None)(_constant(Path(__file__).with_name(name).read_bytes(), media_type))
+        routes.append(("GET", path, _constant(Path(__file__).with_name(name).read_bytes(), media_type)))
+    for method, path, answer in routes:
+        app.add_api_route(path, answer, methods=[method], response_model=None)
 
     async def respond(request: Request, error: Exception) -> Response:
         return service.respond_to(request, error)
@@ -377,24 +379,104 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+# How errors are told, the first that fits; all others are defects of ours.
+_STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (ModelNotFoundError, 404, "model_not_found"), (UnavailableError, 503, None), (BudgetError, 503, None),
+    (OptionError, 400, None), (ContextLengthError, 400, "context_length_exceeded"), (QueueFullError, 429, None),
+)  # fmt: skip
+
+
 def _error_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers that tell of an error."""
-    headers, code = dict[str, str](), None
-    if isinstance(error, ModelNotFoundError):
-        status, code = 404, "model_not_found"
-    elif isinstance(error, UnavailableError | BudgetError):
-        status, headers = 503, {"retry-after": str(_RETRY_S)}
-    elif isinstance(error, OptionError):
-        status = 400
-    elif isinstance(error, ContextLengthError):
-        status, code = 400, "context_length_exceeded"
-    elif isinstance(error, QueueFullError):
-        status, headers = 429, {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-    elif hasattr(error, "status_code"):  # of the web framework
-        status = int(error.status_code)
-        return status, error_body(status, str(getattr(error, "detail", error))), headers
-    else:
-        status = 500
+    """Return status, body and headers that tell of an error."""
+    if hasattr(error, "status_code"):  # of the web framework
+        return error.status_code, error_body(error.status_code, str(getattr(error, "detail", error))), {}
+    status, code = next(((status, code) for kind, status, code in _STATUS if isinstance(error, kind)), (500, None))
+    retry_s = max(1, math.ceil(getattr(error, "retry_after_s", _RETRY_S)))
     # What a defect says is for the log.
     message = str(error) if isinstance(error, OffloadError) else "the server has failed at this request"
+    headers = {"retry-after": str(retry_s)} if status in (429, 503) else {}
     return status, error_body(status, message, getattr(error, "param", None), code), headers
+
+
+_BACKLOG = 128
+_MOST_CONNECTIONS = 512  # beyond these: 503; a process has 1024 files unless it asks for more
+_LAST_WORDS_S = 5  # for responses that are being sent when all answers have ended
+
+
+class Server(AbstractContextManager["Server"]):
+    """Listens from the beginning, so that `/health` can say that a model is being loaded; answers within `serving`.
+
+    Args:
+        config: Where to listen and who may ask.
+        log: Called with a line for each request that was answered or refused.
+
+    Attributes:
+        url: Where it is reached.
+
+    Raises:
+        OptionError: The port is taken, or there is no such address here.
+    """
+
+    def __init__(self, config: ServerConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._service = config, Service(config, log)
+        self._socket = _listen(config)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        settings = uvicorn.Config(
+            make_app(self._service, config), log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
+            loop="asyncio", server_header=False, proxy_headers=False, timeout_graceful_shutdown=_LAST_WORDS_S,
+            limit_concurrency=_MOST_CONNECTIONS,
+        )  # fmt: skip
+        self._uvicorn = uvicorn.Server(settings)
+        # Signals are for the main thread, and uvicorn leaves them alone in any other.
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, args=([self._socket],), name="http", daemon=True
+        )  # fmt: skip
+        self._thread.start()
+
+    @contextmanager
+    def serving(self, runtime: Runtime, *models: str) -> Iterator[Scheduler]:
+        """Answer requests with a runtime by these names. At the end no more are taken, and those that there are may
+        finish within `grace_s`."""
+        config = self._config
+        with Scheduler(
+            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes or 0,
+            sessions=config.sessions, sessions_bytes=config.sessions_bytes,
+        ) as scheduler:  # fmt: skip
+            self._service.begin(runtime, scheduler, *models)
+            try:
+                yield scheduler
+            finally:
+                self._service.state = "stopping"
+                scheduler.close(config.grace_s)
+
+    def close(self) -> None:
+        """Stop listening, once what is left of responses is sent."""
+        self._uvicorn.should_exit = True
+        self._thread.join()
+        self._socket.close()
+        self._service.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """A socket that listens where it should."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        # Only where a socket says TCP does asyncio send at once (TCP_NODELAY): else a response may wait 40 ms.
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise OptionError(
+            f"cannot listen at {config.host} port {config.port} ({error.strerror}): choose another --port, or 0"
+        ) from error
+    return listening

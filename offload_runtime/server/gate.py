@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from offload_runtime.server.config import ServerConfig
+from fastapi import Request
+from fastapi.responses import JSONResponse
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from offload_runtime.config import ServerConfig
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 # What a browser needs before a key can be typed in, and a load balancer has none.
 _OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/page.svg", "/health"})
@@ -42,20 +44,19 @@ class Gate:
     def __init__(self, app: App, config: ServerConfig) -> None:
         self._app, self._config = app, config
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request or pass it on, with the headers that every answer gets."""
         if scope["type"] != "http":
             return
 
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = {name for name, _ in message["headers"]}
                 more = [(name, value) for name, value in _HEADERS if name not in names]
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        headers = _headers_of(scope)
-        refusal = self._refusal(scope, headers)
+        refusal = self._refusal(Request(scope))
         if refusal is None and scope["method"] == "POST":
             try:
                 body = await asyncio.wait_for(self._body(receive), self._config.max_seconds / 10)
@@ -66,24 +67,29 @@ class Gate:
                     return  # the client has gone
                 if len(body) > self._config.max_body_bytes:
                     refusal = 413, _too_large(self._config.max_body_bytes)
-                else:
-                    receive = _replaying(body, receive)
-        if refusal is not None:
-            await _refuse(*refusal, send_with_headers)
+                receive = _replaying(body, receive)
+        if refusal is None:
+            await self._app(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, send_with_headers)
+        status, message = refusal
+        headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+        if status in (408, 413):  # what is left of the body is not read
+            headers = {"connection": "close"}
+        body_of_error = error_body(status, message, code="invalid_api_key" if status == 401 else None)
+        await JSONResponse(body_of_error, status, headers)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
-        """Status and message of what is refused by its headers alone."""
-        config, host = self._config, headers.get("host", "")
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
+        """Return status and message of what is refused by its headers alone."""
+        config, headers = self._config, request.headers
+        host = headers.get("host", "")
         if not config.allows_host(host):
             return 403, f"the Host header {host[:100]!r} is not one of this server: add it with --allowed-host"
-        if scope["path"] not in _OPEN_PATHS and config.api_key is not None:
+        if request.scope["path"] not in _OPEN_PATHS and config.api_key is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             fine = hmac.compare_digest(given.strip().encode(), config.api_key.encode())
             if not fine or scheme.lower() != "bearer":
                 return 401, "this server needs its API key: send it as Authorization: Bearer KEY"
-        if scope["method"] == "POST":
+        if request.method == "POST":
             content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
             if content_type != "application/json":
                 return 415, "a body must be application/json, and say so in Content-Type"
@@ -93,7 +99,7 @@ class Gate:
         return None
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body, or as much of it as shows that it is too large; None where the client has gone."""
+        """Read the whole body, or as much of it as shows that it is too large; None where the client has gone."""
         chunks, size = [], 0
         while size <= self._config.max_body_bytes:
             message = await receive()
@@ -106,19 +112,15 @@ class Gate:
         return b"".join(chunks)
 
 
-def _headers_of(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
 def _too_large(limit: int) -> str:
     return f"the body of the request is larger than {limit} bytes (--max-body)"
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives a body that was read already, and then what comes behind it: the client's leaving."""
+    """Return a `receive` that gives a body that was read already, and then what comes behind it: the client leaves."""
     is_given = False
 
-    async def replay() -> MutableMapping[str, Any]:
+    async def replay() -> Message:
         nonlocal is_given
         if is_given:
             return await receive()
@@ -129,20 +131,9 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+    """Return an error in OpenAI's shape."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     # Whoever writes half a character shall read that.
     texts = [None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in (message, param)]
     return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
-
-
-async def _refuse(status: int, message: str, send: Send) -> None:
-    code = "invalid_api_key" if status == 401 else None
-    body = json.dumps(error_body(status, message, code=code)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    # What is left of the body is not read.
-    headers += [(b"connection", b"close")] if status in (408, 413) else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

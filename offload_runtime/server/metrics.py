@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -52,37 +52,18 @@ class Metrics:
 
     Args:
         read: Gives the scheduler's counters, or None while there is none.
+
+    Attributes:
+        registry: Has all of them.
+        first: Takes the seconds until a request had its first token.
+        whole: Takes the seconds until all answers of a request were there.
+        refused: Counts requests that ended by an error, by its status.
     """
 
-    content_type = CONTENT_TYPE_LATEST
-
     def __init__(self, read: Callable[[], SchedulerCounters | None]) -> None:
-        self._registry = CollectorRegistry()  # its own: servers in one process do not add up
-        self._registry.register(_SchedulerCollector(read))
-        self._first = Histogram(
-            f"{_PREFIX}time_to_first_token_seconds", "From a request to its first token, waiting included",
-            registry=self._registry, buckets=_SECONDS,
-        )  # fmt: skip
-        self._whole = Histogram(
-            f"{_PREFIX}request_seconds", "From a request to the end of its answers", registry=self._registry,
-            buckets=_SECONDS,
-        )  # fmt: skip
-        self._refused = Counter(
-            f"{_PREFIX}errors", "Requests that ended by an error", ["status"], registry=self._registry
-        )  # fmt: skip
-
-    def first_token(self, seconds: float) -> None:
-        """A request has its first token."""
-        self._first.observe(seconds)
-
-    def finished(self, seconds: float) -> None:
-        """All answers of a request are there."""
-        self._whole.observe(seconds)
-
-    def refused(self, status: int) -> None:
-        """A request ended by an error of this status."""
-        self._refused.labels(str(status)).inc()
-
-    def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
-        return generate_latest(self._registry)
+        self.registry = registry = CollectorRegistry()  # its own: servers in one process do not add up
+        registry.register(_SchedulerCollector(read))
+        first, whole = "From a request to its first token, waiting included", "From a request to the end of its answers"
+        self.first = Histogram(f"{_PREFIX}time_to_first_token_seconds", first, registry=registry, buckets=_SECONDS)
+        self.whole = Histogram(f"{_PREFIX}request_seconds", whole, registry=registry, buckets=_SECONDS)
+        self.refused = Counter(f"{_PREFIX}errors", "Requests that ended by an error", ["status"], registry=registry)

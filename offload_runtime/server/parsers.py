@@ -199,43 +199,66 @@ def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, sev
     return "\n".join([f"calls: {opening} call {more} {closing}", f"call: {call}", *rules])
 
 
-class ToolCallParser:
-    """Takes an answer apart as it comes: into text that may be shown and calls.
+_THINK = ("<think>", "</think>")
+# Marks of families, which count where the template or a token has them.
+_OTHERS = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+_LAST_TOKENS = 16  # of a prompt, that a mark is looked for in
+Parts = tuple[str, str, list[ToolCall]]  # thinking, text and calls
+
+
+class AnswerParser:
+    """Takes one answer apart as it comes: into thinking, text that may be shown and calls.
 
     Args:
-        tokenizer: The model's: its chat template says how calls are written. Tokens of its that mark them and have no
-            text are seen as well.
-        tool_names: Functions that were offered; with none, all is text.
-        most: Calls that are wanted; further ones are left out. None: all.
+        tokenizer: The model's: its chat template says how calls are written, and both what marks thinking. Tokens of
+            its that are marks and have no text are seen as well.
+        prompt: Token ids, whose end may be the beginning of thinking.
+        tool_names: Functions that were offered; with none, no text is a call.
+        most_calls: Calls that are wanted; further ones are left out. None: all.
+        is_bound: A grammar says what the whole answer is: none of it is thinking.
     """
 
-    def __init__(self, tokenizer: Any, tool_names: Iterable[str], most: int | None = None) -> None:
-        self._names, self._most = frozenset(tool_names), most
-        self._format = _format_of(template_source(tokenizer)) if self._names else None
-        self._marks: dict[int, str] = {}
-        if self._format is not None:
-            marks = {self._format.start, self._format.end, *self._format.inner}
-            added = tokenizer.added_tokens_decoder.items()
-            self._marks = {number: token.content for number, token in added if token.content in marks}
-        self._held = ""  # text that may be the beginning of a call
-        self._num_searched = 0  # characters of it in which no end of that call is
-        self._is_inside = self._has_begun = False
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int] = (), tool_names: Iterable[str] = (), *,
+        most_calls: int | None = None, is_bound: bool = False,
+    ) -> None:  # fmt: skip
+        source, added = template_source(tokenizer), tokenizer.added_tokens_decoder.items()
+        self._names, self._most = frozenset(tool_names), most_calls
+        self._format = _format_of(source) if self._names else None
+        contents = [token.content for _, token in added]
+        pairs = [_THINK, *(pair for pair in _OTHERS if pair[0] in source or pair[0] in contents)]
+        self._ends = {} if is_bound else dict(pairs)
+        self._call_marks = {self._format.start, self._format.end, *self._format.inner} if self._format else set()
+        marks = {*self._call_marks, *self._ends, *self._ends.values()}
+        self._marks = {number: token.content for number, token in added if token.content in marks}
+        self._held = ""  # text that may be the beginning of a mark or of a call, or space around one
+        self._end: str | None = None  # what ends the thinking that it is in
+        self._may_think = bool(self._ends)  # nothing has been said yet
+        self._is_at_edge = False  # just behind a mark of thinking, where space says nothing
+        self._is_inside = False  # of a call
+        self._has_begun = False  # text that is no call was said
+        self._num_searched = 0  # characters of a call in which no end of it is
         self.num_calls = 0
+        if self._ends and prompt:
+            tail = tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False).rstrip()
+            opened = next((start for start in self._ends if tail.endswith(start)), None)
+            self._end, self._is_at_edge = self._ends.get(opened or ""), opened is not None
 
-    def push(self, text: str, token: int | None = None) -> tuple[str, list[ToolCall]]:
-        """Text that may be shown now and calls that are complete, after `text` that `token` has added."""
-        if self._format is None:
-            return text, []
-        self._held += text or self._marks.get(-1 if token is None else token, "")
-        shown, calls = "", list[ToolCall]()
-        while (step := self._step(self._format)) is not None:
-            shown += step[0]
-            calls += step[1]
-        return shown, calls
+    def push(self, text: str, token: int | None = None) -> Parts:
+        """Return what has come of thinking and of text that may be shown now, and calls that are complete, after `text`
+        that `token` has added."""
+        mark = self._marks.get(-1 if token is None else token, "")
+        if not text and mark in self._call_marks and self._end is not None:
+            mark = ""  # a call that is drafted there is none
+        self._held += text or mark
+        return self._take(mark)
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The same of what is held back when the answer has ended."""
-        shown, calls = "", list[ToolCall]()
+    def finish(self) -> Parts:
+        """Return the same of what is held back when the answer has ended."""
+        if self._end is not None:
+            return self._held.rstrip(), "", []
+        self._may_think = False
+        _, shown, calls = self._take("")
         while self._is_inside and self._format is not None:
             found = self._read(self._held, self._format)
             end = self._held.find(self._format.end) + len(self._format.end) if self._format.end else 0
@@ -244,54 +267,86 @@ class ToolCallParser:
                 self._held = ""
             else:  # what was taken for a text in a call was none, and calls may follow it
                 text, self._held, more = self._held[:end], self._held[end:], []
-            self._leave()
-            rest = self.push("")
-            shown, calls = shown + text + rest[0], calls + more + rest[1]
-        held, self._held = self._held, ""
-        return shown + ("" if self.num_calls and held.isspace() else held), calls
+            self._is_inside, self._num_searched = False, 0
+            _, text_behind, calls_behind = self._take("")
+            shown, calls = shown + text + text_behind, calls + more + calls_behind
+        return "", shown + ("" if self.num_calls and self._held.isspace() else self._held), calls
 
-    def _leave(self) -> None:
-        """A call has ended."""
-        self._is_inside, self._num_searched = False, 0
+    def _take(self, mark: str) -> Parts:
+        """Take all that can be taken from what is held back, behind a token that is this `mark`."""
+        thought, shown, calls = "", "", list[ToolCall]()
+        while (step := self._step(mark)) is not None:
+            thought, shown, calls = thought + step[0], shown + step[1], calls + step[2]
+        return thought, shown, calls
 
-    def _step(self, written: _Format) -> tuple[str, list[ToolCall]] | None:
-        """What can be taken from what is held back; None where more has to come first."""
-        if not self._is_inside:
-            return self._step_outside(written)
-        at = self._held.find(written.end, max(self._num_searched, len(written.start))) if written.end else -1
-        if at < 0:
+    def _step(self, mark: str) -> Parts | None:
+        """Take the next part of what is held back; None where more has to come first."""
+        if self._is_at_edge:
+            self._held = self._held.lstrip()
+            self._is_at_edge = not self._held
+        if not self._held:
             return None
-        end = at + len(written.end)
-        self._num_searched = end
-        if _ends_in_string(self._held[len(written.start) : at]):
-            return "", []  # an argument has the mark: it goes on to the next one
-        found = self._read(self._held[:end], written)
-        if found is None:  # nor was the text to the first mark a call
-            end = self._held.index(written.end, len(written.start)) + len(written.end)
-            found = self._held[:end], []
-        self._held = self._held[end:]
-        self._leave()
-        return found
+        if self._end is not None:
+            at = self._held.find(self._end)
+            keep = len(self._held) - at if at >= 0 else possible_start(self._held, self._end)
+            thought, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            if at >= 0:
+                self._held = self._held.removeprefix(self._end)
+                self._end, self._is_at_edge, self._may_think = None, True, False
+                return thought.rstrip(), "", []
+            return (thought, "", []) if thought else None
+        begun, start, written = self._held.lstrip(), mark, self._format
+        if self._may_think:
+            start = next((start for start in self._ends if begun.startswith(start)), mark)
+            if start not in self._ends and any(one.startswith(begun) for one in self._ends):
+                return None
+        if start in self._ends and start in self._held:  # a token of its own begins thinking wherever it comes
+            text, _, self._held = self._held.partition(start) if self._may_think else self._held.rpartition(start)
+            text, calls = (self._is_inside and written and self._read(text, written)) or (text, [])
+            text = "" if self._may_think and text.isspace() else text
+            self._has_begun |= bool(text.strip())
+            self._end, self._is_at_edge, self._may_think, self._is_inside = self._ends[start], True, False, False
+            return "", text, calls
+        self._may_think = False
+        if self._is_inside and written is not None:
+            return self._step_inside(written)
+        return self._step_outside(written, begun)
 
-    def _step_outside(self, written: _Format) -> tuple[str, list[ToolCall]] | None:
+    def _step_outside(self, written: _Format | None, begun: str) -> Parts | None:
+        """Take text that is no call; `begun` is what is held back without the space before it."""
         held = self._held
-        if not self._has_begun and written.starts_bare:
-            begun = held.lstrip()
+        if written is not None and not self._has_begun and written.starts_bare:
             if begun.startswith(written.starts_bare):
                 self._is_inside = True
-                return None
+                return "", "", []
             if any(start.startswith(begun) for start in written.starts_bare):
                 return None
-        at = held.find(written.start) if written.start else -1
-        keep = len(held) - at if at >= 0 else possible_start(held, written.start)
+        start = "" if written is None else written.start
+        at = held.find(start) if start else -1
+        keep = len(held) - at if at >= 0 else 0 if written is None else possible_start(held, start)
         text, self._held = held[: len(held) - keep], held[len(held) - keep :]
         self._has_begun |= bool(text.strip())
         self._is_inside = at >= 0
         text = text.rstrip() if at >= 0 else text  # what stands before a call, or between two
-        return (text, []) if text or self._is_inside else None
+        return ("", text, []) if text or self._is_inside else None
+
+    def _step_inside(self, written: _Format) -> Parts | None:
+        """Take the calls that have ended, or what turns out to be text."""
+        at = self._held.find(written.end, max(self._num_searched, len(written.start))) if written.end else -1
+        if at < 0:
+            return None
+        self._num_searched = end = at + len(written.end)
+        if _ends_in_string(self._held[len(written.start) : at]):
+            return "", "", []  # an argument has the mark: it goes on to the next one
+        found = self._read(self._held[:end], written)
+        if found is None:  # nor was the text to the first mark a call
+            end = self._held.index(written.end, len(written.start)) + len(written.end)
+            found = self._held[:end], []
+        self._held, self._is_inside, self._num_searched = self._held[end:], False, 0
+        return "", *found
 
     def _read(self, whole: str, written: _Format) -> tuple[str, list[ToolCall]] | None:
-        """The calls in a text with its marks, and the text behind them; None where it is all text."""
+        """Read the calls in a text with its marks, and the text behind them; None where it is all text."""
         inner = whole.lstrip().removeprefix(written.start)
         is_marked = bool(written.start) and len(inner) < len(whole.lstrip())
         inner = inner.removesuffix(written.end) if written.end else inner
@@ -307,7 +362,7 @@ class ToolCallParser:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether a text is the beginning of JSON values that break off within a string."""
+    """Return whether a text is the beginning of JSON values that break off within a string."""
     try:
         _read_values(text)
     except json.JSONDecodeError as error:
@@ -318,105 +373,7 @@ def _ends_in_string(text: str) -> bool:
 
 
 def possible_start(text: str, mark: str) -> int:
-    """Length of the end of `text` that may be the beginning of a mark, white space before it included."""
+    """Return the length of the end of `text` that may be the beginning of a mark, white space before it included."""
     partial = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
     before = text[: len(text) - partial]
     return partial + len(before) - len(before.rstrip())
-
-
-_THINK = ("<think>", "</think>")
-# Marks of families, which count where the template or a token has them.
-_OTHERS = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
-_LAST_TOKENS = 16  # of a prompt, that a mark is looked for in
-
-
-class AnswerParser:
-    """Takes one answer apart.
-
-    Args:
-        tokenizer: The model's: its chat template says how calls are written, and both what marks thinking.
-        prompt: Token ids, whose end may be the beginning of thinking.
-        tool_names: Functions that were offered.
-        most_calls: As of `ToolCallParser`.
-        is_bound: A grammar says what the whole answer is: none of it is thinking.
-    """
-
-    def __init__(
-        self, tokenizer: Any, prompt: Sequence[int] = (), tool_names: Iterable[str] = (), *,
-        most_calls: int | None = None, is_bound: bool = False,
-    ) -> None:  # fmt: skip
-        self._calls = ToolCallParser(tokenizer, tool_names, most_calls)
-        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
-        source = template_source(tokenizer)
-        pairs = [_THINK, *(pair for pair in _OTHERS if pair[0] in source or pair[0] in added.values())]
-        self._ends = {} if is_bound else dict(pairs)
-        self._marks = {number: text for number, text in added.items() if any(text in pair for pair in pairs)}
-        self._held = ""  # text that may be a part of a mark, or space that stands around one
-        self._end: str | None = None  # what ends the thinking that it is in
-        self._may_begin = True  # nothing has been spoken yet
-        self._is_at_edge = False  # just behind a mark, where space says nothing
-        if self._ends:
-            tail = tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False).rstrip() if prompt else ""
-            opened = next((start for start in self._ends if tail.endswith(start)), None)
-            self._end, self._is_at_edge = self._ends.get(opened or ""), opened is not None
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that were found so far."""
-        return self._calls.num_calls
-
-    def push(self, text: str, token: int | None = None) -> tuple[str, str, list[ToolCall]]:
-        """What has come of thinking and of text that may be shown now, and calls that are complete, after `text` that
-        `token` has added."""
-        if not self._ends:
-            return "", *self._calls.push(text, token)
-        mark = self._marks.get(-1 if token is None else token, "")
-        self._held += text or mark
-        thought, spoken, is_outside = "", "", self._end is None and mark not in self._ends
-        while (step := self._step(mark)) is not None:
-            thought, spoken = thought + step[0], spoken + step[1]
-        # A mark without a text is that of a call only outside of thinking.
-        shown, calls = self._calls.push(spoken, token if is_outside and not text else None)
-        return thought, shown, calls
-
-    def finish(self) -> tuple[str, str, list[ToolCall]]:
-        """The same of what is held back when the answer has ended."""
-        held, self._held = self._held, ""
-        if self._end is not None:
-            return held.rstrip(), *self._calls.finish()
-        shown, calls = self._calls.push(held)
-        rest, more = self._calls.finish()
-        return "", shown + rest, calls + more
-
-    def _step(self, mark: str) -> tuple[str, str] | None:
-        """What can be taken of what is held back, as thinking and as text; None where more has to come first."""
-        if self._is_at_edge:
-            self._held = self._held.lstrip()
-            self._is_at_edge = not self._held
-        if not self._held:
-            return None
-        if self._end is not None:
-            at = self._held.find(self._end)
-            if at >= 0:
-                thought, self._held = self._held[:at].rstrip(), self._held[at + len(self._end) :]
-                self._end, self._is_at_edge, self._may_begin = None, True, False
-                return thought, ""
-            keep = possible_start(self._held, self._end)
-            thought, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-            return (thought, "") if thought else None
-        return self._step_outside(mark)
-
-    def _step_outside(self, mark: str) -> tuple[str, str] | None:
-        begun = self._held.lstrip()
-        start = next((start for start in self._ends if begun.startswith(start)), None) if self._may_begin else None
-        if start is not None:
-            spoken, self._held = "", begun[len(start) :]
-        elif self._may_begin and any(start.startswith(begun) for start in self._ends):
-            return None
-        elif mark in self._ends and mark in self._held:  # a token of its own, wherever it comes
-            spoken, _, self._held = self._held.partition(start := mark)
-        else:
-            spoken, self._held, self._may_begin = self._held, "", False
-            return "", spoken
-        self._end, self._is_at_edge, self._may_begin = self._ends[start], True, False
-        return "", spoken

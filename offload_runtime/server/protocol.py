@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -108,20 +108,20 @@ class TextOffsets:
         return begins_at
 
 
-# Of the first token of a text, which nothing comes before.
-_NOTHING_BEFORE = TokenLogprobs(0, math.nan)
-
-
 @dataclass
 class Delta:
-    """What has come of one choice since the last time: thinking, text, calls, tokens with who proposed them, and their
-    log-probabilities where they are wanted."""
+    """What has come of one choice since the last time: thinking, text, calls, of which the first has the number
+    `first_call`, tokens with who proposed them, their log-probabilities where they are wanted, and once it has ended
+    how."""
 
     reasoning: str = ""
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[tuple[str, str]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    index: int = 0
+    first_call: int = 0
+    ending: Ending | None = None
 
     def add(self, other: Delta) -> None:
         """Put what came later behind it."""
@@ -130,13 +130,7 @@ class Delta:
         self.calls += other.calls
         self.tokens += other.tokens
         self.logprobs += other.logprobs
-
-
-def echo_of(text: str, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> Delta:
-    """A prompt as the beginning of its answer, with the log-probabilities of its tokens behind the first, which has
-    none, where they are wanted."""
-    first = [] if logprobs is None else [replace(_NOTHING_BEFORE, token=prompt[0])]
-    return Delta(text=text, logprobs=[*first, *(logprobs or ())])
+        self.ending = other.ending
 
 
 @dataclass(frozen=True)
@@ -191,53 +185,42 @@ class Envelope:
         kind = "text_completion" if not self._is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def whole(self, choices: Sequence[tuple[Delta, Ending]], usage: dict[str, int]) -> dict[str, Any]:
-        """A response that does not stream."""
-        return {**self._around([self._choice(*one) for one in enumerate(choices)], is_chunk=False), "usage": usage}
-
-    def _choice(self, index: int, answer: tuple[Delta, Ending]) -> dict[str, Any]:
-        delta, ending = answer
-        choice = {
-            "index": index, "logprobs": self._logprobs(index, delta, is_all=True),
-            "finish_reason": ending.finish_reason,
-            "x_stats": ending.stats,
-        }  # fmt: skip
-        if not self._is_chat:
-            return {**choice, "text": delta.text}
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text}
-        if delta.reasoning:
-            message["reasoning_content"] = delta.reasoning.rstrip()
-        if delta.calls:
-            message |= {"content": delta.text if delta.text.strip() else None, "tool_calls": _calls(delta.calls)}
-        return {**choice, "message": message}
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, int]) -> dict[str, Any]:
+        """Return a response that does not stream."""
+        choices = []
+        for delta in deltas:
+            message: dict[str, Any] = {"role": "assistant", "content": delta.text}
+            if delta.reasoning:
+                message["reasoning_content"] = delta.reasoning.rstrip()
+            if delta.calls:
+                message |= {"content": delta.text if delta.text.strip() else None, "tool_calls": _calls(delta.calls)}
+            choices.append(self._choice(delta, message=message))
+        return {**self._around(choices, is_chunk=False), "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The first chunk of a choice of a chat: whose turn it is."""
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._around([choice], is_chunk=True)
+        """Return the first chunk of a choice of a chat: whose turn it is."""
+        said = {"role": "assistant", "content": ""}
+        return self._around([self._choice(Delta(index=index), delta=said)], is_chunk=True)
 
-    def chunk(
-        self, index: int, delta: Delta, ending: Ending | None, *, first_call: int, with_sources: bool
-    ) -> dict[str, Any]:  # fmt: skip
-        """What has come of a choice, and that it has ended if it has; its calls are numbered from `first_call`."""
-        logprobs = self._logprobs(index, delta, is_all=ending is not None)
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": None}
-        if not self._is_chat:
-            choice["text"] = delta.text
-        else:
-            choice["delta"] = {"content": delta.text} if delta.text else {}
-            if delta.reasoning:
-                choice["delta"]["reasoning_content"] = delta.reasoning
-            if delta.calls:
-                choice["delta"]["tool_calls"] = _calls(delta.calls, first_call)
-        if ending is not None:
-            choice |= {"finish_reason": ending.finish_reason, "x_stats": ending.stats}
+    def chunk(self, delta: Delta, *, with_sources: bool) -> dict[str, Any]:
+        """Return what has come of a choice, and that it has ended if it has."""
+        said: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            said["tool_calls"] = _calls(delta.calls, delta.first_call)
         sources = {"x_tokens": [list(token) for token in delta.tokens]} if with_sources else {}
-        return {**self._around([choice], is_chunk=True), **sources}
+        return {**self._around([self._choice(delta, delta=said)], is_chunk=True), **sources}
 
-    def _logprobs(self, index: int, delta: Delta, *, is_all: bool) -> dict[str, Any] | None:
-        """Those of the tokens that have come of a choice, which is whole then or not; of a completion those whose text
+    def _choice(self, delta: Delta, /, **of_chat: dict[str, Any]) -> dict[str, Any]:
+        """Return what responses and chunks have in common of a choice; `of_chat` is a chat's in place of the text."""
+        ending = delta.ending
+        ended = {} if ending is None else {"finish_reason": ending.finish_reason, "x_stats": ending.stats}
+        said = of_chat if self._is_chat else {"text": delta.text}
+        return {"index": delta.index, "logprobs": self._logprobs(delta), "finish_reason": None, **ended, **said}
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """Return those of the tokens that have come of a choice; of a completion that has not ended those whose text
         has come, as it may turn out to be that of a stop string. None where there are none."""
         if self._is_chat:
             if not delta.logprobs:
@@ -247,6 +230,7 @@ class Envelope:
                 for one in delta.logprobs
             ]
             return {"content": content, "refusal": None}
+        index, is_all = delta.index, delta.ending is not None
         self._num_shown[index] += len(delta.text)
         spelling, held, end = self._spelling, self._held[index], self._num_shown[index]
         held += [(one, self._offsets[index].push(one.token, delta.text)) for one in delta.logprobs]
@@ -255,18 +239,16 @@ class Envelope:
             return None
         del held[: len(shown_parts)]
         tokens = [one for one, _ in shown_parts]
+        # The first token of an echoed prompt, which nothing comes before, has none.
+        known = [None if math.isnan(one.logprob) else one.logprob for one in tokens]
         likeliest = [
-            None
-            if math.isnan(one.logprob)
-            else dict(
-                zip(spelling.keys_of([token for token, _ in one.top]), [logprob for _, logprob in one.top], strict=True)
-            )
+            dict(zip(spelling.keys_of([token for token, _ in one.top]), [p for _, p in one.top], strict=True))
             for one in tokens
         ]
         return {
             "tokens": [spelling.text_of(one.token, prefix="bytes:") for one in tokens],
-            "token_logprobs": [None if math.isnan(one.logprob) else one.logprob for one in tokens],
-            "top_logprobs": likeliest,
+            "token_logprobs": known,
+            "top_logprobs": [None if p is None else top for p, top in zip(known, likeliest, strict=True)],
             "text_offset": [offset for _, offset in shown_parts],
         }  # fmt: skip
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime, Scheduler
-from offload_runtime.server.gate import ServerConfig
-from offload_runtime.server.run import Server
+from offload_runtime.server.app import Server
 from tests.helpers.engine import load
 
 MODEL = "small"
