@@ -70,7 +70,7 @@ def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -
 
 
 COUNT = 8
-PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 270, 40)]
+PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 800, 40)]
 GREEDY: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperature": 0.0}
 # Weights that stream, keys and values on the host, trees in a batch; two devices; the text's own n-grams.
 WAYS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def _answers(target: Path, **options: Any) -> list[list[int]]:
     with Runtime.load(
-        target, **{"device": "cpu", "dtype": "fp32", "context": 400, "max_batch": 3, **options}
+        target, **{"device": "cpu", "dtype": "fp32", "context": 900, "max_batch": 3, **options}
     ) as runtime:
         return [result.tokens for result in runtime.generate_batch(PROMPTS, **GREEDY)]
 

@@ -216,8 +216,9 @@ def chunk_scores_triton(
     factors = summaries.factors if isinstance(summaries, ChunkSummaries) else keys
     num_kv_heads, chunks = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    fp32 = q.dtype == torch.float32
-    tile = _TILE_CHUNKS // 2 if fp32 else _TILE_CHUNKS
+    channels = max(16, triton.next_power_of_2(head_dim))
+    # What fits 99 KB of shared memory.
+    tile = _TILE_CHUNKS // (2 if q.dtype == torch.float32 else 1) // (4 if channels > 256 else 1)
     tiles = triton.cdiv(chunks, tile)
     scores = torch.empty(batch, num_kv_heads, chunks, dtype=torch.float32, device=q.device)
     part = min(batch * num_kv_heads, max(1, workspace_bytes // (num_rows * group * tiles * tile * 4)))
@@ -233,7 +234,7 @@ def chunk_scores_triton(
                 q.stride(1), *keys.stride()[:2], *factors.stride()[:2], scale * _LOG2E,
                 SPREAD_WEIGHT * scale**2 * _LOG2E,
                 NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-                D_BLOCK=max(16, triton.next_power_of_2(head_dim)), ROWS=_ROWS, TILE=tile,
+                D_BLOCK=channels, ROWS=_ROWS, TILE=tile,
                 HAS_USED=rows_used is not None, HAS_FACTORS=factors is not keys,
                 ONE_STEP=num_rows * group <= _ROWS, num_warps=2,
             )  # fmt: skip

@@ -312,7 +312,7 @@ def score(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, coded:
 
 
 def retrieval_calls() -> Iterator[tuple[str, Call]]:
-    for model, dtype in (("llama-3-8b", BF16), ("smollm2-135m", FP32)):
+    for model, dtype in (("llama-3-8b", BF16), ("gemma-4", BF16), ("smollm2-135m", FP32)):
         half = dtype == BF16
         call = partial(score, HEADS[model], dtype, 16 if half else 1, coded=half)
         yield f"scores {model} {called(dtype)}", call
