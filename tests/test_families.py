@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from offload_runtime import Conversation, GenerationResult, Runtime
 from offload_runtime.config import SpeculationOptions
@@ -67,6 +69,26 @@ def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -
         for layer in model.model.layers:
             layer.self_attn.scaling = model.config.head_dim**-0.5
     _check(write_family(tmp_path / "m.gguf", family, model), model, seed)
+
+
+@pytest.mark.parametrize(
+    ("family", "outer", "prefix"),
+    [
+        ("gemma3_text", "Gemma3", "language_model.model."), ("gemma3_text", "Gemma3", "model.language_model."),
+        ("gemma4_text", "Gemma4", "model.language_model."), ("ministral3", "Mistral3", "language_model.model."),
+    ],
+)  # fmt: skip
+def test_the_text_part_of_what_reads_images_is_the_model(family: str, outer: str, prefix: str, tmp_path: Path) -> None:
+    model = family_model(family, 3)
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": outer.lower(), "architectures": [f"{outer}ForConditionalGeneration"]}
+    whole |= {"text_config": settings, "vision_config": {}, "tie_word_embeddings": settings["tie_word_embeddings"]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "vision_tower.patch": torch.ones(2)}, tmp_path / "model.safetensors")
+    _check(tmp_path, model, 3)
 
 
 COUNT = 8

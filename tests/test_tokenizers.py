@@ -40,6 +40,7 @@ def metadata_of(name: str, **changes: Any) -> dict[str, Any]:
 
 def written(directory: Path, vocabulary: dict[str, Any]) -> Path:
     """A small model with this vocabulary."""
+    directory.mkdir(exist_ok=True)
     model = build("llama", num_hidden_layers=1, vocab_size=len(vocabulary.get("tokens", "")) or 64)
     return write(directory / "m.gguf", "llama", model, kind="F16", vocabulary=vocabulary)
 
@@ -61,6 +62,25 @@ def test_ids_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
         assert said == text
 
 
+def test_merges_of_gemma_4_say_what_scores_say(tmp_path: Path) -> None:
+    """SentencePiece's pieces in the order of their scores, written as merges; and no token spans the end of a line."""
+    vocabulary = metadata_of("llama", add_space_prefix=False)
+    scores, known = dict(zip(vocabulary["tokens"], vocabulary["scores"], strict=True)), set(vocabulary["tokens"])
+    merges = [
+        f"{token[:place]} {token[place:]}" for token in sorted(scores, key=lambda token: -scores[token])
+        for place in range(1, len(token)) if {token[:place], token[place:]} <= known
+    ]  # fmt: skip
+    gemma = {name: value for name, value in vocabulary.items() if name != "scores"}
+    by_score, by_merge = (
+        open_checkpoint(written(tmp_path / name, changed)).tokenizer()
+        for name, changed in (("a", vocabulary), ("b", gemma | {"model": "gemma4", "merges": merges}))
+    )
+    for text in STRINGS:
+        if "\n" not in text:
+            assert by_merge.encode(text) == by_score.encode(text), text
+    assert by_merge.decode(by_merge.encode(" a  b\n\nc", add_special_tokens=False)) == " a  b\n\nc"
+
+
 @pytest.mark.parametrize("text", ["ö ü ø", "Größe, façade"])
 def test_letters_that_are_tokens_are_written_as_letters(text: str, tmp_path: Path) -> None:
     """DeepSeek's files have tokens of letters that stand for bytes in other tokens."""
@@ -77,6 +97,30 @@ def test_tokens_of_known_names_control_whatever_their_type(tmp_path: Path) -> No
     assert {*ends} <= {*source.generation_eos()}
     assert source.tokenizer().encode("<|im_end|><|endoftext|>") == ends
     assert source.tokenizer().decode(ends, skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<eos>", "</s>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"]),  # Gemma's </s> is a tag
+        (["<eos>", "<turn|>", "<|tool_response>"], ["<eos>", "<turn|>", "<|tool_response>"]),
+        (["<|endoftext|>", "<|end|>", "<|user|>"], ["<|endoftext|>", "<|end|>"]),  # Phi's user does not end
+        (["</s>", "[INST]"], ["</s>"]), (["<|end_of_text|>", "<|end_of_role|>"], ["<|end_of_text|>"]),
+    ],
+)  # fmt: skip
+def test_what_ends_an_answer_of_each_family(tokens: list[str], ends: list[str], tmp_path: Path) -> None:
+    vocabulary = metadata_of("smollm")
+    vocabulary["tokens"] = [*tokens, *vocabulary["tokens"][len(tokens) :]]
+    vocabulary["token_type"] = [3] * len(tokens) + vocabulary["token_type"][len(tokens) :]
+    found = open_checkpoint(written(tmp_path, {**vocabulary, "eos_token_id": 0})).generation_eos()
+    assert {tokens[index] for index in found if index < len(tokens)} == set(ends)
+
+
+def test_the_end_of_a_turn_that_a_glm_file_names_ends_an_answer(tmp_path: Path) -> None:
+    vocabulary = metadata_of("smollm")
+    vocabulary["tokens"] = ["<|endoftext|>", "<|user|>", "<|observation|>", *vocabulary["tokens"][3:]]
+    source = open_checkpoint(written(tmp_path, {**vocabulary, "eos_token_id": 0, "eot_token_id": 1}))
+    assert set(source.generation_eos()) >= {0, 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ _SPLITS: dict[str, dict[str, list[str]]] = _VOCABULARIES["pre"]
 _BY_NAME = {name: table for first, table in _SPLITS.items() for name in (first, *table.get("aliases", ()))}
 _IGNORING_MERGES = {name for table in _SPLITS.values() for name in table.get("ignore_merges", ())}
 _ENDING_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_SENTENCEPIECE = ("llama", "gemma4")  # kinds of tokenizers that merge whole texts, or lines
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 _NAMES_IN_TRANSFORMERS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
@@ -54,7 +55,13 @@ def end_token_ids(fields: Fields) -> list[int]:
     """What ends an answer: the tokens that the file names, the end of a sequence first, and those of known names."""
     named = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
     tokens = fields.items("tokenizer.ggml.tokens", str)
-    return list(dict.fromkeys(named + [index for index, token in enumerate(tokens) if token in _END_NAMES]))
+    known = _end_names(tokens)
+    return list(dict.fromkeys(named + [index for index, token in enumerate(tokens) if token in known]))
+
+
+def _end_names(tokens: list[str]) -> set[str]:
+    """Known names of what ends an answer. Gemma has `</s>` too, which is a tag of HTML there."""
+    return _END_NAMES - {"</s>"} if "<eos>" in tokens else _END_NAMES
 
 
 # --- tokenizers
@@ -103,7 +110,7 @@ def gguf_tokenizer(fields: Fields, directory: Path) -> Any:
     """
     # SentencePiece does not cut. Of a file that does not say how, llama.cpp warns that its own guess degrades the text.
     model, pre = (fields.text(f"tokenizer.ggml.{name}", "(missing)") for name in ("model", "pre"))
-    if model == "llama" or (model == "gpt2" and pre in _BY_NAME):
+    if model in _SENTENCEPIECE or (model == "gpt2" and pre in _BY_NAME):
         return _working(partial(_make, fields, model, pre), fields.where, "download or convert it again")
     found = f"{fields.where} has a tokenizer of a kind that is not read (model {shown(model)}, pre {shown(pre)})"
     if not (directory / "tokenizer.json").exists():
@@ -130,10 +137,10 @@ def _make(fields: Fields, model: str, pre: str) -> Any:
     if not len(vocabulary) == len(tokens) == len(types) or max(map(len, ["", *tokens])) > _MOST_CHARACTERS:
         needed = f"each once, of up to {_MOST_CHARACTERS} characters, with a type"
         fields.refuse("tokenizer.ggml.tokens", tokens, needed)
-    typed = list(zip(tokens, types, strict=True))
-    control = [token for token, of in typed if of in (_UNKNOWN, _CONTROL) or token in _END_NAMES]
-    others = [token for token, of in typed if of == _USER_DEFINED and token not in _END_NAMES]
-    sentencepiece, ids = model == "llama", special_ids(fields)
+    typed, ends = list(zip(tokens, types, strict=True)), _end_names(tokens)
+    control = [token for token, of in typed if of in (_UNKNOWN, _CONTROL) or token in ends]
+    others = [token for token, of in typed if of == _USER_DEFINED and token not in ends]
+    sentencepiece, ids = model in _SENTENCEPIECE, special_ids(fields)
     if sentencepiece:
         tokenizer = _sentencepiece(fields, vocabulary, tokens[ids.get("unknown", 0)])
     else:
@@ -173,18 +180,25 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int], pre: str, others: li
 
 
 def _sentencepiece(fields: Fields, vocabulary: dict[str, int], unknown: str) -> Any:
-    """SentencePiece: the whole text is merged, the pieces of the best scores first; what has no piece is bytes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    """SentencePiece: the whole text is merged, the pieces of the best scores first; what has no piece is bytes. Gemma 4
+    says in which order, and merges nothing over the ends of lines."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    scores = dict(zip(vocabulary, fields.items("tokenizer.ggml.scores", float), strict=True))
-    merges = [
-        (token[:place], token[place:]) for token in sorted(scores, key=lambda token: -scores[token])
-        for place in range(1, len(token)) if token[:place] in vocabulary and token[place:] in vocabulary
-    ]  # fmt: skip
+    by_lines = fields.text("tokenizer.ggml.model") == "gemma4"
+    if by_lines:
+        merges: list[Any] = [tuple(pair.split(" ", 1)) for pair in fields.items("tokenizer.ggml.merges", str)]
+    else:
+        scores = dict(zip(vocabulary, fields.items("tokenizer.ggml.scores", float), strict=True))
+        merges = [
+            (token[:place], token[place:]) for token in sorted(scores, key=lambda token: -scores[token])
+            for place in range(1, len(token)) if token[:place] in vocabulary and token[place:] in vocabulary
+        ]  # fmt: skip
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     first = fields.flag("tokenizer.ggml.add_space_prefix", True)
     blanks = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if first else blanks
+    if by_lines:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts if first else parts[:-1])
     return tokenizer
