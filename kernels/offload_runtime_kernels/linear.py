@@ -13,8 +13,10 @@ are multiplied by the library in slices of `LIBRARY_ROWS`, where that gives the 
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from offload_runtime_kernels._jit import (
     gdc_launch_dependents,
@@ -25,8 +27,59 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.gated import Activation, gated_up
-from offload_runtime_kernels.gated import gated as gated_product
+
+Activation = Literal["silu", "gelu"]
+_GATED_BLOCK = 1024  # columns of a program of the gated product alone
+
+
+def gated_product_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Plain torch version of `gated_product`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+@jit
+def gated_up(gate, up, dtype, GELU: tl.constexpr):
+    """The gated product in fp32, with the activation rounded to `dtype`."""
+    if GELU:
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        exponent = -gate
+    return (gate / (1.0 + tl.exp(exponent))).to(dtype).to(tl.float32) * up
+
+
+@jit
+def _gated_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0)
+    out = gated_up(gate.to(tl.float32), up.to(tl.float32), gate.dtype, GELU)
+    tl.store(out_ptr + row * width + columns, out.to(gate.dtype), mask=inside)
+
+
+def gated_product_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Triton version of `gated_product`."""
+    assert gate_up.is_contiguous() and gate_up.shape[-1] % 2 == 0
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _gated_kernel[(rows, triton.cdiv(width, _GATED_BLOCK))](
+        gate_up, out, width, BLOCK=_GATED_BLOCK, GELU=activation == "gelu", num_warps=4
+    )
+    return out
+
+
+def gated_product(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return activation(gate) * up [N, I] of a fused projection `gate_up` [N, 2I], gate first, contiguous.
+
+        silu(x) = x / (1 + exp(-x));   gelu(x) = x / (1 + exp(-2u)),   u = sqrt(2/pi) (x + 0.044715 x^3)
+
+    which is x (1 + tanh(u)) / 2. The activation is computed in fp32 and rounded to the dtype before the product,
+    as two separate torch operations do.
+    """
+    return (gated_product_triton if gate_up.is_cuda else gated_product_reference)(gate_up, activation)
+
 
 # Heights of products that the library may do, by kind of device: it chooses its kernel by the shape. At 512 rows cuBLAS
 # had the rule's bits in every shape of models of 135M to 70B that was tried on an H100 and an H200; at 256 it splits

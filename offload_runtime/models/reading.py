@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload_runtime_kernels.gated import Activation
+from offload_runtime_kernels.linear import Activation
 from offload_runtime_kernels.rope_store import Rotation
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError

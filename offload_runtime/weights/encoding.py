@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-from offload_runtime_kernels.gated import Activation
-from offload_runtime_kernels.gated import gated as gated_product
-from offload_runtime_kernels.linear import linear
+from offload_runtime_kernels.linear import Activation, gated_product, linear
 
 from offload_runtime.weights.staging import Staging
 

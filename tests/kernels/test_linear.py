@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from offload_runtime_kernels.gated import Activation
 from offload_runtime_kernels.linear import (
     LIBRARY_ROWS,
     TILE_ROWS,
+    Activation,
     LinearTile,
     default_tile,
     library_agrees,

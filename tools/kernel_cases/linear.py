@@ -12,8 +12,7 @@ from functools import partial
 import torch
 from kernel_cases.case import Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels import linear as kernel
-from offload_runtime_kernels.gated import Activation
-from offload_runtime_kernels.linear import linear_library
+from offload_runtime_kernels.linear import Activation, linear_library
 
 
 @dataclass(frozen=True)

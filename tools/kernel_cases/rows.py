@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
-from offload_runtime_kernels.gated import gated_reference, gated_triton
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton, noise_keys
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.linear import gated_product_reference, gated_product_triton
 from offload_runtime_kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from offload_runtime_kernels.rope_store import RopeRows, Rotation, rope_store_reference, rope_store_triton
 
@@ -36,8 +36,8 @@ def make_gated(rows: int, width: int) -> Case:
     count = num_inputs(moved_bytes)
     gate_up = random_bf16(count, rows, 2 * width)
     return Case(
-        configuration={"rows": rows, "width": width}, kernel=lambda i: gated_triton(gate_up[i], "silu"),
-        reference=lambda i: gated_reference(gate_up[i], "silu"), num_inputs=count, moved_bytes=moved_bytes,
+        configuration={"rows": rows, "width": width}, kernel=lambda i: gated_product_triton(gate_up[i], "silu"),
+        reference=lambda i: gated_product_reference(gate_up[i], "silu"), num_inputs=count, moved_bytes=moved_bytes,
     )  # fmt: skip
 
 
