@@ -110,7 +110,7 @@ def _in_fp8(plain: MadeCheckpoint, directory: Path) -> CheckpointSource:
             numbers = (squares / scale[:, None, :, None]).flatten(2).flatten(0, 1)
             stored |= {name: numbers.to(torch.float8_e4m3fn), name.replace("weight", "weight_scale_inv"): scale}
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    settings = plain.hf_config.to_dict() | {"quantization_config": quantised, "torch_dtype": "bfloat16"}
+    settings = dict(plain.settings) | {"quantization_config": quantised, "torch_dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(settings))
     save_file(stored, directory / "model.safetensors")
     return replace(open_checkpoint(directory), tokenizer=Wordless)

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import transformers
-from widening.made import MadeCheckpoint, fill_gaussian, named_generator
+from widening.made import MadeCheckpoint, fill_gaussian, named_generator, transformers_config_of
 from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
@@ -85,7 +85,7 @@ class WidenedCheckpoint(MadeCheckpoint):
         self._parts = self._make_parts()
 
     def _widened_config(self) -> transformers.LlamaConfig:
-        small, shape, described = self._small, self._shape, self._source.hf_config
+        small, shape, described = self._small, self._shape, transformers_config_of(self._source)
         return transformers.LlamaConfig(
             vocab_size=small.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
             num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,

@@ -5,7 +5,6 @@ All or nothing: everything goes to a hidden directory beside the target, which i
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
@@ -21,6 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from widening.made import transformers_config_of
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.sizes import format_bytes
@@ -85,13 +85,13 @@ def atomic_directory(target: Path, needed_bytes: int) -> Iterator[Path]:
 
 def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.dtype) -> None:
     """Configuration, generation settings, tokenizer and chat template."""
-    hf_config = copy.deepcopy(source.hf_config)
+    hf_config = transformers_config_of(source)
     hf_config.dtype = dtype
     hf_config.architectures = [source.config().architecture]
     hf_config.save_pretrained(directory)
     settings = source.generation
     if settings is None:
-        ids = {name: getattr(source.hf_config, name, None) for name in _TOKEN_IDS}
+        ids = {name: getattr(transformers_config_of(source), name, None) for name in _TOKEN_IDS}
         settings = {name: value for name, value in ids.items() if value is not None}
     (directory / "generation_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     source.tokenizer().save_pretrained(directory)

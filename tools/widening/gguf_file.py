@@ -17,6 +17,7 @@ import gguf
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from widening.convert import check_space, storage_error
+from widening.made import transformers_config_of
 
 from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
@@ -104,7 +105,7 @@ def _described(
     """What the header says, and the tensors in the order of the file."""
     config = source.config()
     writer = gguf.GGUFWriter(None, "llama")
-    _add_shape(writer, config, source.hf_config)
+    _add_shape(writer, config, transformers_config_of(source))
     _add_words(writer, words)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
     tensors, offset_bytes = list[_Tensor](), 0

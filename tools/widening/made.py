@@ -37,6 +37,11 @@ def fill_gaussian(out: torch.Tensor, generator: torch.Generator, *, mean: float)
         part.copy_(numbers.mul_(_STD).add_(mean).to(out.dtype))
 
 
+def transformers_config_of(source: CheckpointSource) -> Any:
+    """What transformers makes of a checkpoint's settings."""
+    return transformers.AutoConfig.for_model(**source.settings)
+
+
 class Wordless:
     """What a model without a language has as its tokenizer: tokens are numbers that mean nothing."""
 
@@ -94,7 +99,7 @@ class UntrainedLlama(MadeCheckpoint):
         self, shape: WideShape, fill: Callable[[str, torch.Tensor, Staging | None], None], *, vocab_size: int,
         context_tokens: int, reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
-        described = None if words is None else words.hf_config
+        described = None if words is None else transformers_config_of(words)
         hf_config = transformers.LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,

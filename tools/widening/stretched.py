@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from widening.made import MadeCheckpoint
+from widening.made import MadeCheckpoint, transformers_config_of
 from widening.rope import frequencies
 
 from offload_runtime.errors import CheckpointError, OptionError
@@ -52,7 +52,7 @@ def _stretched_config(
     source: CheckpointSource, rope: Mapping[str, Any] | None, max_position_embeddings: int | None
 ) -> tuple[Any, ModelConfig]:
     """transformers' configuration and ours with another rotary embedding and length."""
-    hf_config, changes = source.hf_config, dict[str, Any]()
+    hf_config, changes = transformers_config_of(source), dict[str, Any]()
     if rope is not None:
         _check_words(rope)
         changes["rope_parameters"] = {"rope_theta": source.config().ropes[0].parameters["rope_theta"], **rope}
