@@ -21,10 +21,7 @@ from offload_runtime.plan import (
     plan_run,
     prefill_time,
 )
-from offload_runtime.plan.cost import (
-    best_tree_tokens,
-    expected_tokens,
-)
+from offload_runtime.speculation import best_tree_tokens
 from offload_runtime.weights import DescribedModel, describe_model
 from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.planning import CONFIGS, made_up_machine
@@ -35,7 +32,7 @@ RESULTS = ROOT / "tools" / "results"
 
 @given(st.floats(0, 1), st.integers(0, 64))
 def test_expected_tokens_are_those_of_the_formula(acceptance: float, gamma: int) -> None:
-    tokens = expected_tokens(acceptance, gamma)
+    tokens = best_tree_tokens((acceptance,), gamma, gamma)
     assert 1 <= tokens <= (gamma + 1) * (1 + 1e-9)
     if acceptance < 0.999:
         assert tokens == pytest.approx((1 - acceptance ** (gamma + 1)) / (1 - acceptance))

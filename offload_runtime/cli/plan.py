@@ -68,7 +68,9 @@ def plan(options: PlanOptions) -> None:
     ]
     screen += [*gain_lines(gains), *memory_lines(outcome), *about]
     if options.explain:
-        screen += ["", f"machine: {machine.name} ({machine.source})", planning.describe_speculation(outcome)]
+        from offload_runtime.engine.load import describe_speculation
+
+        screen += ["", f"machine: {machine.name} ({machine.source})", describe_speculation(outcome)]
         screen += [*memory_tables(outcome), *time_tables(outcome, predicted)]
     terminal.print_result(record, screen, as_json=options.as_json)
 
@@ -198,7 +200,8 @@ def print_explanation(plan: RunPlan) -> None:
 
 def memory_tables(plan: RunPlan) -> list[Table | str]:
     """What is held where, part by part, and where each layer is."""
-    from offload_runtime.plan import describe_draft_cache, describe_staging, memory_name
+    from offload_runtime.engine.load import describe_draft_cache, describe_staging
+    from offload_runtime.plan import memory_name
 
     target, placement, count = plan.target, plan.placement, len(plan.placement.layers)
     words = [

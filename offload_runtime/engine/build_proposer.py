@@ -118,7 +118,8 @@ def _make_triforce(
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
     proposer = TriForceProposer(
-        window, verifier, first, trees=trees, refresh_steps=plan.target.refresh_steps, max_tokens_with_draft=most_tokens
+        window, verifier, first, trees=trees, max_tokens_with_draft=most_tokens,
+        refresh_steps=plan.target.options.steps_between_choices(on_host=plan.target.on_host),
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":

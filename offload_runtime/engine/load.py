@@ -45,7 +45,7 @@ from offload_runtime.memory import (
     resolve_devices,
 )
 from offload_runtime.options import require
-from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, RunPlan
+from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.plan.sizes import PROCESS_BYTES, total
 from offload_runtime.sampling import SlotSampling
@@ -168,6 +168,44 @@ def _limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo
     return MemoryLimits((), ram_bytes, ram_name, pinned_bytes, pinned_name, page_locks)
 
 
+def describe_speculation(plan: RunPlan) -> str:
+    """One phrase: who proposes, and why."""
+    proposer = {"ngram": "n-grams", "none": "nobody"}.get(plan.proposer, plan.proposer)
+    phrase, why = f"proposals from {proposer}", f" (not TriForce: {plan.reason})" if plan.reason else ""
+    if plan.has_verifier:
+        budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
+        phrase = f"TriForce: {proposer}, then the target over {budget} retrieved tokens a head"
+        phrase += f" in {format_bytes(plan.verifier_bytes)}"
+    elif plan.proposer == "none":
+        phrase = "plain decoding"
+    trees = f"trees of up to {plan.tree_room} tokens" if plan.tree_room else ""
+    return "; ".join(part for part in (phrase + why, trees, plan.draft_note) if part)
+
+
+def describe_draft_cache(plan: RunPlan) -> str:
+    """One phrase: what the draft keeps of the context; empty without a draft, or where that is all of it."""
+    draft = plan.draft
+    if draft is None:
+        return ""
+    held = format_bytes(total(draft.kv_parts))
+    if draft.cache == "streaming":
+        kept = f"{draft.options.sink_tokens} first and {draft.recent_tokens} newest tokens"
+        return f"streaming draft cache of the {kept} ({held})"
+    if draft.cache == "retrieval":
+        return f"the draft retrieves {draft.options.budget_tokens} tokens a head of its own KV cache ({held})"
+    shorter = draft.context_tokens < plan.target.context_tokens
+    return f"the draft has nothing to say behind {draft.context_tokens} tokens" if shorter else ""
+
+
+def describe_staging(placement: Placement) -> str:
+    """One phrase: how many of the streamed layers are not page-locked; empty where all are."""
+    weights, kv = len(placement.staged_layers), len(placement.staged_kv_layers)
+    whose = [f"{weights} of {len(placement.streamed_layers)} streamed layers"] if weights else []
+    whose += [f"the KV cache of {kv} layers"] if kv else []
+    are = "are" if weights else "is"
+    return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""
+
+
 def describe_placement(
     model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget], emulation: Emulation | None
 ) -> str:
@@ -185,8 +223,8 @@ def describe_placement(
         limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
         sizes.append(f"{format_bytes(budget.reserved_bytes)}{limit}")
     reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
-    drafts = planning.describe_draft_cache(plan), planning.describe_speculation(plan)
-    parts = [where, planning.describe_staging(placement), _describe_kv(plan.target), reserved, *drafts]
+    drafts = describe_draft_cache(plan), describe_speculation(plan)
+    parts = [where, describe_staging(placement), _describe_kv(plan.target), reserved, *drafts]
     if emulation is not None:
         unpaced = " (but not the gathers of retrieved chunks)" if plan.has_verifier and plan.target.on_host else ""
         pace = f"{emulation.link_gbps:g} GB/s, {emulation.link_back_gbps:g} back"

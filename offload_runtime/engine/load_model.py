@@ -23,7 +23,15 @@ from offload_runtime.errors import DeviceError
 from offload_runtime.kv import DeviceKVCache, HostKVCache, HostKVCard
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import Card, DeviceBudget, HostArena, Registrar, current_device, require_readable_arenas
+from offload_runtime.memory import (
+    Card,
+    DeviceBudget,
+    HostArena,
+    LayerPartition,
+    Registrar,
+    current_device,
+    require_readable_arenas,
+)
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weights
 from offload_runtime.models.rope import RopeTable
@@ -237,8 +245,8 @@ def connect_model(
 
     What `undo` does ends what has threads, the copies before the memory that they copy.
     """
-    partition = plan.partition([one.card for one in cards])
-    cards = cards[: len(partition.cards)]
+    cards = cards[: len(plan.placements)]
+    partition = LayerPartition(tuple(one.card for one in cards), plan.owners)
     layout, owners = weights.layout, partition.owners
     memories, scratches, buffers, kv_buffers = [], list[torch.Tensor | None](), [], []
     for one, own, locked_bytes in zip(cards, plan.cards, locked_shares(weights, plan), strict=True):

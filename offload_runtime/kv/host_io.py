@@ -424,7 +424,7 @@ def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int,
         pieces = -(-blocks // max(1, most // block))
         return -(-blocks // pieces) * block
 
-    return max(piece_bytes(block_bytes(config, dtype, layer)) for layer in range(config.num_layers))
+    return max(map(piece_bytes, {block_bytes(config, dtype, layer) for layer in range(config.num_layers)}))
 
 
 def ring_blocks(window_tokens: int) -> int:

@@ -11,7 +11,6 @@ cards, the seconds come from the machine's own figures.
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -26,12 +25,13 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS
 from offload_runtime.copy import MOST_THREADS
 from offload_runtime.core import DraftBudget, depths_of
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.memory import are_blocks
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.plan.sizes import ModelPlan, RunPlan, unmatched_kv_bytes
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
-from offload_runtime.speculation import expected_accepted, likely_parents, num_guesses
+from offload_runtime.speculation import best_tree_tokens, expected_accepted, likely_parents, num_guesses
 
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
@@ -314,25 +314,25 @@ def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> fl
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    return _step_s(
-        plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=draft.batch * kept * draft.kv_token_bytes
-    )
+    kv_bytes = draft.batch * kept * draft.kv_bytes_of(draft.layers, 1)
+    return _step_s(plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=kv_bytes)
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineProfile) -> float:
     """Seconds of one step of the retrieval verifier, for all sequences of a batch together, with its share of choosing
     and fetching chunks; 0 without one."""
     target, batch, options = plan.target, plan.target.batch, plan.target.options
+    refresh_steps = options.steps_between_choices(on_host=target.on_host)
     if not plan.has_verifier:
         return 0.0
     rows = batch * (1 + len(guess_parents(plan, batch)))
-    token_bytes, found_s = batch * target.kv_token_bytes, transfers_s(plan, machine, rows=rows)
+    token_bytes, found_s = batch * target.kv_bytes_of(target.layers, 1), transfers_s(plan, machine, rows=rows)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes
-    fetched_bytes = _FETCHED_SHARE * held_bytes / target.refresh_steps if target.on_host else 0
-    return found_s + fetched_bytes / _link(plan, machine) + _step_s(
-        plan, target, machine, rows=rows, kv_bytes=held_bytes + recent_bytes + target.summaries_bytes //
-        target.refresh_steps, choice_launches=_CHOICE_LAUNCHES // target.refresh_steps,
-    )  # fmt: skip
+    fetched_bytes = _FETCHED_SHARE * held_bytes / refresh_steps if target.on_host else 0
+    kv_bytes = held_bytes + recent_bytes + target.summaries_bytes // refresh_steps
+    launches = _CHOICE_LAUNCHES // refresh_steps
+    step_s = _step_s(plan, target, machine, rows=rows, kv_bytes=kv_bytes, choice_launches=launches)
+    return found_s + fetched_bytes / _link(plan, machine) + step_s
 
 
 def _step_s(
@@ -403,34 +403,6 @@ def gamma(plan: RunPlan) -> int:
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
 
 
-def expected_tokens(acceptance: float, gamma: int) -> float:
-    """Tokens of one verification of `gamma` proposals, each right with probability `acceptance` while all before are.
-
-    (1 - a^(gamma + 1)) / (1 - a): the accepted ones and the verifier's own (Leviathan et al., arXiv 2211.17192, eq. 1).
-    """
-    assert 0 <= acceptance <= 1 and gamma >= 0
-    return float(sum(acceptance**depth for depth in range(gamma + 1)))
-
-
-@lru_cache(maxsize=4096)
-def best_tree_tokens(hits: tuple[float, ...], nodes: int, depth: int) -> float:
-    """The verifier's own token and the sum of the `nodes` most probable paths no longer than `depth`, where the child
-    of rank r is what it says with probability `hits[r]`, whatever came before (Chen et al., Sequoia, arXiv
-    2402.12374)."""
-    assert nodes >= 0 and depth >= 0
-    total, heap = 1.0, [(-hit, 1) for hit in hits] if depth else []
-    heapq.heapify(heap)
-    for _ in range(nodes):
-        if not heap:
-            break
-        negative, length = heapq.heappop(heap)
-        total -= negative
-        if length < depth:
-            for hit in hits:
-                heapq.heappush(heap, (negative * hit, length + 1))
-    return total
-
-
 # --- a step: proposals and the pass that verifies them
 
 
@@ -481,7 +453,7 @@ def predict_step(plan: RunPlan, machine: MachineProfile, acceptance: float | Non
     verify = full_pass(plan, machine, rows=(nodes or depth) + 1)
     # The best tree of a draft whose first child is right so often, and whose others are as often as they usually are.
     hits = (acceptance, *((1 - acceptance) * share for share in _OTHER_CHILDREN))
-    tokens = best_tree_tokens(hits, nodes, depth) if nodes else expected_tokens(acceptance, depth)
+    tokens = best_tree_tokens(hits if nodes else hits[:1], nodes or depth, depth)
     proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
     seconds = step_time(verify, proposing_s)
     bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
@@ -566,7 +538,7 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
         # What is staged grows as the threads that write there touch it.
         growth_s += (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
         staging_s += (batch * own.bytes_of_layers(placement.staged_layers) + staged_kv_bytes) / _staging(machine)
-    abreast = len(cards) * pieces / (pieces + len(cards) - 1) if target.in_blocks else min(len(cards), pieces)
+    abreast = len(cards) * pieces / (pieces + len(cards) - 1) if are_blocks(target.owners) else min(len(cards), pieces)
     compute_s = (compute_s + batch * transfers_s(plan, machine, rows=prompt_tokens)) / abreast
     if len(cards) > 1:
         link_s = _links_s(machine, link_bytes, link_s)

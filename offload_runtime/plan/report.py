@@ -3,10 +3,12 @@ short and what would fit. Everything that is offered has been planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
@@ -14,9 +16,9 @@ from offload_runtime.hardware import MachineProfile
 from offload_runtime.plan import cost
 from offload_runtime.plan.request import USUAL_CARD, MemoryLimits, ShortageError, limits_of
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
-from offload_runtime.plan.sizes import Placement, RunPlan, make_plan, total
-from offload_runtime.sizes import GB, format_bytes, format_bytes_up, parse_bytes
-from offload_runtime.weights import DescribedModel, FoundDraft, UsualDraft, find_drafts, usual_draft
+from offload_runtime.plan.sizes import RunPlan, make_plan
+from offload_runtime.sizes import GB, format_bytes_up, parse_bytes
+from offload_runtime.weights import DescribedModel, FoundDraft, find_drafts, usual_draft
 from offload_runtime.weights.neighbours import MIXES, USUAL_MIX, stored_kinds
 
 _ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
@@ -25,7 +27,7 @@ _LEAST_GAIN = 1.1
 # A format that takes more than this of what is there now is not worth another file.
 _SMALLER = 0.9
 # Ways out that a refusal names, and times that a context is shortened until it fits.
-_MOST_WAYS, _SHORTENINGS = 3, 3
+_MOST_WAYS, _SHORTENINGS = 4, 3
 # No machine has as much.
 _MOST_BYTES = 1 << 43
 # Of a machine of which nothing is known nothing is predicted: there a draft has to be so much smaller.
@@ -100,44 +102,6 @@ def rounded(figure: float) -> str:
     return f"{figure:.0f}" if figure >= 3 else f"{figure:.1f}" if figure >= 0.1 else f"{figure:.2g}"
 
 
-def describe_speculation(plan: RunPlan) -> str:
-    """One phrase: who proposes, and why."""
-    proposer = {"ngram": "n-grams", "none": "nobody"}.get(plan.proposer, plan.proposer)
-    phrase, why = f"proposals from {proposer}", f" (not TriForce: {plan.reason})" if plan.reason else ""
-    if plan.has_verifier:
-        budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
-        phrase = f"TriForce: {proposer}, then the target over {budget} retrieved tokens a head"
-        phrase += f" in {format_bytes(plan.verifier_bytes)}"
-    elif plan.proposer == "none":
-        phrase = "plain decoding"
-    trees = f"trees of up to {plan.tree_room} tokens" if plan.tree_room else ""
-    return "; ".join(part for part in (phrase + why, trees, plan.draft_note) if part)
-
-
-def describe_draft_cache(plan: RunPlan) -> str:
-    """One phrase: what the draft keeps of the context; empty without a draft, or where that is all of it."""
-    draft = plan.draft
-    if draft is None:
-        return ""
-    held = format_bytes(total(draft.kv_parts))
-    if draft.cache == "streaming":
-        kept = f"{draft.options.sink_tokens} first and {draft.recent_tokens} newest tokens"
-        return f"streaming draft cache of the {kept} ({held})"
-    if draft.cache == "retrieval":
-        return f"the draft retrieves {draft.options.budget_tokens} tokens a head of its own KV cache ({held})"
-    shorter = draft.context_tokens < plan.target.context_tokens
-    return f"the draft has nothing to say behind {draft.context_tokens} tokens" if shorter else ""
-
-
-def describe_staging(placement: Placement) -> str:
-    """One phrase: how many of the streamed layers are not page-locked; empty where all are."""
-    weights, kv = len(placement.staged_layers), len(placement.staged_kv_layers)
-    whose = [f"{weights} of {len(placement.streamed_layers)} streamed layers"] if weights else []
-    whose += [f"the KV cache of {kv} layers"] if kv else []
-    are = "are" if weights else "is"
-    return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""
-
-
 # --- what could be changed
 
 
@@ -150,30 +114,45 @@ class Change:
     tok_per_s: float
 
 
-def _planned(what: str, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> Iterator[Change]:
-    """The change, if it fits."""
-    with suppress(OffloadError):
-        plan = plan_run(request, machine, limits)
-        yield Change(what, plan, best_tok_per_s(plan, machine))
+def _fitting(
+    asked: Iterable[tuple[str, RuntimeConfig]], machine: MachineProfile, limits: MemoryLimits | None
+) -> Iterator[Change]:
+    """The changes of which there is a plan, each made when it is asked for; within the machine's limits by default."""
+    for what, request in asked:
+        with suppress(OffloadError):
+            plan = plan_run(request, machine, limits)
+            yield Change(what, plan, best_tok_per_s(plan, machine))
 
 
 def smaller_formats(model: DescribedModel) -> list[tuple[str, int, DescribedModel]]:
     """The usual formats that are clearly smaller than a model's own, the largest first: name, bytes, the model so."""
-    dtype = model.native_dtype
-    own_bytes = model.layout(dtype).total_bytes
-    stored = (
-        (mix, DescribedModel(model.config(), dtype, kinds=stored_kinds(model.config(), mix))) for mix in MIXES[:-1]
-    )
+    dtype, config = model.native_dtype, model.config()
+    stored = ((mix, DescribedModel(config, dtype, kinds=stored_kinds(config, mix))) for mix in MIXES[:-1])
     sized = [(mix, so.layout(dtype).total_bytes, so) for mix, so in stored]
-    return [one for one in sized if one[1] < _SMALLER * own_bytes]
+    return [one for one in sized if one[1] < _SMALLER * model.layout(dtype).total_bytes]
 
 
-def with_likely_draft(request: RuntimeConfig) -> tuple[UsualDraft, RuntimeConfig] | None:
-    """The draft that people would take, and the request with it; None where one drafts already, was declined, or where
-    the target itself is small."""
-    open_to_all = request.speculation.mode in ("auto", "chain") and request.draft == "ngram" and request.gamma is None
-    draft = usual_draft(request.target) if open_to_all else None
-    return None if draft is None else (draft, replace(request, draft=draft.model))
+def _with_likely_draft(what: str, request: RuntimeConfig) -> Iterator[tuple[str, RuntimeConfig]]:
+    """The request with the draft that people would take; none where one drafts already, was declined, or where the
+    target itself is small."""
+    is_open = request.speculation.mode in ("auto", "chain") and request.draft == "ngram" and request.gamma is None
+    if is_open and (draft := usual_draft(request.target)) is not None:
+        nbytes = draft.model.layout(draft.model.native_dtype).total_bytes
+        about = f"{draft.size} {draft.example} in {USUAL_MIX} ({nbytes / GB:.1f} GB)"
+        yield f"{what}, {about}", replace(request, draft=draft.model)
+
+
+def _formats(request: RuntimeConfig, missing_bytes: int = 0) -> Iterator[tuple[str, RuntimeConfig]]:
+    """Of the smaller formats of the target the largest that spares what is missing, and the smallest, which a likely
+    draft is beside."""
+    formats = smaller_formats(request.target)
+    most_bytes = request.target.layout(request.target.native_dtype).total_bytes - missing_bytes
+    fitting = [one for one in formats if one[1] <= most_bytes] or formats[-1:]
+    for mix, nbytes, stored in fitting[:1] + fitting[1:][-1:]:
+        so = replace(request, target=stored, encode="none")
+        yield f"as {mix} (about {nbytes / GB:.0f} GB)", so
+        if stored is formats[-1][2]:
+            yield from _with_likely_draft(f"as {mix} with a draft", so)
 
 
 def _settings(request: RuntimeConfig) -> Iterator[tuple[str, RuntimeConfig]]:
@@ -194,36 +173,19 @@ def _settings(request: RuntimeConfig) -> Iterator[tuple[str, RuntimeConfig]]:
 
 def upgrades(plan: RunPlan, machine: MachineProfile) -> list[Change]:
     """The changes that would bring at least a tenth more tokens per second."""
-    request, limits, before = plan.request, plan.limits, best_tok_per_s(plan, machine)
-
-    def changes() -> Iterator[tuple[str, RuntimeConfig, MemoryLimits]]:
-        if (likely := with_likely_draft(request)) is not None:
-            draft, drafted = likely
-            size = draft.model.layout(draft.model.native_dtype).total_bytes / GB
-            yield f"--draft MODEL, {draft.size} {draft.example} in {USUAL_MIX} ({size:.1f} GB)", drafted, limits
-        yield from ((what, changed, limits) for what, changed in _settings(request))
-        if request.vram is not None:
-            free = replace(request, vram=None)
-            yield "without --vram", free, limits_of(machine, free)
-        if plan.streamed_bytes:
-            formats = smaller_formats(request.target)
-            for mix, nbytes, stored in formats[:1] + formats[1:][-1:]:
-                so = replace(request, target=stored, encode="none")
-                yield f"the model in {mix} ({format_bytes(nbytes)}), other weights", so, limits
-            half = plan.target.context_tokens // 2 // LEAST_CONTEXT_TOKENS * LEAST_CONTEXT_TOKENS
-            if half:
-                yield f"--context {half}", replace(request, context=half), limits
-        if plan.is_staged and limits.pinned_bytes is not None:
-            ram_bytes = limits.ram_bytes + machine.ram_bytes
-            more = replace(limits, ram_bytes=ram_bytes, pinned_bytes=limits.pinned_bytes + machine.ram_bytes)
-            yield f"{format_bytes(machine.ram_bytes)} more of RAM", request, more
-        if len(limits.cards) == 1:
-            what = "a second card" if machine.gpus == 1 else "both cards"
-            two = replace(request, device="auto", vram=None)
-            yield f"{what}, layers dealt out to both", two, replace(limits, cards=2 * limits.cards)
-
-    planned = (change for asked in changes() for change in _planned(asked[0], asked[1], machine, asked[2]))
-    return [change for change in planned if change.tok_per_s >= _LEAST_GAIN * before]
+    request, limits = plan.request, plan.limits
+    asked = [*_with_likely_draft("--draft MODEL", request), *_settings(request)]
+    half = plan.target.context_tokens // 2 // LEAST_CONTEXT_TOKENS * LEAST_CONTEXT_TOKENS
+    if plan.streamed_bytes:
+        asked += [*_formats(request), *([(f"--context {half}", replace(request, context=half))] if half else [])]
+    found = [*_fitting(asked, machine, limits)]
+    if request.vram is not None:
+        found += _fitting([("without --vram", replace(request, vram=None))], machine, None)
+    if len(limits.cards) == 1:
+        which = "a second card" if machine.gpus == 1 else "both cards"
+        two = replace(request, device="auto", vram=None), replace(limits, cards=2 * limits.cards)
+        found += _fitting([(f"{which}, layers dealt out to both", two[0])], machine, two[1])
+    return [one for one in found if one.tok_per_s >= _LEAST_GAIN * best_tok_per_s(plan, machine)]
 
 
 # --- what does not fit
@@ -247,12 +209,11 @@ class Refusal:
     @property
     def remedies(self) -> list[str]:
         """What fits, a phrase each, with the speed to expect where the machine's figures are known."""
-        speeds = (f": {rounded(way.tok_per_s)} tokens/s" if self.predicts else "" for way in self.ways)
-        prefixed = (way.what if way.what.startswith("as ") else f"with {way.what}" for way in self.ways)
-        return [f"{what} it fits{speed}" for what, speed in zip(prefixed, speeds, strict=True)]
+        each = ((way.what if way.what.startswith("as ") else f"with {way.what}", way.tok_per_s) for way in self.ways)
+        return [f"{what} it fits" + (f": {rounded(speed)} tokens/s" if self.predicts else "") for what, speed in each]
 
     def error(self, more: str = "") -> BudgetError:
-        """The problem and what would fit, in one sentence each."""
+        """The problem and what would do, in one sentence each; `more` is something else that would."""
         remedies = [*([more] if more else []), *self.remedies]
         return BudgetError(f"{self.problem}. What would do: {'; '.join(remedies)}") if remedies else self.problem
 
@@ -262,45 +223,27 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineProfile) -> RunPlan |
     request makes no sense on any machine."""
     try:
         return plan_run(request, machine)
-    except BudgetError as error:
-        limits = limits_of(machine, request) if isinstance(error, ShortageError) else None
-        return refusal(error, request, machine, limits)
+    except ShortageError as error:
+        return refusal(error, request, machine, limits_of(machine, request))
+    except BudgetError as error:  # more is allowed than there is
+        return Refusal(error, ())
 
 
 def refusal(
-    error: BudgetError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits | None
+    error: BudgetError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits
 ) -> Refusal:  # fmt: skip
     """A few ways out of a shortage, each from one plan or a few: smaller formats first where the machine itself is
-    short of host memory, then settings, a shorter context and more of the memory."""
+    short of host memory, then a shorter context, settings, and more of the memory."""
     predicts = machine.name != USUAL_CARD
-    if limits is None or not isinstance(error, ShortageError):
+    if not isinstance(error, ShortageError):
         return Refusal(error, (), predicts)
-    formats = _formats_that_fit(error, request, machine, limits, predicts=predicts)
-    settings = (one for what, so in _settings(request) for one in _planned(what, so, machine, limits))
-    others = [_shorter(error, request, machine, limits), settings, _more_memory(error, request, machine, limits)]
+    formats = _fitting(_formats(request, error.missing_bytes), machine, limits)
+    others = [_shorter(error, request, machine, limits), _fitting(_settings(request), machine, limits)]
+    others.append(_more_memory(error, request, machine, limits))
     too_large = error.memory == "host memory" and request.ram is None
     order = [formats, *others] if too_large else [*others, formats]
-    ways = (way for kind in order for way in islice(kind, 2))
-    return Refusal(error, tuple(islice(ways, _MOST_WAYS)), predicts)
-
-
-def _formats_that_fit(
-    error: ShortageError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits, *, predicts: bool
-) -> Iterator[Change]:
-    """Of the smaller formats the largest that spares what is short, and the smallest, each plain and with a draft."""
-    formats = smaller_formats(request.target)
-    most_bytes = request.target.layout(request.target.native_dtype).total_bytes - error.missing_bytes
-    fitting = [one for one in formats if one[1] <= most_bytes] or formats[-1:]
-    for mix, nbytes, stored in fitting[:1] + fitting[1:][-1:]:
-        so = replace(request, target=stored, encode="none")
-        for plain in _planned(f"as {mix} (about {nbytes / GB:.0f} GB)", so, machine, limits):
-            found, likely = plain, with_likely_draft(so)
-            for drafted in _planned("", likely[1], machine, limits) if likely and predicts else ():
-                if drafted.tok_per_s >= _LEAST_GAIN * plain.tok_per_s:
-                    assert likely is not None
-                    with_draft = f"about {rounded(drafted.tok_per_s)} with a {likely[0].size} draft {likely[0].example}"
-                    found = replace(plain, what=f"{plain.what}, {with_draft},")
-            yield found
+    found = (way for kind in order for way in islice(kind, 3 if kind is formats else 2))
+    return Refusal(error, tuple(islice(found, _MOST_WAYS)), predicts)
 
 
 def _shorter(
@@ -310,16 +253,14 @@ def _shorter(
     target = make_plan(replace(request, max_batch=request.max_batch or 1), limits, tree_nodes=0).target
     tokens = target.context_tokens
     for _ in range(_SHORTENINGS):
-        fewer = -(-error.missing_bytes // (target.batch * target.kv_token_bytes))
-        tokens = (tokens - fewer) // 256 * 256
+        fewer = -(-error.missing_bytes // (target.batch * target.kv_bytes_of(target.layers, 1)))
+        tokens = (tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
         if tokens < LEAST_CONTEXT_TOKENS:
             return
         try:
             plan = plan_run(replace(request, context=tokens), machine, limits)
         except ShortageError as short:
             error = short
-        except OffloadError:
-            return
         else:
             yield Change(f"--context {tokens}", plan, best_tok_per_s(plan, machine))
             return
@@ -329,28 +270,28 @@ def _more_memory(
     error: ShortageError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits
 ) -> Iterator[Change]:
     """The run with as much more of the memory as is short, on this machine or on one that has it."""
-    cards, vram = limits.cards, request.vram
-    least_bytes = min(card.device_bytes or 0 for card in cards)
-    option, name, asked, there_bytes, allowed_bytes = {
-        "device memory": ("--vram", "VRAM", vram, machine.vram_bytes, least_bytes),
-        "host memory": ("--ram", "RAM", request.ram, machine.ram_bytes, limits.ram_bytes),
-        "page-locked memory": ("--pinned", error.memory, request.pinned, machine.ram_bytes, limits.pinned_bytes),
+    missing_bytes, locked_bytes = error.missing_bytes, limits.pinned_bytes
+    option, name, allowed_bytes, there_bytes = {
+        "device memory": ("vram", "VRAM", min(one.device_bytes or 0 for one in limits.cards), machine.vram_bytes or 0),
+        "host memory": ("ram", "RAM", limits.ram_bytes, machine.ram_bytes),
+        "page-locked memory": ("pinned", error.memory, locked_bytes or 0, machine.ram_bytes),
     }[error.memory]
-    if error.missing_bytes > _MOST_BYTES:
+    if missing_bytes > _MOST_BYTES:
         return
-    size = format_bytes_up((allowed_bytes or 0) + error.missing_bytes)
-    enough = parse_bytes(size)
-    if option == "--vram":
-        larger = tuple(replace(card, device_bytes=max(card.device_bytes or 0, enough)) for card in cards)
-        limits = replace(limits, cards=larger)
-    elif option == "--pinned":
-        limits = replace(limits, pinned_bytes=enough)
-    else:  # of what is added as much is locked as there is
-        locked_bytes = limits.pinned_bytes and limits.pinned_bytes + (error.missing_bytes if asked is None else 0)
-        limits = replace(limits, ram_bytes=enough, pinned_bytes=locked_bytes)
-    typed = isinstance(asked, int) and enough <= (there_bytes or 0)
-    what = f"{option} {size.replace(' ', '')}" if typed else f"{size} of {name}"
-    yield from _planned(what, request, machine, limits)
+    size = format_bytes_up(allowed_bytes + missing_bytes)
+    enough, asked = parse_bytes(size), getattr(request, option)
+    if locked_bytes is not None and request.pinned is None:  # of what is added as much is locked
+        locked_bytes += missing_bytes
+    more = {
+        "vram": replace(
+            limits, cards=tuple(replace(one, device_bytes=max(one.device_bytes or 0, enough)) for one in limits.cards)
+        ),
+        "ram": replace(limits, ram_bytes=enough, pinned_bytes=locked_bytes),
+        "pinned": replace(limits, pinned_bytes=enough),
+    }[option]
+    typed = isinstance(asked, int) and enough <= there_bytes
+    what = f"--{option} {size.replace(' ', '')}" if typed else f"{size} of {name}"
+    yield from _fitting([(what, request)], machine, more)
 
 
 # --- who drafts

@@ -8,11 +8,11 @@ page-locked is staged through rings. A plan and a run search here alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -22,20 +22,10 @@ from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.options import require
+from offload_runtime.plan import sizes
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.request import TREE_ROOMS, MemoryLimits, ShortageError, limits_of
-from offload_runtime.plan.sizes import (
-    NO_RING,
-    MemoryPart,
-    ModelPlan,
-    Placement,
-    RunPlan,
-    all_resident,
-    listed,
-    make_plan,
-    total,
-    unmatched_kv_bytes,
-)
+from offload_runtime.plan.sizes import ModelPlan, Placement, RunPlan
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.weights import DescribedModel
 
@@ -78,8 +68,8 @@ def check_host_memory(plan: RunPlan) -> None:
     """Refuse a plan that takes more host memory than there may be, this process included. Raises `BudgetError`."""
     limits, missing_bytes = plan.limits, plan.short_of_host_bytes
     if missing_bytes:
-        loaded = total(plan.host) > total(plan.loading)
-        parts = listed(plan.host) if loaded else f"{listed(plan.loading)}, while weights are read"
+        loaded = sizes.total(plan.host) > sizes.total(plan.loading)
+        parts = sizes.listed(plan.host) if loaded else f"{sizes.listed(plan.loading)}, while weights are read"
         allowed, missing = format_bytes(limits.ram_bytes), format_bytes_up(missing_bytes)
         message = f"{limits.ram_name} of {allowed} is too small by {missing} ({parts})"
         raise ShortageError(message, "host memory", missing_bytes)
@@ -150,7 +140,7 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
     found, refused, obstacle = list[RunPlan](), list[OffloadError](), ""
     for stored, nodes in product(_storing(request), _tree_rooms(request)):
         try:
-            ways = _ways(make_plan(stored, limits, tree_nodes=nodes))
+            ways = _ways(sizes.make_plan(stored, limits, tree_nodes=nodes))
         except OptionError as error:
             refused.append(error)
             continue
@@ -246,32 +236,32 @@ _NO_VERIFIER = "no TriForce here: "
 
 def _check_verifier(plan: RunPlan) -> None:
     """Refuse a retrieval verifier that cannot be, with what would help."""
-    target, draft, limits, budget_tokens = plan.target, plan.draft, plan.limits, plan.target.options.budget_tokens
-    context, streamed = target.context_tokens, len(plan.placement.streamed_layers)
+    target, draft, limits, budget = plan.target, plan.draft, plan.limits, plan.target.options.budget_tokens
+    context, streamed = target.context_tokens, plan.placement.streamed_layers
+    # Behind its last position a draft has nothing to say, and the verifier would wait for it.
+    reach = context if draft is None or draft.cache == "streaming" else draft.context_tokens
     other = f"or use --speculation {'none' if draft is None else 'chain'}"  # a chain takes somebody to propose
-    fits = budget_tokens <= context
-    why = f"a retrieval budget of {budget_tokens} tokens is more than the context of {context}"
-    require(fits, f"{_NO_VERIFIER}{why}: lower --budget-tokens, raise --context, {other}")
-    slides = any(layer.attention.window is not None for layer in target.config.layers)
-    require(not slides, f"{_NO_VERIFIER}it needs full attention, and this model has sliding windows: {other}")
-    # Behind its last position the draft has nothing to say, and the verifier would wait for it.
-    reaches = draft is None or draft.cache == "streaming" or draft.context_tokens >= context
-    why = f"the draft was made for {draft.context_tokens if draft else 0} tokens and the context has {context}"
-    require(reaches, f"{_NO_VERIFIER}{why}: take --draft-cache streaming, lower --context, {other}")
-    if streamed:
-        why = f"beside it {streamed} of {target.config.num_layers} layers would be streamed"
-        missing_bytes = target.bytes_of_layers(plan.placement.streamed_layers)
-        remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
-        raise ShortageError(f"{_NO_VERIFIER}{why}: {remedies}", "device memory", missing_bytes)
-    if limits.pinned_bytes is not None and plan.pinned_bytes > limits.pinned_bytes:
-        missing_bytes = plan.pinned_bytes - limits.pinned_bytes
+    for fine, why, remedies in (
+        (budget <= context, f"a retrieval budget of {budget} tokens is more than the context of {context}",
+         "lower --budget-tokens, raise --context, "),
+        (target.full_layers == target.layers, "it needs full attention, and this model has sliding windows", ""),
+        (reach >= context, f"the draft was made for {reach} tokens and the context has {context}",
+         "take --draft-cache streaming, lower --context, "),
+    ):  # fmt: skip
+        require(fine, f"{_NO_VERIFIER}{why}: {remedies}{other}")
+    memory, missing_bytes = "device memory", target.bytes_of_layers(streamed)
+    why = f"beside it {len(streamed)} of {target.config.num_layers} layers would be streamed"
+    remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
+    if not streamed and limits.pinned_bytes is not None:
+        memory, missing_bytes = "page-locked memory", plan.pinned_bytes - limits.pinned_bytes
+        allowed, needed, missing = map(format_bytes, (limits.pinned_bytes, plan.pinned_bytes, missing_bytes))
         why = (
             "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
-            f"{limits.pinned_name} page-locks {format_bytes(limits.pinned_bytes)} of the "
-            f"{format_bytes_up(plan.pinned_bytes)} of the KV cache, too little by {format_bytes_up(missing_bytes)}"
+            f"{limits.pinned_name} page-locks {allowed} of the {needed} of the KV cache, too little by {missing}"
         )
         remedies = f"allow more with --pinned, lower --context (now {context}), raise --vram, {other}"
-        raise ShortageError(f"{_NO_VERIFIER}{why}: {remedies}", "page-locked memory", missing_bytes)
+    if missing_bytes > 0:
+        raise ShortageError(f"{_NO_VERIFIER}{why}: {remedies}", memory, missing_bytes)
 
 
 # --- layers on one card
@@ -315,11 +305,10 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None, *, evenly: boo
     if first is None:
         least = plan.with_placements(_evenly(placement, asked or 0, 2))
         missing_bytes = least.device_bytes - limit_bytes
-        raise ShortageError(
-            f"the allowed {plan.limits.device_name} of {format_bytes(limit_bytes)} is too small by "
-            f"{format_bytes(missing_bytes)}: {format_bytes_up(least.device_bytes)} is the least "
-            f"({listed(least.device)})", "device memory", missing_bytes,
-        )  # fmt: skip
+        allowed, missing = format_bytes(limit_bytes), format_bytes(missing_bytes)
+        why = f"the allowed {plan.limits.device_name} of {allowed} is too small by {missing}"
+        needed = f"{format_bytes_up(least.device_bytes)} is the least ({sizes.listed(least.device)})"
+        raise ShortageError(f"{why}: {needed}", "device memory", missing_bytes)
     if not target.on_host:
         return plan.with_placements(first)
     # A layer of keys and values that stays spares more of the link than it takes (its open blocks are there in any
@@ -360,39 +349,14 @@ def _interleaved(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(layer for layer, owner in enumerate(owners) if owner == card) for card in range(len(counts)))
 
 
-@dataclass(frozen=True)
-class _Deal:
-    """What each card makes of the layers that it gets, or how it is too small."""
+class _Deal(NamedTuple):
+    """What each card makes of the layers that it gets, its memory that is short and its copies in bytes over the first
+    card's link; and of all of them what is to be small: memory that is short, the longest copies, unevenness."""
 
-    cards: tuple[RunPlan, ...]
-    errors: tuple[ShortageError | None, ...]
-
-    @cached_property
-    def loads(self) -> list[tuple[int, float]]:
-        """Of each card the memory that is short, and its copies in bytes over the first card's link."""
-        pairs = zip(self.cards, self.errors, strict=True)
-        count = len(self.cards)
-        return [
-            (0, _copied_bytes(card, count)) if error is None else (error.missing_bytes, 0.0) for card, error in pairs
-        ]
-
-    @property
-    def longest(self) -> tuple[int, float]:
-        """Memory that is short, and the longest copies with what their card waits for."""
-        unmatched = unmatched_kv_bytes([card.target for card in self.cards], self.cards[0].target.context_tokens - 1)
-        waits = (n / card.limits.cards[0].link_ratio for card, n in zip(self.cards, unmatched, strict=True))
-        return max((short, copies + wait) for (short, copies), wait in zip(self.loads, waits, strict=True))
-
-    @property
-    def rank(self) -> tuple[float, float, int]:
-        """What is to be small: memory that is short, the longest copies, unevenness."""
-        counts, (missing, copies) = [len(card.target.layers) for card in self.cards], zip(*self.loads, strict=True)
-        return sum(missing), max(copies), max(counts) - min(counts)
-
-    @property
-    def uses_host(self) -> bool:
-        """Whether anything is on the host, even keys and values that no pass brings."""
-        return any(card.streamed_bytes or card.target.kv_layers_on_host for card in self.cards)
+    cards: list[RunPlan]
+    loads: list[tuple[int, float]]
+    rank: tuple[int, float, int]
+    short: ShortageError | None
 
 
 def _copied_bytes(card: RunPlan, num_cards: int) -> float:
@@ -408,26 +372,36 @@ def _copied_bytes(card: RunPlan, num_cards: int) -> float:
 def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0) -> _Deal:
     """Layers placed on each card, which streams keys and values of so many of them at least. Their ring is the one with
     which the links of all cards are busy, where it fits."""
-    asked, counts, cards, errors = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
-    evenly = len({*counts}) == 1  # behind the first ones all cards stream in turn, however many each keeps
-    for number, card in enumerate(plan.with_placements(*map(all_resident, dealt)).cards):
-        share = None
-        if asked is not None:  # of the whole model, in proportion
-            begin, end = (sum(counts[:cards]) * asked // sum(counts) for cards in (number, number + 1))
-            share = end - begin
-        most = max(0, counts[number] - streamed_kv_layers)
-        rings, error = [card.target], None
-        if card.target.on_host:
-            rings.append(card.target.with_overlapped_kv_ring(len(dealt)))
-        placed = list[RunPlan]()
+    asked, counts, cards, loads = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
+    evenly, short = len({*counts}) == 1, None  # behind the first ones all stream in turn, however many each keeps
+    for number, card in enumerate(plan.with_placements(*map(sizes.all_resident, dealt)).cards):
+        begin, end = (sum(counts[:cards]) * (asked or 0) // sum(counts) for cards in (number, number + 1))
+        share = None if asked is None else end - begin  # in proportion
+        rings = [card.target, card.target.with_overlapped_kv_ring(len(dealt))] if card.target.on_host else [card.target]
+        placed, refused = list[RunPlan](), list[ShortageError]()
         for target in rings:
             try:
+                most = max(0, counts[number] - streamed_kv_layers)
                 placed.append(_place(replace(card, target=target), most, share, evenly=evenly))
-            except ShortageError as short:
-                error = error or short
+            except ShortageError as error:
+                refused.append(error)
         cards.append(min(placed, key=lambda one: _copied_bytes(one, len(dealt)), default=card))
-        errors.append(None if placed else error)
-    return _Deal(tuple(cards), tuple(errors))
+        loads.append((0, _copied_bytes(cards[-1], len(dealt))) if placed else (refused[0].missing_bytes, 0.0))
+        short = short if placed else short or refused[0]
+    missing, copies = zip(*loads, strict=True)
+    return _Deal(cards, loads, (sum(missing), max(copies), max(counts) - min(counts)), short)
+
+
+def _waiting_bytes(deal: _Deal) -> tuple[int, float]:
+    """The memory that is short, and the longest copies with what their card waits for, over the first card's link."""
+    unmatched = sizes.unmatched_kv_bytes([card.target for card in deal.cards], deal.cards[0].target.context_tokens - 1)
+    each = zip(deal.cards, deal.loads, unmatched, strict=True)
+    return max((short, copies + n / card.limits.cards[0].link_ratio) for card, (short, copies), n in each)
+
+
+def _uses_host(deal: _Deal) -> bool:
+    """Whether anything is on the host, even keys and values that no pass brings."""
+    return any(card.streamed_bytes or card.target.kv_layers_on_host for card in deal.cards)
 
 
 def _deal(plan: RunPlan) -> RunPlan:
@@ -458,15 +432,15 @@ def _deal(plan: RunPlan) -> RunPlan:
                 break
         else:
             moved //= 2
-    if short := next((error for error in best.errors if error), None):
-        raise short
+    if best.short is not None:
+        raise best.short
     ends = list(accumulate(counts))
     blocks = [tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-    if not best.uses_host and not (in_blocks := _dealt(plan, blocks)).uses_host:
+    if not _uses_host(best) and not _uses_host(in_blocks := _dealt(plan, blocks)):
         best = in_blocks
     streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
     if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
-        best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=lambda deal: deal.longest)
+        best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=_waiting_bytes)
     return plan.with_placements(*(card.placement for card in best.cards))
 
 
@@ -484,15 +458,11 @@ def _stage(plan: RunPlan) -> RunPlan:
     needed = [_streamed_from_bytes(card) for card in cards]
     limits: list[int | None] = [None] * len(cards)
     if limit_bytes is not None and sum(needed) > limit_bytes - plan.transfer_bytes:
-        least = [with_staging_rings(card, 0) for card, nbytes in zip(cards, needed, strict=True) if nbytes]
-        rings = [
-            with_staging_rings(card, 0).ring_bytes if nbytes else 0 for card, nbytes in zip(cards, needed, strict=True)
-        ]
-        left_bytes = limit_bytes - plan.transfer_bytes - sum(rings)
+        least = [with_staging_rings(card, 0) if n else card.placement for card, n in zip(cards, needed, strict=True)]
+        left_bytes = limit_bytes - plan.transfer_bytes - sum(one.ring_bytes for one in least)
         if left_bytes < 0:
-            raise _cannot_stage(least, limit_bytes, name, transfer_bytes=plan.transfer_bytes)
-        each = zip(rings, needed, strict=True)
-        limits = [ring_bytes + left_bytes * nbytes // sum(needed) for ring_bytes, nbytes in each]
+            raise _cannot_stage(least, limit_bytes, name, plan.transfer_bytes)
+        limits = [one.ring_bytes + left_bytes * n // sum(needed) for one, n in zip(least, needed, strict=True)]
     placed = (place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True))
     return plan.with_placements(*placed)
 
@@ -507,7 +477,7 @@ def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     memory or, at least, two pieces each."""
     streamed, on_host = target.placement.streamed_layers, target.kv_layers_on_host
     largest = max(target.layer_bytes if streamed else 0, target.kv_piece_bytes if on_host else 0)
-    d2h = NO_RING
+    d2h = sizes.NO_RING
     if on_host:
         # A prompt's blocks are written as they become full, piece by piece of the prompt.
         written_tokens = -(-target.chunk_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -533,7 +503,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     """
     placement, streamed, kv_layers = target.placement, target.placement.streamed_layers, target.kv_layers_on_host
     if limit_bytes is None or _streamed_from_bytes(target) <= limit_bytes:
-        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=NO_RING, d2h_ring=NO_RING)
+        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=sizes.NO_RING, d2h_ring=sizes.NO_RING)
     least = with_staging_rings(target, 0)
     if least.ring_bytes > limit_bytes:
         raise _cannot_stage([least], limit_bytes, name)
@@ -555,17 +525,16 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
-def _cannot_stage(
-    least: Sequence[Placement], limit_bytes: int, name: str, *, transfer_bytes: int = 0
-) -> ShortageError:  # fmt: skip
+def _cannot_stage(least: Iterable[Placement], limit_bytes: int, name: str, transfer_bytes: int = 0) -> ShortageError:
     """That not even the least rings of some cards can be page-locked, beside what rows pass through."""
-    parts = [
-        MemoryPart("a ring to stage layers through", sum(one.h2d_ring.nbytes for one in least)),
-        MemoryPart("rows between cards", transfer_bytes),
-        MemoryPart("pieces to write the KV cache through", sum(one.d2h_ring.nbytes for one in least)),
-    ]
-    missing_bytes = total(parts) - limit_bytes
-    return ShortageError(
-        f"{name} page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(missing_bytes)} "
-        f"({listed(part for part in parts if part.nbytes)})", "page-locked memory", missing_bytes,
-    )  # fmt: skip
+    rings = [(one.h2d_ring.nbytes, one.d2h_ring.nbytes) for one in least]
+    parts = sizes.merged(
+        [
+            sizes.MemoryPart("a ring to stage layers through", sum(h2d for h2d, _ in rings)),
+            sizes.MemoryPart("rows between cards", transfer_bytes),
+            sizes.MemoryPart("pieces to write the KV cache through", sum(d2h for _, d2h in rings)),
+        ]
+    )
+    missing_bytes = sizes.total(parts) - limit_bytes
+    why = f"page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(missing_bytes)}"
+    return ShortageError(f"{name} {why} ({sizes.listed(parts)})", "page-locked memory", missing_bytes)

@@ -19,7 +19,7 @@ from offload_runtime.copy import RingShape
 from offload_runtime.errors import OptionError
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
-from offload_runtime.memory import PAGE_BYTES, Card, LayerPartition, are_blocks
+from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import require
 from offload_runtime.plan.request import (
@@ -71,7 +71,7 @@ def total(parts: Iterable[MemoryPart]) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def _merged(parts: Iterable[MemoryPart]) -> Parts:
+def merged(parts: Iterable[MemoryPart]) -> Parts:
     """Parts of several cards, those of one name as one; without those that are nothing."""
     found: dict[str, MemoryPart] = {}
     for part in parts:
@@ -173,10 +173,6 @@ class ModelPlan:
         found = {layer: card for card, placement in enumerate(self.placements) for layer in placement.layers}
         return tuple(found.get(layer, 0) for layer in range(self.config.num_layers))
 
-    def partition(self, cards: Sequence[Card]) -> LayerPartition:
-        """Which of the cards each layer is on."""
-        return LayerPartition(tuple(cards[: len(self.placements)]), self.owners)
-
     @cached_property
     def cards(self) -> tuple[ModelPlan, ...]:
         """What each card has of it."""
@@ -191,11 +187,6 @@ class ModelPlan:
         return sum(one != other for one, other in pairwise(owners))
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether all layers of each card follow one another."""
-        return are_blocks(self.owners)
-
-    @property
     def has_head(self) -> bool:
         """Whether logits are made here, as on the first of several cards."""
         return self.card == 0
@@ -204,11 +195,6 @@ class ModelPlan:
     def on_host(self) -> bool:
         """Whether the KV cache lives in host memory."""
         return self.cache == "host"
-
-    @property
-    def refresh_steps(self) -> int:
-        """Steps of a retrieval verifier from one choice of chunks to the next."""
-        return self.options.steps_between_choices(on_host=self.on_host)
 
     @property
     def tree_positions(self) -> int:
@@ -266,11 +252,6 @@ class ModelPlan:
         """What some layers keep of so many tokens of a sequence."""
         declared = (self.config.layers[layer].attention.kv_elements(tokens) for layer in layers)
         return sum(declared) * self.dtype.itemsize
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Keys and values of one token of one sequence."""
-        return self.kv_bytes_of(self.layers, 1)
 
     @property
     def kv_block_bytes(self) -> int:
@@ -338,7 +319,7 @@ class ModelPlan:
     def kv_parts(self) -> Parts:
         """What the KV cache takes of the device."""
         if len(self.placements) > 1:
-            return _merged(chain(*(card.kv_parts for card in self.cards)))
+            return merged(chain(*(card.kv_parts for card in self.cards)))
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
             return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
@@ -350,27 +331,25 @@ class ModelPlan:
             MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
         )
 
-    @property
-    def own_config(self) -> ModelConfig:
-        """The model as if it had no other layers than those that it is about."""
-        if len(self.layers) == self.config.num_layers:
-            return self.config
-        return replace(self.config, layers=tuple(map(self.config.layers.__getitem__, self.layers)))
-
     @cached_property
     def summaries_bytes(self) -> int:
         """What chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
-        return summaries_bytes(
-            self.own_config, chunk_size=self.options.chunk_size, capacity_tokens=self.context_tokens, batch=self.batch
-        )
+        sizes = {"chunk_size": self.options.chunk_size, "capacity_tokens": self.context_tokens, "batch": self.batch}
+        return summaries_bytes(self.own_config, **sizes)
 
     @cached_property
     def retrieved_bytes(self) -> int:
         """The chunks that are read, which lie on the device once more, and what they are chosen by."""
-        return self.summaries_bytes + retrieved_bytes(
-            self.own_config, self.dtype, budget_tokens=self.options.budget_tokens, chunk_size=self.options.chunk_size,
-            batch=self.batch,
-        )  # fmt: skip
+        sizes = {"budget_tokens": self.options.budget_tokens, "chunk_size": self.options.chunk_size}
+        return self.summaries_bytes + retrieved_bytes(self.own_config, self.dtype, **sizes, batch=self.batch)
+
+    @property
+    def own_config(self) -> ModelConfig:
+        """The model as if it had no other layers than those that it is about."""
+        own = len(self.layers) == self.config.num_layers
+        return (
+            self.config if own else replace(self.config, layers=tuple(self.config.layers[one] for one in self.layers))
+        )
 
     @property
     def recent_tokens(self) -> int:
@@ -491,7 +470,7 @@ class RunPlan:
     @cached_property
     def device(self) -> Parts:
         """Device memory, part by part."""
-        return _merged((*self._needed, MemoryPart("CUDA graphs of passes", self.captured_bytes)))
+        return merged((*self._needed, MemoryPart("CUDA graphs of passes", self.captured_bytes)))
 
     @cached_property
     def captured_bytes(self) -> int:
@@ -509,7 +488,7 @@ class RunPlan:
     def _needed(self) -> Parts:
         """Device memory of what there must be."""
         if self.num_cards > 1:
-            return _merged(chain(*(card._needed for card in self.cards)))
+            return merged(chain(*(card._needed for card in self.cards)))
         target, draft, placement = self.target, self.draft, self.placement
         return (
             MemoryPart("CUDA context", self.limits.cards[0].reserved_bytes),
@@ -521,7 +500,7 @@ class RunPlan:
             MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
             MemoryPart("draft KV cache", 0 if draft is None else total(draft.kv_parts)),
             MemoryPart("CUDA graphs", self.graph_bytes),
-            MemoryPart("decoded matrices", self._scratch_bytes),
+            MemoryPart("decoded matrices", sum(one.scratch_bytes(self.request.device_type) for one in self.models)),
             MemoryPart("workspace", self.workspace_bytes),
         )
 
@@ -531,37 +510,33 @@ class RunPlan:
         return total(self.device)
 
     @property
+    def models(self) -> list[ModelPlan]:
+        """The target, and the draft if there is one here."""
+        return [model for model in (self.target, self.draft) if model is not None]
+
+    @property
     def fixed_bytes(self) -> int:
         """Of what there must be on a card, everything but the target's layers of weights."""
         return total(self._needed) - self.target.held_bytes(self.placement)
 
     @property
-    def _scratch_bytes(self) -> int:
-        """What each model on a card decodes its matrices into, one after the other."""
-        models = [model for model in (self.target, self.draft) if model is not None]
-        return sum(model.scratch_bytes(self.request.device_type) for model in models)
-
-    @property
     def workspace_bytes(self) -> int:
         """Activations of both models on a card. They take turns on one stream and share the allocator's blocks, unless
         the draft runs beside a pass."""
-        each = [model.workspace_bytes for model in (self.target, self.draft) if model is not None]
+        each = [model.workspace_bytes for model in self.models]
         return sum(each) if self.draft is not None and self.draft.tree_positions else max(each)
 
     @property
     def graph_bytes(self) -> int:
         """CUDA graphs of the draft's and the verifier's steps on a card."""
-        if self.on_cpu:
-            return 0
         draft, nbytes = self.draft, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
-            rows = draft.batch * REWRITTEN_TOKENS
+            rows, batch = draft.batch * REWRITTEN_TOKENS, draft.batch
             if self.has_verifier:
-                rows = most_guess_rows(draft.options.gamma_draft, draft.batch, others=REWRITTEN_TOKENS)
-            nbytes += draft_graph_bytes(
-                draft.config, draft.dtype.itemsize, rows=rows, batch=draft.batch, trees=draft.tree_positions > 0
-            )
-        return nbytes
+                rows = most_guess_rows(draft.options.gamma_draft, batch, others=REWRITTEN_TOKENS)
+            trees, element_bytes = draft.tree_positions > 0, draft.dtype.itemsize
+            nbytes += draft_graph_bytes(draft.config, element_bytes, rows=rows, batch=batch, trees=trees)
+        return 0 if self.on_cpu else nbytes
 
     @property
     def verifier_bytes(self) -> int:
@@ -574,11 +549,8 @@ class RunPlan:
         target, rows = self.target, self.target.batch
         if self.request.proposed_by == "the draft":  # of the newest tokens as many as there are levels are written anew
             rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)
-        far_chunks = target.context_tokens // target.options.chunk_size
-        return verifier_step_bytes(
-            target.config, target.dtype.itemsize, batch=target.batch, rows=rows, far_chunks=far_chunks,
-            has_head=target.has_head,
-        )  # fmt: skip
+        sizes = {"rows": rows, "far_chunks": target.context_tokens // target.options.chunk_size, "batch": target.batch}
+        return verifier_step_bytes(target.config, target.dtype.itemsize, **sizes, has_head=target.has_head)
 
     # --- of the host
 
@@ -590,7 +562,7 @@ class RunPlan:
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = target.reserved_kv_bytes(placement.staged_kv_layers)
-        return _merged(
+        return merged(
             [
                 MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
                 MemoryPart("staged layers", staged_bytes),
@@ -625,7 +597,7 @@ class RunPlan:
         models = [(source, model.layout) for source, model in sources if model is not None]
         streamed, held_bytes = self.placement.streamed_layers, sum(layout.total_bytes for _, layout in models)
         held_bytes -= self.target.bytes_of_layers(streamed)
-        return _merged(
+        return merged(
             [
                 MemoryPart("streamed layers", self.target.host_bytes_of_layers(streamed)),
                 MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
@@ -714,33 +686,27 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     config, options, context = request.draft.config(), request.speculation, target.context_tokens
     longest, cache = longest_context(config), options.draft_cache
     if cache == "auto":
-        retrieves = context <= longest and options.budget_tokens <= context and not tree_nodes
-        cache = "full" if context <= min(longest, AUTO_CONTEXT_TOKENS) else "retrieval" if retrieves else "streaming"
+        fits = context <= longest and options.budget_tokens <= context and not tree_nodes
+        cache = "full" if context <= min(longest, AUTO_CONTEXT_TOKENS) else "retrieval" if fits else "streaming"
     plan = replace(
         target, config=config, layout=_layout(request, request.draft, target.dtype), cache=cache,
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
         step_rows=max(STEP_ROWS, target.batch), context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip
-    kept = plan.streaming_tokens
-    require(
-        cache != "streaming" or kept <= longest,
-        f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the {longest} "
-        f"that the draft was made for: lower --recent-tokens by {kept - longest}",
-    )
-    if cache == "retrieval":
-        require(
-            not tree_nodes,
-            f"trees of {tree_nodes} nodes need a draft whose KV cache holds whole branches, not retrieved chunks: use "
-            "--draft-cache streaming or full, or --tree-nodes 0",
-        )
-        require(
-            context <= longest,
-            f"a retrieval cache keeps the positions of all {context} tokens, and the draft was made for "
-            f"{longest}: use --draft-cache streaming, lower --context, or set a RoPE scaling in its config.json",
-        )
-        require(
-            options.budget_tokens <= context,
-            f"a draft that retrieves {options.budget_tokens} of at most {context} tokens reserves memory for nothing: "
-            "lower --budget-tokens, raise --context, or use --draft-cache full",
-        )
+    kept, retrieves = plan.streaming_tokens, cache == "retrieval"
+    for fine, why, remedies in (
+        (cache != "streaming" or kept <= longest,
+         f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the {longest} "
+         "that the draft was made for", f"lower --recent-tokens by {kept - longest}"),
+        (not (retrieves and tree_nodes),
+         f"trees of {tree_nodes} nodes need a draft whose KV cache holds whole branches, not retrieved chunks",
+         "use --draft-cache streaming or full, or --tree-nodes 0"),
+        (not retrieves or context <= longest,
+         f"a retrieval cache keeps the positions of all {context} tokens, and the draft was made for {longest}",
+         "use --draft-cache streaming, lower --context, or set a RoPE scaling in its config.json"),
+        (not retrieves or options.budget_tokens <= context,
+         f"a draft that retrieves {options.budget_tokens} of at most {context} tokens reserves memory for nothing",
+         "lower --budget-tokens, raise --context, or use --draft-cache full"),
+    ):  # fmt: skip
+        require(fine, f"{why}: {remedies}")
     return plan

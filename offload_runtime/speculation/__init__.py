@@ -6,6 +6,7 @@ from offload_runtime.speculation.draft import (
     DeviceWindow,
     DraftModel,
     GuessTree,
+    best_tree_tokens,
     expected_accepted,
     likely_parents,
 )

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from heapq import heappop, heappush
+from functools import lru_cache, partial
+from heapq import heapify, heappop, heappush
 from itertools import pairwise, starmap
 
 import torch
@@ -278,6 +278,26 @@ def expected_accepted(parents: Sequence[int], acceptance: float) -> float:
         left[parent] = rest - share
         rates.append(share * (1.0 if parent < 0 else rates[parent]))
     return sum(rates)
+
+
+@lru_cache(maxsize=4096)
+def best_tree_tokens(hits: tuple[float, ...], nodes: int, depth: int) -> float:
+    """Return the tokens of one verification: the verifier's own and the sum of the `nodes` most probable paths no
+    longer than `depth`, where the child of rank r is what it says with probability `hits[r]`, whatever came before
+    (Chen et al., Sequoia, arXiv 2402.12374). With one child they are those of a chain, (1 - a^(n + 1)) / (1 - a)
+    (Leviathan et al., arXiv 2211.17192, eq. 1)."""
+    assert nodes >= 0 and depth >= 0
+    tokens, heap = 1.0, [(-hit, 1) for hit in hits] if depth else []
+    heapify(heap)
+    for _ in range(nodes):
+        if not heap:
+            break
+        negative, length = heappop(heap)
+        tokens -= negative
+        if length < depth:
+            for hit in hits:
+                heappush(heap, (negative * hit, length + 1))
+    return tokens
 
 
 class DraftModel(Proposer):

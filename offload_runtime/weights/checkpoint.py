@@ -63,8 +63,16 @@ class DescribedModel:
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
-        kinds = {} if self.decoded else self.kinds
-        return ModelLayout.of(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
+        if (dtype, coded) not in self._layouts:
+            kinds = {} if self.decoded else self.kinds
+            made = ModelLayout.of(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
+            self._layouts[dtype, coded] = made
+        return self._layouts[dtype, coded]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[torch.dtype, bool], ModelLayout]:
+        """Those that were asked for: every way to place a model asks again."""
+        return {}
 
 
 @dataclass(frozen=True)
