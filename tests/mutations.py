@@ -137,14 +137,14 @@ MUTATIONS = (
     ),
     Mutation(
         "slot reuse: a buffer is filled again while its last user holds it",
-        "offload_runtime/copy/schedule.py",
+        "offload_runtime/copy/queue.py",
         "        ring.held.append(buffer)\n",
         "        ring.held.append(buffer)\n        ring.idle.append(buffer)\n",
         ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
     ),
     Mutation(
         "slot reuse: what an interrupted pass still reads is not recorded",
-        "offload_runtime/copy/schedule.py",
+        "offload_runtime/copy/queue.py",
         "self._let_go(ring)",
         "ring.idle.append(ring.held.popleft())",
         (

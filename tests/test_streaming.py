@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from offload_runtime.copy import CopyEngine
-from offload_runtime.copy.queue import CudaCopyEngine, ThreadCopyEngine
-from offload_runtime.copy.schedule import CardRing, LayerStreamer, LayerViews
+from offload_runtime.copy.queue import CardRing, CudaCopyEngine, LayerStreamer, LayerViews, ThreadCopyEngine
 from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine

@@ -16,7 +16,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
-from offload_runtime.copy.schedule import CardRing, LayerStreamer
+from offload_runtime.copy.queue import CardRing, LayerStreamer
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError

@@ -26,7 +26,7 @@ from offload_runtime_kernels.attention import (
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.copy.schedule import KV, CopySchedule
+from offload_runtime.copy.queue import KV, CopySchedule
 from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.kv.device import (
     BlockCache,

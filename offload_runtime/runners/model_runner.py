@@ -20,7 +20,7 @@ from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_W
 from offload_runtime_kernels.rms_norm import rms_norm
 from offload_runtime_kernels.rope_store import RopeRows
 
-from offload_runtime.copy.schedule import LayerStreamer
+from offload_runtime.copy.queue import LayerStreamer
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.kv import KVCache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
-from offload_runtime.copy.schedule import CardRing, LayerStreamer
+from offload_runtime.copy.queue import CardRing, LayerStreamer
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import num_blocks
