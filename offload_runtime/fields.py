@@ -28,8 +28,8 @@ class HeaderError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A value from a file, or an error that quotes one, as short as a message needs it, on one line; our own words as
-    they are."""
+    """Write a value from a file, or an error that quotes one, as short as a message needs it, on one line; our own
+    words as they are."""
     if isinstance(value, HeaderError):
         return str(value)
     text = _SHORT.repr(str(value))[1:-1] if isinstance(value, BaseException) else _SHORT.repr(value)
@@ -37,7 +37,7 @@ def shown(value: object) -> str:
 
 
 def shortened(names: list[str]) -> str:
-    """The first few names, for a message that also says how many there are."""
+    """Write the first few names, for a message that also says how many there are."""
     return ", ".join(shown(name)[1:-1] for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
@@ -56,33 +56,33 @@ class Fields:
         self.where, self.values, self._prefix = where, values, prefix
 
     def __contains__(self, name: str) -> bool:
-        """Whether the file says anything of this."""
+        """Return whether the file says anything of this."""
         return self.values.get(self._prefix + name) is not None
 
     def integer(self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = MOST) -> int:
-        """A whole number; by default a size."""
+        """Return a whole number; by default a size."""
         return int(self._taken(name, int, default, at_least, at_most))
 
     def number(
         self, name: str, default: float | None = None, *, at_least: float = _LOWEST, at_most: float = _HIGHEST
     ) -> float:
-        """A number that is neither infinite nor NaN."""
+        """Return a number that is neither infinite nor NaN."""
         return float(self._taken(name, float, default, at_least, at_most))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Whether something is so."""
+        """Return whether something is so."""
         return bool(self._taken(name, bool, default))
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Words."""
+        """Return words."""
         return str(self._taken(name, str, default))
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Fields within a field; none where the file says nothing."""
+        """Return fields within a field; none where the file says nothing."""
         return dict(self._taken(name, dict, {}))
 
     def items(self, name: str, kind: type[_T], *, at_least: float = _LOWEST, at_most: float = _HIGHEST) -> list[_T]:
-        """A list of values of one type; empty where the file says nothing."""
+        """Return a list of values of one type; empty where the file says nothing."""
         items = list(self._taken(name, list, []))
         kinds = {int, float} if kind is float else {kind}
         if not set(map(type, items)) <= kinds or (kind is not str and not all(at_least <= x <= at_most for x in items)):

@@ -65,7 +65,7 @@ class MarkdownWriter:
         self._live.refresh()
 
     def close(self) -> None:
-        """The text has ended."""
+        """End the text."""
         self._live.update("")
         self._live.stop()
         self._print(self._pending)
@@ -78,7 +78,7 @@ class MarkdownWriter:
 
 
 def _markdown(text: str) -> Markdown:
-    """Markdown in the terminal's own colours. Links show where they lead, and lines end where the model ended them."""
+    """Return markdown in the terminal's own colours. Links show where they lead; lines end where the model ended them."""
     found = Markdown("", code_theme="ansi_dark", hyperlinks=False)
     found.parsed = _PARSER.parse(text)
     for part in (part for token in found.parsed for part in token.children or ()):
@@ -87,6 +87,6 @@ def _markdown(text: str) -> Markdown:
 
 
 def _start_of_last_block(text: str) -> int:
-    """Where the last of a text's blocks begins, in characters; those before it are complete."""
+    """Find where the last of a text's blocks begins, in characters; those before it are complete."""
     starts = [token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.map]
     return sum(len(line) + 1 for line in text.split("\n")[: starts[-1]]) if starts else 0

@@ -219,7 +219,7 @@ def verify(options: VerifyOptions) -> None:
 
 
 def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
-    """Of a runtime on several cards, the same target on the first alone: with its memory and as many layers as fit."""
+    """Return the same target on the first card of several alone: with its memory and as many layers as fit."""
     from offload_runtime.hardware import load_profile
 
     limits, machine = config.vram, config.emulate

@@ -126,7 +126,7 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text that is longer than a line has room for."""
+    """Return the beginning of a text that is longer than a line has room for."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
@@ -218,7 +218,7 @@ class ProgressBars(AbstractContextManager["ProgressBars"]):
 
 
 def read_text(file: str | Path, *, option: str = "") -> str:
-    """Text of a UTF-8 file (`"-"` is stdin), byte for byte; raises `OptionError` naming it and the `option`."""
+    """Read a UTF-8 file (`"-"` is stdin), byte for byte; raises `OptionError` naming it and the `option`."""
     source = "stdin" if file == "-" else f"{option} {file}".lstrip()
     try:
         raw = sys.stdin.buffer.read() if file == "-" else user_path(file).read_bytes()

@@ -28,12 +28,12 @@ _Event = TokenEvent | EndEvent | ErrorEvent
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer that is asked for: its prompt, its options, in a chat who takes it apart, and what comes before it, or
-    in its place."""
+    """One answer that is asked for: its prompt, its options, what takes it apart, and what comes before it, or in its
+    place."""
 
     prompt: list[int]
     params: GenerationParams
-    parser: AnswerParser | None
+    parser: AnswerParser
     echo: str | None = None
     is_echo_alone: bool = False
 
@@ -79,7 +79,7 @@ class Answers:
             ticket.cancel()
 
     def _cross(self, index: int, event: _Event) -> None:
-        """In the scheduler's thread: hand an event to the event loop."""
+        """Hand an event to the event loop, in the scheduler's thread."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -110,7 +110,7 @@ class Answers:
     def _delta(self, index: int, events: Sequence[_Event]) -> Delta:
         choice = self._choices[index]
         parser = choice.parser
-        delta = Delta(index=index, first_call=parser.num_calls if parser is not None else 0)
+        delta = Delta(index=index, first_call=parser.num_calls)
         for event in events:
             if isinstance(event, ErrorEvent):
                 raise event.error
@@ -120,22 +120,16 @@ class Answers:
                 if choice.is_echo_alone:
                     continue
                 logprobs = [] if event.logprobs is None else [event.logprobs]
-                parts = parser.push(event.text, event.token) if parser is not None else ("", event.text, [])
-                delta.add(Delta(*parts, [(event.text, event.source)], logprobs))
+                delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)], logprobs))
                 continue
             if event.result.finish_reason == "interrupted" and not event.result.tokens and not self._has_tokens:
                 raise UnavailableError("the server is stopping, or the request has waited too long: send it again")
             self._begin(index, delta, event.result.prompt_logprobs)
-            if parser is None:
-                delta.text += event.text
-            else:
-                delta.add(Delta(*parser.push(event.text)))
-                delta.add(Delta(*parser.finish()))
-            has_calls, sampling = parser is not None and parser.num_calls > 0, choice.params.sampling
-            ending = ending_of(event.result, has_calls=has_calls, seed=sampling.seed, noise_id=sampling.noise_id)
+            delta.add(Delta(*parser.push(event.text)))
+            delta.add(Delta(*parser.finish()))
+            delta.ending = ending_of(event.result, choice.params.sampling, has_calls=parser.num_calls > 0)
             if choice.is_echo_alone:
-                ending = replace(ending, finish_reason="length", completion_tokens=0)
-            delta.ending = ending
+                delta.ending = replace(delta.ending, finish_reason="length", completion_tokens=0)
         return delta
 
     def _begin(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs] | None) -> None:

@@ -126,7 +126,7 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ready(self) -> tuple[Runtime, Scheduler]:
-        """What answers. Raises `UnavailableError` while there is none."""
+        """Return what answers. Raises `UnavailableError` while there is none."""
         if self.state != "ready" or self._runtime is None or self._scheduler is None:
             raise UnavailableError(f"the server is {self.state}: try again later")
         return self._runtime, self._scheduler
@@ -137,7 +137,7 @@ class Service:
             raise ModelNotFoundError(f"model {model!r} is not served here, but {names}")
 
     async def _read(self, request: Request, read: Callable[[Any], T]) -> T:
-        """The JSON body of a request as `read` makes something of it, in the reader's thread. Raises `OptionError`."""
+        """Let `read` make something of a request's JSON body, in the reader's thread. Raises `OptionError`."""
         raw = await request.body()
 
         def work() -> T:
@@ -154,18 +154,19 @@ class Service:
     # --- answers
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
+        """Answer `POST /v1/chat/completions`."""
         return await self._answer(request, ChatBody)
 
     async def complete(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
+        """Answer `POST /v1/completions`."""
         return await self._answer(request, CompletionBody)
 
     async def _answer(self, request: Request, kind: type[AnswerBody]) -> Response:
         runtime, scheduler = self._ready()
         began_s = time.perf_counter()
         body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
-        tell = partial(self._tell, request, began_s, body.n, body.unread_options(runtime))
+        options = body.chat_template_kwargs if isinstance(body, ChatBody) else None
+        tell = partial(self._tell, request, began_s, body.n, runtime.chat_template.unread(options or {}))
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
@@ -199,7 +200,7 @@ class Service:
         self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
     def _choices(self, body: AnswerBody) -> tuple[AnswerBody, list[Choice]]:
-        """What a request asks for: `n` answers to each prompt, with the noise ids 0, 1, … Raises `OptionError`."""
+        """Return what a request asks for: `n` answers a prompt, with the noise ids 0, 1, … Raises `OptionError`."""
         runtime, _ = self._ready()
         self._named(body.model)
         if body.x_sources and not body.stream:
@@ -234,7 +235,7 @@ class Service:
         self, answers: Answers, envelope: Envelope, body: AnswerBody, count: int,
         tell: Callable[[int, Sequence[Ending], str], None],
     ) -> AsyncIterator[dict[str, str]]:  # fmt: skip
-        """The events of a stream; an error is the last one of them."""
+        """Yield the events of a stream; an error is the last one of them."""
         endings, status, message = dict[int, Ending](), _GONE, _HAS_LEFT
         try:
             for index in range(count) if isinstance(body, ChatBody) else ():
@@ -269,12 +270,12 @@ class Service:
     # --- what else there is to ask
 
     async def models(self) -> Response:
-        """`GET /v1/models`."""
+        """Answer `GET /v1/models`."""
         self._ready()
         return JSONResponse({"object": "list", "data": [self._about(name) for name in self._models]})
 
     async def model(self, name: str) -> Response:
-        """`GET /v1/models/NAME`."""
+        """Answer `GET /v1/models/NAME`."""
         self._ready()
         self._named(name)
         return JSONResponse(self._about(name))
@@ -285,7 +286,7 @@ class Service:
         return {**about, "max_model_len": runtime.context_tokens}
 
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`: token ids of a text or of messages."""
+        """Answer `POST /tokenize` with token ids of a text or of messages."""
         runtime, _ = self._ready()
 
         def read(value: Any) -> list[int]:
@@ -297,7 +298,7 @@ class Service:
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`: the text of token ids, control tokens as they are spelled."""
+        """Answer `POST /detokenize` with the text of token ids, control tokens as they are spelled."""
         runtime, _ = self._ready()
 
         def read(value: Any) -> str:
@@ -309,17 +310,17 @@ class Service:
         return JSONResponse({"prompt": await self._read(request, read)})
 
     async def health(self) -> Response:
-        """`GET /health`: 200 once requests are answered, 503 before and after."""
+        """Answer `GET /health` with 200 once requests are answered, 503 before and after."""
         if self.state == "ready" and self._scheduler is not None and self._scheduler.failure is not None:
             self.state = "failed"  # by a defect: whoever watches starts another one
         return JSONResponse({"status": self.state}, 200 if self.state == "ready" else 503)
 
     async def figures(self) -> Response:
-        """`GET /metrics`, for Prometheus."""
+        """Answer `GET /metrics`, for Prometheus."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def respond_to(self, request: Request, error: Exception) -> Response:
-        """What a request that ended by an error is answered."""
+        """Answer a request that ended by an error."""
         status, body, headers = _error_of(error)
         self.metrics.refused.labels(str(status)).inc()
         self._log(f"{request.method} {request.url.path[:100]} {status}: {body['error']['message']}")
@@ -370,7 +371,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, none of whose keys is there twice: readers do not agree on which of them counts."""
+    """Make an object of JSON, none of whose keys may be there twice: readers do not agree on which of them counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -462,7 +463,7 @@ class Server(AbstractContextManager["Server"]):
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """A socket that listens where it should."""
+    """Make a socket that listens where it should."""
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]

@@ -24,7 +24,7 @@ class _SchedulerCollector(Collector):
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """One family a counter; none before there is a scheduler."""
+        """Yield one family a counter; none before there is a scheduler."""
         counters = self._read()
         if counters is None:
             return

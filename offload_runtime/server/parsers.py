@@ -60,7 +60,7 @@ class _Format:
 
 
 def _call(value: Any, *argument_names: str) -> ToolCall:
-    """A call from its object. Raises `ValueError`."""
+    """Make a call of its object. Raises `ValueError`."""
     arguments = next((value[name] for name in argument_names if isinstance(value, dict) and name in value), None)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no name")
@@ -71,7 +71,7 @@ def _call(value: Any, *argument_names: str) -> ToolCall:
 
 
 def _read_json(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, and what follows it. Models write new lines in strings as they are."""
+    """Read the JSON value that a text begins with; return it and the rest. New lines in strings may be as they are."""
     try:
         value, end = json.JSONDecoder(strict=False).raw_decode(text.lstrip())
     except RecursionError as error:
@@ -80,7 +80,7 @@ def _read_json(text: str) -> tuple[Any, str]:
 
 
 def _read_values(text: str) -> tuple[list[Any], str]:
-    """The objects that a text begins with, one after the other or in lists, and what follows them."""
+    """Read the objects that a text begins with, one after the other or in lists, and what follows them."""
     found, rest = list[Any](), text.strip()
     while rest.startswith(("{", "[")):
         value, rest = _read_json(rest)
@@ -129,7 +129,7 @@ _GENERIC = _Format("", "", ("{", "[", "```"), _read_objects)
 
 
 def _format_of(text: str) -> _Format | None:
-    """How a model writes calls, by the text of its template; None where nothing here reads them."""
+    """Tell how a model writes calls, by its template; None where nothing here reads them."""
     if "<function=" in text or "<arg_key>" in text:  # Qwen3-Coder's and GLM's, which are none of these
         return None
     if "<tool_call>" in text:
@@ -143,12 +143,12 @@ def _format_of(text: str) -> _Format | None:
 
 
 def writes_calls(tokenizer: Any) -> bool:
-    """Whether it is known how a model writes calls."""
+    """Return whether it is known how a model writes calls."""
     return _format_of(template_source(tokenizer)) is not None
 
 
 def tools_in_words(tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str | None:
-    """What a model is told about tools whose template does not; None for the others."""
+    """Say what a model is told about tools whose template does not; None for the others."""
     if _format_of(template_source(tokenizer)) is not _GENERIC:
         return None
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -158,7 +158,7 @@ def tools_in_words(tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, severa
 
 
 def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
-    """A rule `calls`, in llguidance's Lark, of calls as a model writes them.
+    """Write a rule `calls`, in llguidance's Lark, of calls as a model writes them.
 
     Args:
         tokenizer: The model's.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload_runtime.engine import TokenLogprobs
+from offload_runtime.params import SamplingParams
 from offload_runtime.server.parsers import ToolCall
 
 if TYPE_CHECKING:
@@ -42,13 +43,13 @@ class TokenSpelling:
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        """The letters of byte-level vocabularies; empty for others."""
+        """Return the letters of byte-level vocabularies; empty for others."""
         decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
         is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         return {letter: byte for byte, letter in bytes_to_unicode().items()} if is_byte_level else {}
 
     def bytes_of(self, token: int) -> bytes:
-        """A token's own bytes: those that it adds to a text behind others, of a control token those of its name."""
+        """Return a token's own bytes: those that it adds behind others, of a control token those of its name."""
         if token in self._added:
             return str(self._added[token].content).encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
@@ -63,7 +64,7 @@ class TokenSpelling:
         return str(twice[len(once) :]).encode()
 
     def text_of(self, token: int, *, prefix: str = "") -> str:
-        """A token's text, or its bytes written out behind `prefix` where they are none."""
+        """Return a token's text, or its bytes written out behind `prefix` where they are none."""
         own = self.bytes_of(token)
         try:
             return own.decode()
@@ -71,7 +72,7 @@ class TokenSpelling:
             return prefix + "".join(f"\\x{byte:02x}" for byte in own)
 
     def keys_of(self, tokens: Sequence[int]) -> list[str]:
-        """Texts of different tokens by which completions tell them apart: `token_id:N`, as in vLLM, for one whose text
+        """Return texts of different tokens by which they are told apart: `token_id:N`, as in vLLM, for one whose text
         another one before it has."""
         texts = [self.text_of(token, prefix="bytes:") for token in tokens]
         return [
@@ -80,7 +81,7 @@ class TokenSpelling:
         ]
 
     def is_shown(self, token: int) -> bool:
-        """Whether an answer's text has this token: it has no control tokens."""
+        """Return whether an answer's text has this token: it has no control tokens."""
         return token not in self._added or not self._added[token].special
 
 
@@ -96,8 +97,8 @@ class TextOffsets:
         self._is_first, self._length = True, 0
 
     def push(self, token: int, text: str) -> int:
-        """The place of the next token, of which `text` is shown, or of all behind it: a blank is not at the beginning
-        of some answers."""
+        """Return the place of the next token, of which `text` is shown, or of all behind it: some answers have no blank
+        at the beginning."""
         begins_at, said = self._length, ""
         if self._spelling.is_shown(token):
             said = self._decoder.decode(self._spelling.bytes_of(token))
@@ -143,20 +144,19 @@ class Ending:
     stats: dict[str, Any]
 
 
-def ending_of(result: GenerationResult, *, has_calls: bool, seed: int, noise_id: int) -> Ending:
-    """How an answer ended, with the figures that tell most of the run."""
+def ending_of(result: GenerationResult, sampling: SamplingParams, *, has_calls: bool) -> Ending:
+    """Say how an answer ended, with the figures that tell most of the run."""
     stats, reason = result.stats, result.finish_reason
     share = stats.link_gbps / stats.link_peak_gbps if stats.link_gbps is not None and stats.link_peak_gbps else None
-    accepted = dict(stats.accepted_by_source)
+    accepted, first_s = dict(stats.accepted_by_source), stats.time_to_first_token_s
     figures = {
-        "seed": seed, "noise_id": noise_id, "finish_reason": reason, "passes": stats.passes,
+        "seed": sampling.seed, "noise_id": sampling.noise_id, "finish_reason": reason, "passes": stats.passes,
         "kept_tokens": stats.kept_tokens,
         "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s,
         "sources": {**accepted, "target": len(result.tokens) - sum(accepted.values())},
         "link_share": share, "link_gbps": stats.link_gbps, "link_peak_gbps": stats.link_peak_gbps,
-        "time_to_first_token_s": stats.time_to_first_token_s,
-        "seconds": stats.time_to_first_token_s + (stats.new_tokens - 1) / stats.tok_per_s if stats.tok_per_s
-        else stats.time_to_first_token_s,
+        "time_to_first_token_s": first_s,
+        "seconds": first_s + (stats.new_tokens - 1) / stats.tok_per_s if stats.tok_per_s else first_s,
     }  # fmt: skip
     # OpenAI has no word for an answer that was cut by the clock.
     reason = "tool_calls" if has_calls and reason == "stop" else "length" if reason == "interrupted" else reason
@@ -253,24 +253,24 @@ class Envelope:
         }  # fmt: skip
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token with its log-probability and its bytes."""
+        """Return a token with its log-probability and its bytes."""
         own = list(self._spelling.bytes_of(token))
         return {"token": self._spelling.text_of(token), "logprob": logprob, "bytes": own or None}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last chunk of a stream whose usage was asked for."""
+        """Return the last chunk of a stream whose usage was asked for."""
         return {**self._around([], is_chunk=True), "usage": usage}
 
 
 def usage_of(endings: Sequence[Ending], num_choices: int) -> dict[str, int]:
-    """How many tokens there were; a prompt counts once, however many answers (`num_choices`) it has."""
+    """Count the tokens that there were; a prompt counts once, however many answers (`num_choices`) it has."""
     prompt = sum(ending.prompt_tokens for ending in endings[::num_choices])
     completion = sum(ending.completion_tokens for ending in endings)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _calls(calls: Sequence[ToolCall], first: int | None = None) -> list[dict[str, Any]]:
-    """Calls as a message has them, or numbered from `first` as a chunk has."""
+    """Return calls as a message has them, or numbered from `first` as a chunk has."""
     found = []
     for number, call in enumerate(calls, start=first or 0):
         index = {} if first is None else {"index": number}

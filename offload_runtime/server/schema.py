@@ -9,7 +9,7 @@ field.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -25,67 +25,30 @@ if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
 _ANY: tuple[Any, ...] = ()  # whatever the value
-# Values that change nothing, beside null.
+# Values that change nothing, beside null, of fields that OpenAI, vLLM, SGLang and llama.cpp have.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    # of OpenAI
-    "user": _ANY, "store": _ANY, "metadata": _ANY, "service_tier": _ANY, "safety_identifier": _ANY,
-    "prompt_cache_key": _ANY, "prompt_cache_retention": _ANY,
-    "modalities": (["text"],), "audio": (None,), "prediction": (None,), "web_search_options": (None,),
-    "verbosity": ("medium",), "functions": ([],), "function_call": ("none", "auto"),
-    "best_of": (1,), "suffix": ("",), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
-    "max_tokens": (-1,), "max_completion_tokens": (-1,),
-    # of vLLM and SGLang
-    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
-    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "truncate_prompt_tokens": (None,), "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,), "bad_words": ([],), "priority": (0,), "request_id": _ANY, "cache_salt": (None,),
-    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "documents": ([],), "chat_template": (None,),
-    "include_reasoning": (True,), "separate_reasoning": (True,), "structured_outputs": (None,), "guided_json": (None,),
-    "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
-    # of llama.cpp
-    "typical_p": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
-    "dry_multiplier": (0,), "repeat_last_n": (-1,), "cache_prompt": _ANY, "id_slot": (-1,), "n_keep": (0, -1),
-    "timings_per_token": (False,), "return_progress": (False,), "grammar": ("",), "json_schema": (None,),
+    "modalities": (["text"],), "verbosity": ("medium",), "function_call": ("none", "auto"), "n_keep": (0, -1),
     "reasoning_format": ("auto", "deepseek"),
 }  # fmt: skip
+for _values, _names in (
+    (_ANY, "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id "
+           "cache_prompt"),
+    ((None,), "audio prediction web_search_options truncate_prompt_tokens prompt_logprobs allowed_token_ids cache_salt "
+              "chat_template structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema"),
+    ((False,), "echo logprobs use_beam_search early_stopping include_stop_str_in_output continue_final_message "
+               "return_token_ids return_tokens_as_token_ids timings_per_token return_progress"),
+    ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt include_reasoning "
+              "separate_reasoning"),
+    (([],), "functions bad_words documents"), (("",), "suffix grammar"),
+    ((0,), "top_logprobs priority top_a mirostat dynatemp_range xtc_probability dry_multiplier"),
+    ((1,), "best_of length_penalty typical_p tfs_z"), ((-1,), "max_tokens max_completion_tokens repeat_last_n id_slot"),
+):  # fmt: skip
+    HARMLESS |= dict.fromkeys(_names.split(), _values)
 # What llama.cpp, vLLM and SGLang call fields that are here.
 ALIASES = {
     "repeat_penalty": "repetition_penalty", "n_predict": "max_tokens", "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }  # fmt: skip
-
-
-def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A body by the names that its fields have here. Raises `ValueError` where it says a field twice, differently."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = ALIASES.get(name, name)
-        if found.get(own) is None:
-            found[own] = value
-        elif value is not None and value != found[own]:
-            raise ValueError(f"{name} says another {own} than the body does: give one of them")
-    if found.get("best_of") == found.get("n"):
-        found.pop("best_of", None)  # the best of them are all of them
-    return found
-
-
-def without_harmless(
-    given: Mapping[str, Any], names: Collection[str], harmless: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Any]:  # fmt: skip
-    """A body without values that change nothing: those of `harmless`, and null of its own `names`."""
-    return {name: value for name, value in given.items() if not _changes_nothing(name, value, names, harmless)}
-
-
-def _changes_nothing(
-    name: str, value: Any, names: Collection[str], harmless: Mapping[str, tuple[Any, ...]]
-) -> bool:  # fmt: skip
-    if name not in harmless:
-        return value is None and name in names
-    values = harmless[name]
-    # To Python true is 1, to JSON it is not.
-    same = (one for one in values if one == value and isinstance(one, bool) == isinstance(value, bool))
-    return values is _ANY or value is None or next(same, None) is not None
 
 
 # Options of an answer that requests have as they are.
@@ -119,22 +82,46 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_harmless(cls, given: Any) -> Any:
-        return without_harmless(given, cls.model_fields, cls.harmless) if isinstance(given, dict) else given
+        """Drop values that change nothing: those of `harmless`, and null of its own fields."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if not cls._changes_nothing(name, value)}
+
+    @classmethod
+    def _changes_nothing(cls, name: str, value: Any) -> bool:
+        if value is None or cls.harmless.get(name) == _ANY:
+            return name in cls.harmless or name in cls.model_fields
+        # To Python true is 1, to JSON it is not.
+        is_bool = isinstance(value, bool)
+        return any(one == value and isinstance(one, bool) == is_bool for one in cls.harmless.get(name, ()))
 
     @classmethod
     def read(cls, body: Any) -> Any:
-        """The request of a JSON value. Raises `RequestError`."""
+        """Return the request of a JSON value. Raises `RequestError`."""
         require_shallow(body)
         try:
-            return cls.model_validate(renamed(body) if isinstance(body, dict) else body)
+            return cls.model_validate(_renamed(body) if isinstance(body, dict) else body)
         except ValidationError as error:
             raise _request_error(error) from error
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+
+
+def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body by the names that its fields have here. Raises `RequestError` where it says a field twice,
+    differently."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if found.get(own) is None:
+            found[own] = value
+        elif value is not None and value != found[own]:
+            raise RequestError(f"{name} says another {own} than the body does: give one of them")
+    if found.get("best_of") == found.get("n"):
+        found.pop("best_of", None)  # the best of them are all of them
+    return found
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """What is wrong with a body, in our words."""
+    """Say what is wrong with a body, in our words."""
     first = error.errors(include_url=False, include_input=False)[0]
     own = first.get("ctx", {}).get("error")
     if isinstance(own, RequestError):
@@ -179,7 +166,7 @@ class ResponseFormat(_Body):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for text."""
+        """Return the JSON schema of the answer; None for text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -190,7 +177,11 @@ _Options: Any = create_model("_Options", __base__=_Body, **_fields)
 
 
 class AnswerBody(_Options):
-    """What requests for answers have in common, beside the options that they have as they are."""
+    """What requests for answers have in common, beside the options that they have as they are.
+
+    Each kind has `prompts`, what is answered (texts, token ids or messages), and `num_logprobs`: how many of the
+    likeliest tokens are told beside each one's log-probability; None tells neither.
+    """
 
     harmless: ClassVar = HARMLESS
     model: str | None = None
@@ -206,7 +197,7 @@ class AnswerBody(_Options):
     response_format: ResponseFormat | None = None
 
     def params(self, defaults: Mapping[str, Any], room_tokens: int, limit_tokens: int | None) -> GenerationParams:
-        """What one answer is asked for.
+        """Return what one answer is asked for.
 
         Args:
             defaults: Fields of `SamplingParams` that the model wants where the request says nothing.
@@ -237,53 +228,39 @@ class AnswerBody(_Options):
         )  # fmt: skip
 
     def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
-        """Fields of `SamplingParams` that say what the answer has to be, of the model with this tokenizer. Raises
-        `RequestError`."""
+        """Return fields of `SamplingParams` that say what the answer has to be. Raises `RequestError`."""
         schema = self.response_format and self.response_format.schema_of_answer
         return {} if schema is None else {"json_schema": schema}
 
     def wanted_tokens(self, most: int) -> int:
-        """How long an answer may get, of `most` where the request says nothing."""
+        """Return how long an answer may get, of `most` where the request says nothing."""
         return self.max_tokens or most
 
     @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each one's log-probability; None tells neither."""
-        raise NotImplementedError
-
-    @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """Return how many are told beside each token of the prompt's tokens."""
         return None
 
     def echo_of(self, tokenizer: Any, prompt: Any) -> str | None:
-        """The text of a prompt that comes before its answer; None where it does not."""
+        """Return the text of a prompt that comes before its answer; None where it does not."""
         return None
 
     def _seed(self) -> int:
-        """The seed, negative ones as the numbers that have their bits; a random one where there is none."""
+        """Return the seed, negative ones as the numbers that have their bits; a random one where there is none."""
         return secrets.randbelow(_SEEDS) if self.seed is None else self.seed % (1 << 64)
-
-    def prompts(self, runtime: Runtime) -> list[Any]:
-        """What is answered: texts, token ids or messages, one of each prompt. Raises `OptionError`."""
-        raise NotImplementedError
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream tells how many tokens there were."""
+        """Return whether a stream tells how many tokens there were."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def template_options(self, runtime: Runtime) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
+        """Return what the chat template is given beside the messages."""
         return {}
 
-    def unread_options(self, runtime: Runtime) -> list[str]:
-        """Names of what it has for the chat template that this one does not read, and which changes nothing."""
-        return []
-
-    def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
-        """What takes an answer to this prompt apart; None where it is a text as it is."""
-        return None
+    def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser:
+        """Return what takes an answer to this prompt apart; here it is a text as it is."""
+        return AnswerParser(tokenizer, is_bound=True)
 
 
 class ChatBody(AnswerBody):
@@ -301,7 +278,7 @@ class ChatBody(AnswerBody):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     def prompts(self, runtime: Runtime) -> list[Any]:
-        """The one prompt: messages, with what they say of tools if the template says nothing. Raises `OptionError`."""
+        """Return the one prompt: messages, which say of tools what the template does not. Raises `OptionError`."""
         runtime.chat_template.require_fields(self.messages)
         several = self.parallel_tool_calls is not False
         words = tools_in_words(runtime.tokenizer, self.tools or [], several=several) if self.tool_names else None
@@ -328,16 +305,13 @@ class ChatBody(AnswerBody):
             raise RequestError(f"reasoning_effort {what} ({hint})", "reasoning_effort")
         return {**options, "tools": self.tools} if self.tool_names else options
 
-    def unread_options(self, runtime: Runtime) -> list[str]:
-        return runtime.chat_template.unread(self.chat_template_kwargs or {})
-
-    def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser | None:
+    def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser:
         most_calls = 1 if self.parallel_tool_calls is False else None
         return AnswerParser(tokenizer, prompt, self.tool_names, most_calls=most_calls, is_bound=is_bound)
 
     @property
     def tool_names(self) -> frozenset[str]:
-        """Functions that the answer may call."""
+        """Return the functions that the answer may call."""
         names = []
         for number, tool in enumerate(self.tools or []):
             function = tool.get("function")
@@ -348,7 +322,7 @@ class ChatBody(AnswerBody):
         return frozenset() if self.tool_choice == "none" else frozenset(names)
 
     def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
-        """As of all requests, and the calls: an answer of a schema may be calls instead, where it need not be some."""
+        """Return the same with calls: an answer of a schema may be calls instead, where it need not be some."""
         names, choice, answer = self.tool_names, self.tool_choice, super().grammar_params(tokenizer)
         if choice in (None, "auto", "none") and not (answer and names and writes_calls(tokenizer)):
             return answer
@@ -391,7 +365,7 @@ class CompletionBody(AnswerBody):
         return self
 
     def prompts(self, runtime: Runtime) -> list[Any]:
-        """Texts or token ids, one of each prompt. Raises `RequestError`."""
+        """Return texts or token ids, one of each prompt. Raises `RequestError`."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -428,7 +402,7 @@ class TokenizeBody(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def prompt_once(self, runtime: Runtime) -> Any:
-        """The text or the messages. Raises `RequestError` unless there is one of both."""
+        """Return the text or the messages. Raises `RequestError` unless there is one of both."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
         if self.messages is None:
@@ -445,7 +419,7 @@ class DetokenizeBody(_Body):
 
 
 def _token_ids(bias: Mapping[str, float]) -> dict[int, float]:
-    """A logit bias by token; JSON has texts as keys."""
+    """Return a logit bias by token; JSON has texts as keys."""
     if not all(name.isdecimal() and name.isascii() and len(name) < 10 for name in bias):
         raise RequestError("logit_bias has a key that is no token id", "logit_bias")
     by_token = {int(name): value for name, value in bias.items()}

@@ -93,10 +93,6 @@ class VerificationPlan:
             for name, text in self.prompts.items()
         }
 
-    def encoded_by(self, runtime: Runtime) -> dict[str, list[int]]:
-        """Return the same of a loaded runtime."""
-        return self.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
-
 
 FULL = VerificationPlan(long_tokens=1200)
 # With these a 135M takes less than two minutes on two cores.
@@ -162,71 +158,69 @@ def verify(
         ContextLengthError: A prompt and its tokens exceed the runtime's context.
         NumericalError: The target's logits are NaN.
     """
-    report = VerificationReport(runtime.device.type == "cuda", [], [])
+    verification = _Verification(runtime, plan, on_progress)
     try:
-        prompts = plan.encoded_by(runtime)
         if on_expected is not None:
-            on_expected(_expected_s(runtime, plan, prompts))
-        _compare(runtime, plan, prompts, report, on_progress)
-        _fit(runtime, plan, prompts, report, on_progress)
+            on_expected(verification.expected_s())
+        verification.compare()
+        verification.fit()
     except KeyboardInterrupt:
-        report.interrupted = True
-    return report
+        verification.report.interrupted = True
+    return verification.report
 
 
-def _num_runs(runtime: Runtime, plan: VerificationPlan) -> int:
-    """Count generations that are compared: of each proposer, as loaded, and in one more history."""
-    proposers = len(proposers_of(runtime, (), accuracy=1.0)) + 2
-    return (len(plan.prompts) * len(plan.settings) + (plan.long_tokens > 0)) * proposers
+class _Verification:
+    """A plan on its way to a report."""
 
+    def __init__(self, runtime: Runtime, plan: VerificationPlan, on_progress: OnProgress) -> None:
+        self.report = VerificationReport(runtime.device.type == "cuda", [], [])
+        self._runtime, self._plan, self._on_progress = runtime, plan, on_progress
+        self._prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+        proposers = len(proposers_of(runtime, (), accuracy=1.0)) + 2  # as loaded, and in one more history
+        self._plain = len(plan.prompts) * len(plan.settings) + (plan.long_tokens > 0)
+        self._runs = self._plain * proposers
 
-def _compare(
-    runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]], report: VerificationReport,
-    on_progress: OnProgress,
-) -> None:  # fmt: skip
-    """Add every generation compared with plain decoding to a report."""
-    runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens)
-    if plan.long_tokens:
-        most = min(plan.long_tokens, runtime.context_tokens - plan.tokens)
-        long = {LONG_PROMPT: list(islice(cycle(chain.from_iterable(prompts.values())), most))}
-        first = dict(islice(plan.settings.items(), 1))
-        runs = chain(runs, verify_identity(runtime, long, first, count=plan.tokens))
-    for run in runs:
-        report.runs.append(run)
-        on_progress("identity", len(report.runs), _num_runs(runtime, plan))
+    def compare(self) -> None:
+        """Add every generation compared with plain decoding to the report."""
+        runtime, plan, prompts = self._runtime, self._plan, self._prompts
+        runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens)
+        if plan.long_tokens:
+            most = min(plan.long_tokens, runtime.context_tokens - plan.tokens)
+            long = {LONG_PROMPT: list(islice(cycle(chain.from_iterable(prompts.values())), most))}
+            first = dict(islice(plan.settings.items(), 1))
+            runs = chain(runs, verify_identity(runtime, long, first, count=plan.tokens))
+        for number, run in enumerate(runs, start=1):
+            self.report.runs.append(run)
+            self._on_progress("identity", number, self._runs)
 
+    def fit(self) -> None:
+        """Add whether sampling follows the target: single rows of logits, all together, whole generations."""
+        runtime, plan, fits = self._runtime, self._plan, self.report.fits
+        contexts = dict(islice(self._prompts.items(), _FIT_PROMPTS))
+        settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
+        steps, numbers = len(contexts) * len(settings) + plan.seeds, count(1)
+        for found in fit_rows(runtime, contexts, settings, seeds=plan.seeds):
+            fits.append(found)
+            self._on_progress("sampling", next(numbers), steps)
+        fits.append(total("rows of logits together", fits))
+        prompt = next(iter(contexts.values()))
+        likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
+        proposers = list(proposers_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
+        places = fit_generations(
+            runtime, prompt, proposers, seeds=plan.seeds,
+            on_step=lambda: self._on_progress("sampling", next(numbers), steps),
+        )  # fmt: skip
+        fits += [*places, total("answers together", places)]
 
-def _fit(
-    runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]], report: VerificationReport,
-    on_progress: OnProgress,
-) -> None:  # fmt: skip
-    """Add to a report whether sampling follows the target: single rows of logits, all together, whole generations."""
-    contexts = dict(islice(prompts.items(), _FIT_PROMPTS))
-    settings = {name: sampling for name, sampling in plan.settings.items() if not sampling.greedy}
-    steps, numbers = len(contexts) * len(settings) + plan.seeds, count(1)
-    for fit in fit_rows(runtime, contexts, settings, seeds=plan.seeds):
-        report.fits.append(fit)
-        on_progress("sampling", next(numbers), steps)
-    report.fits.append(total("rows of logits together", report.fits))
-    prompt = next(iter(contexts.values()))
-    likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
-    proposers = list(proposers_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
-    places = fit_generations(
-        runtime, prompt, proposers, seeds=plan.seeds, on_step=lambda: on_progress("sampling", next(numbers), steps)
-    )
-    report.fits += [*places, total("answers together", places)]
-
-
-def _expected_s(runtime: Runtime, plan: VerificationPlan, prompts: Mapping[str, list[int]]) -> float:
-    """Estimate how many seconds `verify` takes, from a short plain answer that is timed."""
-    prompt, params = next(iter(prompts.values())), GenerationParams(MIN_TOKENS, ignore_eos=True)
-    transcribe(runtime, prompt, params)  # what is made once is not timed
-    begun_s = time.monotonic()
-    transcribe(runtime, prompt, params)
-    token_s = (time.monotonic() - begun_s) / MIN_TOKENS
-    plain = len(plan.prompts) * len(plan.settings)
-    of_cpu = _CPU_SHARE if runtime.device.type == "cpu" else 1.0
-    return token_s * of_cpu * ((_num_runs(runtime, plan) + plain) * plan.tokens + plan.seeds * GENERATION_TOKENS)
+    def expected_s(self) -> float:
+        """Estimate how many seconds all of it takes, from a short plain answer that is timed."""
+        runtime, plan, prompt = self._runtime, self._plan, next(iter(self._prompts.values()))
+        for _ in range(2):  # what is made once is not timed
+            begun_s = time.monotonic()
+            transcribe(runtime, prompt, GenerationParams(MIN_TOKENS, ignore_eos=True))
+        token_s = (time.monotonic() - begun_s) / MIN_TOKENS
+        of_cpu = _CPU_SHARE if runtime.device.type == "cpu" else 1.0
+        return token_s * of_cpu * ((self._runs + self._plain) * plan.tokens + plan.seeds * GENERATION_TOKENS)
 
 
 Plainly = dict[tuple[str, str], Transcript]  # by the names of prompt and setting
@@ -236,7 +230,8 @@ def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProg
     """Generate what plain decoding says to all prompts of a plan, greedily and in the next setting: the logits of every
     token stay on the host. Errors as of `verify`."""
     found: Plainly = {}
-    prompts, settings = plan.encoded_by(runtime), dict(islice(plan.settings.items(), _ONE_CARD_SETTINGS))
+    prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+    settings = dict(islice(plan.settings.items(), _ONE_CARD_SETTINGS))
     for prompt_name, prompt in prompts.items():
         for seed, (setting_name, setting) in enumerate(settings.items()):
             params = GenerationParams(plan.tokens, ignore_eos=True, sampling=replace(setting, seed=seed))

@@ -38,8 +38,6 @@ _SCRIPT_BRANCHES = 3
 _ROUNDING = {torch.bfloat16: 48 * 2.0**-8, torch.float16: 48 * 2.0**-11, torch.float32: 512 * 2.0**-24}
 # Two candidates whose gap is wider than so many standard deviations of the change did not swap because of it.
 _SPREAD = 8.0
-# Of the windows of a script with room for trees.
-_CHAIN_SHARE = 0.25
 
 
 class ScriptedProposer(Proposer):
@@ -56,9 +54,7 @@ class ScriptedProposer(Proposer):
     """
 
     def __init__(self, script: Sequence[int], vocab_size: int, *, accuracy: float, seed: int) -> None:
-        self._script = list(script)
-        self._vocab_size = vocab_size
-        self._accuracy = accuracy
+        self._script, self._vocab_size, self._accuracy = list(script), vocab_size, accuracy
         self._random = random.Random(seed)
 
     name = "script"
@@ -74,20 +70,17 @@ class ScriptedProposer(Proposer):
 
     def _propose(self, length: int, budget: DraftBudget) -> TokenTree:
         chain = self._guess(length, self._random.randint(1, budget.longest_chain))
-        room = budget.size - len(chain)
-        if budget.tree_nodes is None or room <= 0 or self._random.random() < _CHAIN_SHARE:
-            return TokenTree.chain(chain, self.name)
-        paths = [chain]
+        paths, room = [chain], 0 if budget.tree_nodes is None else max(0, budget.size - len(chain))
         for _ in range(self._random.randint(0, room)):
             at = self._random.randrange(budget.gamma)
             branch = [*chain[:at], self._random.randrange(self._vocab_size)]
             branch += self._guess(length + len(branch), budget.gamma - len(branch))
-            del branch[self._random.randint(1, len(branch)) :]
-            paths.insert(self._random.randint(0, len(paths)), branch)
-        proposal = TokenTree()
+            paths.append(branch[: self._random.randint(1, len(branch))])
+        self._random.shuffle(paths)
+        tree = TokenTree()
         for path in paths:
-            proposal = proposal.joined(TokenTree.chain(path, self.name), budget.size)
-        return proposal
+            tree = tree.joined(TokenTree.chain(path, self.name), budget.size)
+        return tree
 
     def _guess(self, start: int, count: int) -> list[int]:
         return [
