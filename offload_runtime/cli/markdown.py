@@ -78,7 +78,7 @@ class MarkdownWriter:
 
 
 def _markdown(text: str) -> Markdown:
-    """Return markdown in the terminal's own colours. Links show where they lead; lines end where the model ended them."""
+    """Return markdown in the terminal's colours. Links show where they lead; lines end where the model ended them."""
     found = Markdown("", code_theme="ansi_dark", hyperlinks=False)
     found.parsed = _PARSER.parse(text)
     for part in (part for token in found.parsed for part in token.children or ()):

@@ -65,19 +65,17 @@ class Part:
         return [one for one in found if one.option is not None and one.option.flag is not None]
 
     def made(self, kind: Any, given: Mapping[str, Any]) -> Any:
-        """Make the configuration that was asked for."""
-        values = {name: value for name, value in given.items() if value is not None and self._has(name)}
-        return _made(kind, {**values, **self.fixed})
+        """Make the configuration that was asked for, and those within it."""
+        values = dict(self.fixed)
+        for one in option_fields(kind):
+            if is_dataclass(one.hint):
+                values[one.name] = self.made(one.hint, given)
+            elif given.get(one.name) is not None and self._has(one.name):
+                values.setdefault(one.name, given[one.name])
+        return kind(**{one.name: values[one.name] for one in option_fields(kind) if one.name in values})
 
     def _has(self, name: str) -> bool:
         return name not in self.without if self.only is None else name in self.only
-
-
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Make a configuration, and those within it, of values by name."""
-    parts = {one.name: _made(one.hint, values) for one in option_fields(kind) if is_dataclass(one.hint)}
-    own = {one.name: values[one.name] for one in option_fields(kind) if one.name in values}
-    return kind(**parts, **own)
 
 
 def _part(**about: Any) -> Any:
