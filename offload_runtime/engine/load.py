@@ -104,7 +104,8 @@ def _known_figures(
         OptionError: The profile leaves out what is needed, or the target runs on a CPU and it is of a graphics card.
     """
     if profile is None:
-        return hardware.profile_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        return None if name is None else hardware.profile_of_gpu(name, DTYPE_NAMES[dtype])
     of_card = device.type == "cpu" and (profile.gpu_name or "").startswith(_MAKERS)
     remedy = "drop --profile, and nothing is predicted"
     require(not of_card, f"the figures of {profile.name} are of an {profile.gpu_name}, not of a CPU: {remedy}")

@@ -336,12 +336,14 @@ def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
     return _read(files[text])
 
 
-def profile_of_gpu(name: str) -> MachineProfile | None:
-    """A profile that can be predicted with of a GPU of this name, the user's own before shipped ones; None without."""
+def profile_of_gpu(name: str, dtype: str) -> MachineProfile | None:
+    """A profile of a GPU of this name that says what a plan in `dtype` needs, the user's own before shipped ones; None
+    where there is none."""
     for path in sorted(list_profiles().values(), key=lambda path: path.parent != own_directory()):
         with suppress(ProfileError, OptionError):  # nobody asked for this one
             if (found := load_profile(path)).gpu_name == name:
-                return found.require_gpu()
+                found.require_gpu().flops(dtype)
+                return found
     return None
 
 
