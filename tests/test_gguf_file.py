@@ -19,7 +19,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
-from offload_runtime.weights.formats import row_bytes
+from offload_runtime.weights.formats import format_of
 from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.widening import WidenedCheckpoint, tensors_of
 from tests.test_tokenizers import metadata_of, written
@@ -79,7 +79,7 @@ def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path) -> N
 
 def stored_rows(source: CheckpointSource, name: str) -> torch.Tensor:
     rows, columns = checkpoint_tensors(source.config())[name].shape
-    out = torch.empty(rows, row_bytes(str(source.kinds[name]), columns), dtype=torch.uint8)
+    out = torch.empty(rows, format_of(str(source.kinds[name])).row_bytes(columns), dtype=torch.uint8)
     source.fills[name](out)
     return out
 

@@ -16,7 +16,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource
-from offload_runtime.weights.formats import decode_rows, has_finite_scales, row_bytes, store_rows
+from offload_runtime.weights.formats import format_of
 from offload_runtime.weights.neighbours import stored_kinds
 
 SMALL = WideShape(256, 512, 2, 4, 2, 64)
@@ -32,11 +32,11 @@ def model(stored: str, shape: WideShape = SMALL, *, seed: int = 0) -> Checkpoint
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_random_blocks_are_finite_and_of_the_size_of_weights(kind: str) -> None:
     blocks = random_blocks(kind, 512, torch.Generator().manual_seed(1))
-    assert has_finite_scales(kind, blocks) and blocks.unique().numel() == 256
+    assert format_of(kind).has_finite_scales(blocks) and blocks.unique().numel() == 256
     columns = FORMATS[kind].weights
-    rows, out = torch.empty(512, row_bytes(kind, columns), dtype=torch.uint8), torch.empty(512, columns)
-    store_rows(kind, blocks, columns, rows)
-    decode_rows(kind, rows, out)
+    rows, out = torch.empty(512, format_of(kind).row_bytes(columns), dtype=torch.uint8), torch.empty(512, columns)
+    format_of(kind).store_rows(blocks, columns, rows)
+    format_of(kind).decode_rows(rows, out)
     assert out.isfinite().all() and abs(float(out.mean())) < 3e-3 and 0.01 < float(out.std()) < 0.04
 
 
@@ -47,11 +47,11 @@ def test_stored_rows_decode_to_what_is_read_decoded(stored: str) -> None:
     assert source.kinds == stored_kinds(source.config(), mix)
     name = "model.layers.1.mlp.down_proj.weight"
     kind = str(source.kinds[name])
-    rows, decoded = torch.empty(256, row_bytes(kind, 512), dtype=torch.uint8), torch.empty(256, 512)
+    rows, decoded = torch.empty(256, format_of(kind).row_bytes(512), dtype=torch.uint8), torch.empty(256, 512)
     source.fills[name](rows)
     source.fills[name](decoded)
     out = torch.empty_like(decoded)
-    decode_rows(kind, rows, out)
+    format_of(kind).decode_rows(rows, out)
     assert torch.equal(out, decoded)
     other = torch.empty_like(rows)
     source.fills["model.layers.0.mlp.down_proj.weight"](other)
@@ -99,7 +99,7 @@ def test_a_script_decides_how_many_tokens_a_pass_gives() -> None:
     assert [row["tokens_per_pass"] for row in found["scripted"]] == [2, 3]
     assert all(row["identical_to_plain"] for row in found["scripted"])
     weights = found["weights"]
-    head_bytes = 256 * row_bytes("Q8_0", 64)
+    head_bytes = 256 * format_of("Q8_0").row_bytes(64)
     assert weights["read_bytes_per_pass"] == weights["streamed_bytes_per_pass"] + head_bytes
     assert set(weights["bytes_by_kind"]) == {"F32", "Q5_0", "Q8_0"}
     assert weights["streamed_bytes_per_pass"] == found["bytes_per_pass"] > weights["streamed_elements"] / 2

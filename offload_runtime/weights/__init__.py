@@ -10,24 +10,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, sampling_defaults
+    from offload_runtime.weights.checkpoint import (
+        CheckpointSource,
+        DescribedModel,
+        SharedVocabulary,
+        sampling_defaults,
+        share_vocabulary,
+    )
     from offload_runtime.weights.encoding import Weight
     from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
     from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
     from offload_runtime.weights.neighbours import FoundDraft, UsualDraft, find_drafts, usual_draft
     from offload_runtime.weights.sources import describe_model, fetch_demo_model, open_checkpoint
-    from offload_runtime.weights.vocabulary import SharedVocabulary, share_vocabulary
 
 # Whose module has each name. Nothing is imported before it is asked for: what a path or a configuration is refused for
 # needs no torch, whose import takes seconds.
 _HOMES = {
-    "checkpoint": "CheckpointSource DescribedModel sampling_defaults",
+    "checkpoint": "CheckpointSource DescribedModel SharedVocabulary sampling_defaults share_vocabulary",
     "encoding": "Weight",
     "layout": "ModelLayout checkpoint_tensors",
     "loader": "HostWeights MatricesNotCodable load_weights",
     "neighbours": "FoundDraft UsualDraft find_drafts usual_draft",
     "sources": "describe_model fetch_demo_model open_checkpoint",
-    "vocabulary": "SharedVocabulary share_vocabulary",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

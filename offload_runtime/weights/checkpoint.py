@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
-from offload_runtime.errors import CheckpointError, OptionError
-from offload_runtime.fields import Fields, shortened
+from offload_runtime.errors import CheckpointError, OptionError, VocabularyMismatchError
+from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.reading import end_ids
 from offload_runtime.params import SamplingParams
@@ -158,6 +158,71 @@ def sampling_defaults(generation: Fields) -> dict[str, float]:
             where = "" if isinstance(error, CheckpointError) else f"{generation.where}: "
             logging.getLogger(__name__).warning("%s%s; it is ignored", where, error)
     return named
+
+
+# --- what of two models means the same
+
+# Of the ordinary tokens that both have, one in so many may differ: what a conversion has spelled in its own way. Those
+# are never proposed.
+_ONE_ODD_IN = 1000
+# Vocabularies of one family are padded to other sizes.
+MOST_PADDING = 1024
+# Of the ordinary tokens of the larger vocabulary, both have to have this share: of fewer little could be proposed.
+_LEAST_SHARED = 0.5
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """What a draft may propose: ids below `size`, but for the `excluded` ones."""
+
+    size: int
+    excluded: tuple[int, ...] = ()
+
+
+def share_vocabulary(target: DescribedModel, draft: DescribedModel) -> SharedVocabulary | None:
+    """What a draft may propose to a target: a proposal changes no token, so control tokens, added ones and those that
+    fill up a vocabulary may be others, or other many.
+
+    Returns:
+        None where one of the two has no vocabulary to compare, which a description may lack, and they are as large.
+
+    Raises:
+        CheckpointError: A checkpoint's tokenizer cannot be read.
+        VocabularyMismatchError: Ids of ordinary tokens mean other text.
+    """
+    of_target, of_draft = target.vocabulary(), draft.vocabulary()
+    logits = {"draft": draft.config().vocab_size, "target": target.config().vocab_size}
+    if of_target is None or of_draft is None or not (of_target.tokens and of_draft.tokens):
+        if abs(logits["draft"] - logits["target"]) > MOST_PADDING:
+            raise VocabularyMismatchError(
+                f"the draft has {logits['draft']} logits and the target {logits['target']}, which are not of one "
+                "vocabulary: take a draft of the same family, or --draft ngram"
+            )
+        return None
+    of_target, of_draft = of_target.below(logits["target"]), of_draft.below(logits["draft"])
+    theirs, ours = of_draft.tokens, of_target.tokens
+    common = of_target.ordinary.keys() & of_draft.ordinary.keys()
+    agreeing = sum(ours[index] == theirs[index] for index in common)
+    most = max(len(of_target.ordinary), len(of_draft.ordinary))
+    if (len(common) - agreeing) * _ONE_ODD_IN > len(common) or agreeing < max(1, most * _LEAST_SHARED):
+        raise VocabularyMismatchError(
+            f"the draft's vocabulary ({len(theirs)} tokens, {logits['draft']} logits) is not the target's "
+            f"({len(ours)} tokens, {logits['target']} logits): {_difference(of_target, of_draft)}. "
+            "Take a draft of the same family, or --draft ngram"
+        )
+    shared = {index for index, token in theirs.items() if ours.get(index) == token}
+    size = max(shared) + 1
+    return SharedVocabulary(size, tuple(index for index in range(size) if index not in shared))
+
+
+def _difference(target: Vocabulary, draft: Vocabulary) -> str:
+    """How many entries differ among those that are ordinary in one of the two, and the first of them."""
+    ours, theirs = target.tokens, draft.tokens
+    ids = target.ordinary.keys() | draft.ordinary.keys()
+    different = [index for index in ids if ours.get(index) != theirs.get(index)]
+    first = min(different)
+    of_target, of_draft = (shown(one[first]) if first in one else "nothing" for one in (ours, theirs))
+    return f"{len(different)} entries differ (id {first} is {of_target} in the target and {of_draft} in the draft)"
 
 
 # --- what the readers of both formats share

@@ -109,6 +109,22 @@ class Format:
         computes in."""
         self.decode_rows(stored.view(rows, -1)[start : start + len(out)], out)
 
+    def file_bytes(self, columns: int) -> int:
+        """Return the bytes of a row in a GGUF file."""
+        return self.row_bytes(columns)
+
+    def store_rows(self, blocks: torch.Tensor, columns: int, out: torch.Tensor) -> None:
+        """Bring rows as a GGUF file has them, uint8 [R, file_bytes], to uint8 [R, row_bytes]."""
+        out.copy_(blocks)
+
+    def decode_file_rows(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode rows as a GGUF file has them into `out` [R, columns], rounding once to its dtype."""
+        self.decode_rows(blocks, out)
+
+    def has_finite_scales(self, blocks: torch.Tensor) -> bool:
+        """Return whether no block's own scale or minimum, of rows as a file has them, is infinite or NaN."""
+        return True
+
     def most_rows(self, columns: int) -> int:
         """Return the most rows, of 16 bits an element, that a GPU multiplies with what is stored."""
         return 0

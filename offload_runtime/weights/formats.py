@@ -30,63 +30,36 @@ KINDS = (*KIND_DTYPES, *FORMATS)
 _EXPONENT = 0x7C  # in the upper byte of an fp16
 
 
-def row_bytes(kind: str, columns: int) -> int:
-    """Bytes of a stored row."""
-    return columns * KIND_DTYPES[kind].itemsize if kind in KIND_DTYPES else FORMATS[kind].row_bytes(columns)
-
-
-def file_bytes(kind: str, columns: int) -> int:
-    """Bytes of a row in a file."""
-    return columns * KIND_DTYPES[kind].itemsize if kind in KIND_DTYPES else FORMATS[kind].file_bytes(columns)
-
-
-def store_rows(kind: str, blocks: torch.Tensor, columns: int, out: torch.Tensor) -> None:
-    """Bring rows as a file has them, uint8 [R, file_bytes], to the order they are stored in, uint8 [R, row_bytes]."""
-    if kind in KIND_DTYPES:
-        out.copy_(blocks)
-    else:
-        pack_rows(blocks, FORMATS[kind], columns, out)
-
-
-def decode_rows(kind: str, stored: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous, rounding once to its dtype."""
-    if kind in KIND_DTYPES:
-        out.copy_(stored.view(KIND_DTYPES[kind]))
-    else:
-        decode_blocks(stored, FORMATS[kind], out)
-
-
-def decode_file_rows(kind: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """The same of rows as a file has them, uint8 [R, file_bytes]."""
-    if kind in KIND_DTYPES:
-        out.copy_(blocks.view(KIND_DTYPES[kind]))
-    elif blocks.is_cuda:  # by the kernel, which reads planes
-        stored = torch.empty(len(blocks), row_bytes(kind, out.shape[1]), dtype=torch.uint8, device=blocks.device)
-        pack_rows(blocks, FORMATS[kind], out.shape[1], stored)
-        decode_blocks(stored, FORMATS[kind], out)
-    else:
-        decode_file_blocks(blocks, FORMATS[kind], out)
-
-
-def has_finite_scales(kind: str, blocks: torch.Tensor) -> bool:
-    """Whether no block's own scale or minimum, of rows as a file has them, is infinite or NaN."""
-    if kind in KIND_DTYPES:
-        return True
-    form = FORMATS[kind]
-    # By numpy, which lets other threads read and has none of its own.
-    upper_bytes = [blocks.numpy().reshape(-1, form.nbytes)[:, at + 1] for at in form.file_halves]
-    return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
-
-
 @dataclass(frozen=True)
 class GgufBlocks(Format):
     """Rows of what a GGUF file has."""
 
     def row_bytes(self, columns: int) -> int:
-        return row_bytes(self.kind, columns)
+        return FORMATS[self.kind].row_bytes(columns)
+
+    def file_bytes(self, columns: int) -> int:
+        return FORMATS[self.kind].file_bytes(columns)
+
+    def store_rows(self, blocks: torch.Tensor, columns: int, out: torch.Tensor) -> None:
+        pack_rows(blocks, FORMATS[self.kind], columns, out)
 
     def decode_rows(self, stored: torch.Tensor, out: torch.Tensor) -> None:
-        decode_rows(self.kind, stored, out)
+        decode_blocks(stored, FORMATS[self.kind], out)
+
+    def decode_file_rows(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        if not blocks.is_cuda:
+            decode_file_blocks(blocks, FORMATS[self.kind], out)
+            return
+        columns = out.shape[1]  # by the kernel, which reads planes
+        stored = torch.empty(len(blocks), self.row_bytes(columns), dtype=torch.uint8, device=blocks.device)
+        self.store_rows(blocks, columns, stored)
+        self.decode_rows(stored, out)
+
+    def has_finite_scales(self, blocks: torch.Tensor) -> bool:
+        form = FORMATS[self.kind]
+        # By numpy, which lets other threads read and has none of its own.
+        upper_bytes = [blocks.numpy().reshape(-1, form.nbytes)[:, at + 1] for at in form.file_halves]
+        return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
 
     def most_rows(self, columns: int) -> int:
         return MOST_ROWS

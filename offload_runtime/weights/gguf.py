@@ -21,7 +21,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.formats import FORMATS, KINDS, decode_file_rows, has_finite_scales, store_rows
+from offload_runtime.weights.formats import FORMATS, KINDS, format_of
 from offload_runtime.weights.gguf_header import GgufHeader, read_gguf_header, supported_family
 from offload_runtime.weights.gguf_rope import ROPE_TENSORS, rope_of_gguf
 from offload_runtime.weights.header import StoredTensor, damaged
@@ -151,24 +151,24 @@ class _GgufFill:
                 for part, start in zip(out.view(rows, -1).split(step), range(0, rows, step), strict=True):
                     blocks = piece.memory[: len(part) * stored_bytes].view(len(part), -1)
                     tensor.read_into(blocks.view(-1).numpy().data, start * stored_bytes)
-                    if not has_finite_scales(tensor.dtype, blocks):
+                    if not format_of(tensor.dtype).has_finite_scales(blocks):
                         raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
                     piece.convert(blocks.nbytes, part, self._convert)
 
     def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Rows as the file has them as `out` has them."""
-        blocks = stored.view(len(out), -1)
+        how, blocks = format_of(self.tensor.dtype), stored.view(len(out), -1)
         if self.head_dim is not None:
             halves = blocks.view(-1, self.head_dim // 2, 2, blocks.shape[1]).transpose(1, 2)
             blocks = halves.reshape(blocks.shape)
         if out.dtype == torch.uint8:
-            store_rows(self.tensor.dtype, blocks, self.tensor.shape[-1], out)
+            how.store_rows(blocks, self.tensor.shape[-1], out)
         elif self.shift:
             decoded = torch.empty_like(out, dtype=torch.float32)
-            decode_file_rows(self.tensor.dtype, blocks, decoded)
+            how.decode_file_rows(blocks, decoded)
             out.copy_(decoded.sub_(self.shift))
         else:
-            decode_file_rows(self.tensor.dtype, blocks, out)
+            how.decode_file_rows(blocks, out)
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:

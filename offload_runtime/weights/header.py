@@ -92,7 +92,7 @@ def open_header(path: Path) -> Iterator[HeaderReader]:
         CheckpointError: It is, or a file of another kind, or it cannot be opened.
     """
     try:
-        refuse_other_file(path, first_bytes(path))
+        refuse_other_file(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield HeaderReader(path, data)
     except OSError as error:
@@ -129,25 +129,21 @@ _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
 
 
-def first_bytes(path: Path) -> bytes:
-    """The beginning of a file, by which its kind is known."""
-    with path.open("rb") as file:
-        return file.read(_HEAD_BYTES)
-
-
 def is_gguf(path: Path) -> bool:
     """Return whether a path is a file that begins as GGUF files do; not one that cannot be read."""
-    with suppress(OSError):
-        return path.is_file() and first_bytes(path).startswith(GGUF_MAGIC)
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     return False
 
 
-def refuse_other_file(path: Path, first: bytes) -> None:
-    """Say what a file is that begins with `first`, where that is no checkpoint.
+def refuse_other_file(path: Path) -> None:
+    """Say by its first bytes what a file is that is none of a checkpoint.
 
     Raises:
         CheckpointError: It is empty, a pointer of Git LFS, a pickle of torch, a web page, ...
     """
+    with path.open("rb") as file:
+        first = file.read(_HEAD_BYTES)
     if not first:
         raise CheckpointError(f"{path} is empty: download it again")
     for beginning, what in _OTHER_FILES.items():
@@ -206,22 +202,31 @@ def refuse_ollama(path: Path) -> None:
         raise CheckpointError(f"{path} is ollama's: give the blob of a model ({which})")
 
 
-def refuse_adapter(directory: Path) -> None:
-    """Refuse a directory with a LoRA adapter: running the model without it would be another model's answer.
+def refuse_other_directory(directory: Path) -> None:
+    """Refuse a directory without `config.json`, and say what it seems to be; and one with a LoRA adapter: running the
+    model without it would be another model's answer.
 
     Raises:
-        CheckpointError: It has one.
+        CheckpointError: It is one.
     """
-    stated = directory / "adapter_config.json"
-    if not stated.exists():
+    adapter = directory / "adapter_config.json"
+    if adapter.exists():
+        base = None
+        with suppress(ValueError, AttributeError, RecursionError):
+            base = json.loads(adapter.read_bytes()).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{directory} holds an adapter (LoRA) of {shown(base)[1:-1] if base else 'another model'}, and adapters "
+            "are not read: merge it into its model (PEFT's merge_and_unload, then save_pretrained), and give that "
+            "directory"
+        )
+    if (directory / "config.json").exists():
         return
-    base = None
-    with suppress(ValueError, AttributeError, RecursionError):
-        base = json.loads(stated.read_bytes()).get("base_model_name_or_path")
-    raise CheckpointError(
-        f"{directory} holds an adapter (LoRA) of {shown(base)[1:-1] if base else 'another model'}, and adapters are "
-        "not read: merge it into its model (PEFT's merge_and_unload, then save_pretrained), and give that directory"
-    )
+    refuse_ollama(directory)
+    for path in entries(directory):
+        refuse_pieces(path)
+    anything = "has no config.json: give the directory of a transformers checkpoint with safetensors, or a GGUF file, "
+    anything += "on a hub as org/name:Q4_K_M"
+    raise CheckpointError(f"{directory} {next(_what_lies_there(directory), anything)}")
 
 
 def _what_lies_there(directory: Path) -> Iterator[str]:
@@ -231,16 +236,22 @@ def _what_lies_there(directory: Path) -> Iterator[str]:
     for pattern in ("*/config.json", "snapshots/*/config.json", "*/snapshots/*/config.json"):
         if nested := [str(path.parent.relative_to(directory)) for path in sorted(directory.glob(pattern))]:
             yield f"has no config.json, and in it {shortened(nested)} has one: give that directory"
-    if files := _gguf_files(directory):
+    # Without such a name, too, and below: of a repository with a directory for each quantisation, or ollama's blobs.
+    paths = islice(chain(directory.glob("*"), directory.glob("*/*")), _MOST_ENTRIES)
+    if files := sorted(str(path.relative_to(directory)) for path in paths if is_gguf(path)):
         yield f"has no config.json, and in it {shortened(files)}: give that file"
     if (directory / "params.json").exists():
         yield (
             "has its weights in the makers' own format (params.json), which is not read: take the model's checkpoint "
             "for transformers (config.json, safetensors), or a GGUF file"
         )
-    weights = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
-    if weights:
+    if weights := _weights(directory):
         yield f"has no config.json beside {shortened(weights)}: give the whole directory of a transformers checkpoint"
+
+
+def _weights(directory: Path) -> list[str]:
+    """Return the names of what seems to be weights."""
+    return sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
 
 
 def entries(directory: Path, most: int = _MOST_ENTRIES) -> list[Path]:
@@ -250,29 +261,9 @@ def entries(directory: Path, most: int = _MOST_ENTRIES) -> list[Path]:
     return []
 
 
-def _gguf_files(directory: Path) -> list[str]:
-    """GGUF files without such a name, and in directories below: of a repository with a directory for each
-    quantisation, or ollama's blobs."""
-    paths = islice(chain(directory.glob("*"), directory.glob("*/*")), _MOST_ENTRIES)
-    return sorted(str(path.relative_to(directory)) for path in paths if is_gguf(path))
-
-
-def no_config(directory: Path) -> CheckpointError:
-    """The error for a directory without `config.json`, which says what it seems to be."""
-    refuse_ollama(directory)
-    for path in entries(directory):
-        refuse_pieces(path)
-    for what in _what_lies_there(directory):
-        return CheckpointError(f"{directory} {what}")
-    return CheckpointError(
-        f"{directory} has no config.json: give the directory of a transformers checkpoint with safetensors, or a GGUF "
-        "file, on a hub as org/name:Q4_K_M"
-    )
-
-
 def no_weights(directory: Path) -> CheckpointError:
     """The error for a checkpoint without safetensors, which says what it has instead."""
-    others = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _WEIGHTS)
+    others = _weights(directory)
     ours = [name for name in others if name.lower().endswith(".safetensors")]
     if ours:
         return CheckpointError(

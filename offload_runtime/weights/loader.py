@@ -58,13 +58,14 @@ def _num_threads(model: DescribedModel, layout: ModelLayout, device: torch.devic
 def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
     """Host memory that weights pass through at the most: a piece of each thread, the bf16 of matrices that are coded,
     and what of quantised ones is read as a whole."""
-    scaled = {name: form for name, form in model.kinds.items() if isinstance(form, ScaledFormat)}
-    if not scaled and not layout.has_coded:
+    whole = list[int]()
+    for name, to in checkpoint_tensors(model.config()).items():
+        if isinstance(form := model.kinds.get(name), ScaledFormat):
+            whole.append(quantised.passing_bytes(form, to.shape))
+        if layout.has_coded and len(to.shape) == 2:
+            whole.append(math.prod(to.shape) * layout.dtype.itemsize)
+    if not whole:
         return _READ_THREADS * PIECE_BYTES
-    matrices = {name: to.shape for name, to in checkpoint_tensors(model.config()).items() if len(to.shape) == 2}
-    whole = [quantised.passing_bytes(form, matrices[name]) for name, form in scaled.items()]
-    if layout.has_coded:
-        whole += [math.prod(shape) * layout.dtype.itemsize for shape in matrices.values()]
     return _CODING_THREADS * PIECE_BYTES + sum(sorted(whole)[-_CODING_THREADS:])
 
 

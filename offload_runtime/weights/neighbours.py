@@ -17,12 +17,11 @@ from typing import Any
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, model_config_from_json
-from offload_runtime.weights.checkpoint import DescribedModel
+from offload_runtime.weights.checkpoint import MOST_PADDING, DescribedModel, SharedVocabulary, share_vocabulary
 from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.header import entries
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.sources import describe_model
-from offload_runtime.weights.vocabulary import MOST_PADDING, SharedVocabulary, share_vocabulary
 
 # What most models are published in, the largest first.
 MIXES = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")

@@ -45,10 +45,10 @@ from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 
-# How elements are called in files, of which matrices may consist or their parts.
+# How elements are called in files, of which tensors may consist or parts of quantised ones.
 DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8, "I32": torch.int32,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32,
 }  # fmt: skip
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _EMBEDDING = "model.embed_tokens"
@@ -101,8 +101,8 @@ class Quantisation:
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of the most exact words for a module; None if there are none."""
         fitting = [(words, scheme) for targets, scheme in self.groups for words in targets if _means(words, module)]
-        order = sorted(fitting, key=lambda pair: (pair[0] != module, not pair[0].startswith("re:")))
-        return order[0][1] if order else None
+        exact = min(fitting, key=lambda pair: (pair[0] != module, pair[0][:3] != "re:"), default=(None, None))
+        return exact[1]
 
     def forms(self, config: ModelConfig, scale: torch.dtype) -> dict[str, ScaledFormat]:
         """How matrices are stored as far as can be said without looking at them, by transformers' name."""
@@ -243,13 +243,10 @@ def _compressed_scheme(weights: Fields) -> Scheme:
 
 def _block_structure(weights: Fields) -> tuple[int, int]:
     stated = weights.values.get("block_structure")
-    if isinstance(stated, str):
-        stated = [int(size) if size.isdecimal() and len(size) < 9 else size for size in stated.split("x")]
-    fields = Fields(weights.where, {"block_structure": stated})
-    sizes = fields.items("block_structure", int, at_least=1, at_most=1 << 16)
-    if len(sizes) != 2:
+    found = re.fullmatch(r"\[?([1-9]\d{0,4})(?:x|, )([1-9]\d{0,4})\]?", str(stated))  # 128x128, or a list
+    if found is None:
         weights.refuse("block_structure", stated, "two numbers")
-    return sizes[0], sizes[1]
+    return int(found[1]), int(found[2])
 
 
 # --- the tensors

@@ -25,21 +25,25 @@ from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel,
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (
     StoredTensor,
-    first_bytes,
-    no_config,
     no_weights,
     open_header,
-    refuse_adapter,
+    refuse_other_directory,
     refuse_other_file,
 )
-from offload_runtime.weights.quantised import DTYPES as PART_DTYPES
-from offload_runtime.weights.quantised import Quantisation, QuantisedTensor, gather, quantisation_of, refuse_unsaid
+from offload_runtime.weights.quantised import (
+    DTYPES,
+    Quantisation,
+    QuantisedTensor,
+    gather,
+    quantisation_of,
+    refuse_unsaid,
+)
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tensor_names import EMBEDDING, renamed, with_head
 from offload_runtime.weights.tokenizer import load_tokenizer
 from offload_runtime.weights.vocabulary import directory_vocabulary
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = ("F64", "F32", "F16", "BF16")  # what is read as it is
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's own limit
 _MOST_DIMENSIONS = 8
 _SINGLE = "model.safetensors"
@@ -60,7 +64,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
     dtype, shape = fields.text("dtype"), tuple(fields.items("shape", int, at_least=0, at_most=MOST))
     offsets = fields.items("data_offsets", int, at_least=0, at_most=1 << 62)
     valid = len(offsets) == 2 and offsets[0] <= offsets[1] and len(shape) <= _MOST_DIMENSIONS and "shape" in fields
-    element = (DTYPES | PART_DTYPES).get(dtype)
+    element = DTYPES.get(dtype)
     if valid and element is not None:
         valid = offsets[1] - offsets[0] == math.prod(shape) * element.itemsize
     if not valid:
@@ -99,15 +103,12 @@ def fill_from_file(stored: StoredTensor, out: torch.Tensor, staging: Staging | N
         stored.read_into(flat.view(torch.uint8).numpy().data)
         return
 
-    def convert(part: torch.Tensor, to: torch.Tensor) -> None:
-        to.copy_(part.view(dtype))
-
     with own_or(staging) as pieces, pieces.piece(min(PIECE_BYTES, stored.nbytes), out.device) as piece:
         done_bytes = 0
         for to in flat.split(PIECE_BYTES // dtype.itemsize):
             nbytes = to.numel() * dtype.itemsize
             stored.read_into(piece.memory[:nbytes].numpy().data, done_bytes)
-            piece.convert(nbytes, to, convert)
+            piece.convert(nbytes, to, lambda part, to: to.copy_(part.view(dtype)))
             done_bytes += nbytes
 
 
@@ -121,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        refuse_other_file(path, first_bytes(path))
+        refuse_other_file(path)
         raise CheckpointError(f"{path} is not valid JSON ({shown(error)}): download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: download it again")
@@ -163,9 +164,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There is no such file, or the directory holds an adapter.
     """
-    refuse_adapter(directory)
-    if not (directory / "config.json").exists():
-        raise no_config(directory)
+    refuse_other_directory(directory)
     settings = language_settings(read_json(directory / "config.json"), str(directory))
     for name, method in _OLD_STATEMENTS.items():
         if not settings.get("quantization_config") and (directory / name).exists():
@@ -193,9 +192,9 @@ def _language_model(
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
-    if tensor.dtype not in DTYPES and not isinstance(tensor, QuantisedTensor):
+    if tensor.dtype not in FLOATS and not isinstance(tensor, QuantisedTensor):
         raise CheckpointError(
-            f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(DTYPES)} are read: "
+            f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(FLOATS)} are read: "
             "use an unquantised checkpoint or a GGUF file"
         )
 
@@ -206,20 +205,15 @@ def describe_safetensors(directory: Path) -> DescribedModel:
     settings = _read_settings(directory)
     config, quantisation, stored, _ = _language_model(directory, settings, whole=False)
     embedding = stored.get(EMBEDDING)
-    if embedding is not None and embedding.dtype in DTYPES:
+    if embedding is not None and embedding.dtype in FLOATS:
         dtype = computed_dtype(embedding)
     else:
         name = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
         dtype = _DTYPE_NAMES.get(name, torch.bfloat16)
-    vocabulary = cache(partial(directory_vocabulary, directory))
-    if quantisation is None:
-        return DescribedModel(config, dtype, read_vocabulary=vocabulary)
-    forms = quantisation.forms(config, dtype)
-    for name, tensor in stored.items():
-        forms.pop(name, None)
-        if isinstance(tensor, QuantisedTensor):
-            forms[name] = tensor.form
-    return DescribedModel(config, dtype, kinds=forms, read_vocabulary=vocabulary)
+    said = {} if quantisation is None else quantisation.forms(config, dtype)
+    found = {name: tensor.form for name, tensor in stored.items() if isinstance(tensor, QuantisedTensor)}
+    forms = {name: form for name, form in said.items() if name not in stored} | found
+    return DescribedModel(config, dtype, kinds=forms, read_vocabulary=cache(partial(directory_vocabulary, directory)))
 
 
 def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
@@ -243,14 +237,15 @@ def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
         message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
         log.warning(message, reference)
     tensors = match_tensors(directory, stored, config, _check_dtype)
-    quantised = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
-    if quantisation is not None and not quantised:
+    kinds = {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
+    if quantisation is not None and not kinds:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
-    fills: dict[str, Fill] = {name: partial(fill_from_file, tensor) for name, tensor in tensors.items()}
-    fills |= {name: tensor.fill for name, tensor in quantised.items()}
+    fills: dict[str, Fill] = {
+        name: tensor.fill if isinstance(tensor, QuantisedTensor) else partial(fill_from_file, tensor)
+        for name, tensor in tensors.items()
+    }
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
     generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[EMBEDDING])
-    kinds = {name: tensor.form for name, tensor in quantised.items()}
     return CheckpointSource(
         config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files,
         read_vocabulary=cache(partial(directory_vocabulary, directory)),

@@ -22,7 +22,7 @@ from offload_runtime.errors import CheckpointError, HubError, StorageError
 from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.files import user_directory
 from offload_runtime.models.registry import language_settings, require_family
-from offload_runtime.weights.header import GGUF_MAGIC, first_bytes, refuse_ollama, refuse_other_file, refuse_pieces
+from offload_runtime.weights.header import is_gguf, refuse_ollama, refuse_other_file, refuse_pieces
 from offload_runtime.weights.vocabulary import directory_vocabulary
 
 # What reads weights is imported where it is needed: `refuse_early` does without torch.
@@ -297,10 +297,9 @@ def _of_file(path: Path) -> Path:
         CheckpointError: It is neither.
     """
     refuse_pieces(path)
-    first = first_bytes(path)
-    if first.startswith(GGUF_MAGIC) or path.suffix.lower() == ".gguf":
+    if is_gguf(path) or path.suffix.lower() == ".gguf":
         return path
-    refuse_other_file(path, first)
+    refuse_other_file(path)
     directory = path.parent
     if path.suffix.lower() != ".safetensors":
         refuse_ollama(path)

@@ -18,7 +18,7 @@ from typing import Any
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, shown
-from offload_runtime.weights.header import first_bytes, refuse_other_file
+from offload_runtime.weights.header import refuse_other_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,7 +89,7 @@ def load_tokenizer(directory: Path) -> Any:
 
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"):
         if (directory / name).is_file():
-            refuse_other_file(directory / name, first_bytes(directory / name))
+            refuse_other_file(directory / name)
     # Old files ask for cleaning up: it drops spaces before punctuation, and of byte-level vocabularies only warns.
     make = partial(AutoTokenizer.from_pretrained, directory, clean_up_tokenization_spaces=False)
     tokenizer = _working(make, directory, "add its tokenizer.json and tokenizer_config.json")

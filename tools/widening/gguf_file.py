@@ -22,7 +22,7 @@ from widening.made import transformers_config_of
 from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.formats import file_bytes, row_bytes
+from offload_runtime.weights.formats import format_of
 from offload_runtime.weights.gguf_header import read_gguf_header
 from offload_runtime.weights.loader import Progress
 
@@ -113,7 +113,7 @@ def _described(
         kind = kinds.get(name, "F32")
         stem, _, suffix = name.rpartition(".")
         rows = to.shape[0] if len(to.shape) == 2 else 1
-        nbytes = rows * file_bytes(kind, to.shape[-1])
+        nbytes = rows * format_of(kind).file_bytes(to.shape[-1])
         stored = gguf.GGMLQuantizationType[kind]
         writer.add_tensor_info(f"{names.get_name(stem)}.{suffix}", to.shape, torch.float32, nbytes, raw_dtype=stored)
         tensors.append(_Tensor(name, to.shape, kind, nbytes, offset_bytes))
@@ -205,7 +205,7 @@ def _stored(source: CheckpointSource, tensor: _Tensor, head_dim: int) -> torch.T
         return vector
     rows, columns = tensor.shape
     if source.kinds.get(tensor.name) == tensor.kind:
-        kept = torch.empty(rows, row_bytes(tensor.kind, columns), dtype=torch.uint8)
+        kept = torch.empty(rows, format_of(tensor.kind).row_bytes(columns), dtype=torch.uint8)
         fill(kept)
         out = unpack_rows(kept, FORMATS[tensor.kind], columns) if tensor.kind in FORMATS else kept
     else:

@@ -18,7 +18,7 @@ from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.formats import decode_file_rows, file_bytes, store_rows
+from offload_runtime.weights.formats import format_of
 from offload_runtime.weights.neighbours import MIXES, stored_kinds
 from offload_runtime.weights.staging import Staging
 
@@ -59,7 +59,7 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
         for at, number in zip(form.file_halves, (d, m), strict=False):
             put(at, torch.full((len(sample),), number))
         out = torch.empty(len(sample), form.weights)
-        decode_file_rows(kind, sample, out)
+        format_of(kind).decode_file_rows(sample, out)
         return out
 
     unit = decoded(1.0, 0.0)
@@ -98,7 +98,7 @@ class _Stretches:
             if kind not in self._drawn:
                 generator = named_generator(torch.device("cpu"), self._seed, "stored", kind)
                 weights = 1 if kind == _PLAIN_KIND else FORMATS[kind].weights
-                count = max(1, self._most_bytes // file_bytes(kind, weights))
+                count = max(1, self._most_bytes // format_of(kind).file_bytes(weights))
                 draw = heavy_tailed if kind == _PLAIN_KIND else partial(random_blocks, kind)
                 self._drawn[kind] = draw(count, generator)
             return self._drawn[kind]
@@ -141,12 +141,12 @@ def stored_llama(
         if kind == _PLAIN_KIND and out.dtype == torch.bfloat16:
             stretches.copy(kind, name, out.view(torch.uint8))
             return
-        matrix = torch.empty(len(out), file_bytes(kind, columns), dtype=torch.uint8)
+        matrix = torch.empty(len(out), format_of(kind).file_bytes(columns), dtype=torch.uint8)
         stretches.copy(kind, name, matrix)
         if out.dtype == torch.uint8:
-            store_rows(kind, matrix.to(out.device), columns, out)
+            format_of(kind).store_rows(matrix.to(out.device), columns, out)
         else:
-            decode_file_rows(kind, matrix.to(out.device), out)
+            format_of(kind).decode_file_rows(matrix.to(out.device), out)
 
     made = UntrainedLlama(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words

@@ -20,7 +20,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.header import StoredTensor
-from offload_runtime.weights.safetensors import DTYPES, fill_from_file, read_header
+from offload_runtime.weights.safetensors import FLOATS, fill_from_file, read_header
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
 # length, which a stretched model has changed, and only warns of words that it does not know.
@@ -80,9 +80,9 @@ def _check_delta(stored: StoredTensor, shape: tuple[int, ...]) -> None:
             f"{stored.path}: {stored.name} has shape {list(stored.shape)}, expected {list(shape)}: the delta belongs "
             "to another model"
         )
-    if stored.dtype not in DTYPES:
+    if stored.dtype not in FLOATS:
         raise CheckpointError(
-            f"{stored.path}: {stored.name} is stored as {stored.dtype}, and only {', '.join(DTYPES)} are read: "
+            f"{stored.path}: {stored.name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read: "
             "save the delta in one of them"
         )
 
