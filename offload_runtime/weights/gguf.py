@@ -22,8 +22,13 @@ from offload_runtime.models.registry import FAMILIES, family_named, model_config
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.formats import FORMATS, KINDS, format_of
-from offload_runtime.weights.gguf_header import GgufHeader, read_gguf_header, supported_family
-from offload_runtime.weights.gguf_rope import ROPE_TENSORS, rope_of_gguf
+from offload_runtime.weights.gguf_header import (
+    ROPE_TENSORS,
+    GgufHeader,
+    read_gguf_header,
+    rope_of_gguf,
+    supported_family,
+)
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
