@@ -33,7 +33,7 @@ class Piece:
         starts = accumulate((-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes), initial=0)
         return [self.memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
-    def convert(self, nbytes: int, out: torch.Tensor, convert: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def convert(self, nbytes: int, out: torch.Tensor, convert: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         """Have `convert(stored, out)` make `out` of the first `nbytes`, on the device, and wait for it.
 
         Copies and kernels are enqueued on the current stream, by one thread after the other, so that of all threads
