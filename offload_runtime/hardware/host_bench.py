@@ -52,23 +52,20 @@ class HostInfo:
     huge_pages: bool = True  # the system gives them to who asks
 
 
-def read_host_info(
-    *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), huge_pages: Path = HUGE_PAGES
-) -> HostInfo:
-    """Ask the system; the paths are where Linux tells it."""
+def read_host_info() -> HostInfo:
+    """Ask the system; Linux alone tells name and features of the processor properly."""
     # Under Windows, whose driver locks only a part of the memory, Linux says so in its version.
-    is_wsl = "microsoft" in _text_of(proc / "version").lower()
-    has_huge_pages = "[never]" not in _text_of(huge_pages)
-    return HostInfo(read_cpu(proc), *host_memory(cgroup), _locked_limit_bytes(), is_wsl, has_huge_pages)
-
-
-def read_cpu(proc: Path) -> CpuFigures:
-    """Name, usable logical cores and features; Linux alone tells name and features properly."""
-    text = _text_of(proc / "cpuinfo")
-    entries = dict(reversed(re.findall(r"^([^:\n]*\w)\s*:[ \t]*(.*)$", text, re.MULTILINE)))  # the first core's stay
+    is_wsl = "microsoft" in _text_of(Path("/proc/version")).lower()
+    found = re.findall(r"^([^:\n]*\w)\s*:[ \t]*(.*)$", _text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    entries = dict(reversed(found))  # the first core's stay
     flags = set((entries.get("flags") or entries.get("Features") or "").split())
     name = entries.get("model name") or platform.processor() or platform.machine() or "unknown processor"
-    return CpuFigures(printable(name), usable_cores(), tuple(flag for flag in _FEATURES if flag in flags))
+    cpu = CpuFigures(printable(name), usable_cores(), tuple(flag for flag in _FEATURES if flag in flags))
+    locked_bytes = None
+    if hasattr(psutil, "RLIMIT_MEMLOCK"):  # Linux
+        soft_bytes, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
+        locked_bytes = None if soft_bytes == psutil.RLIM_INFINITY else soft_bytes
+    return HostInfo(cpu, *host_memory(), locked_bytes, is_wsl, "[never]" not in _text_of(HUGE_PAGES))
 
 
 def usable_cores() -> int:
@@ -88,13 +85,6 @@ def _text_of(file: Path) -> str:
 def printable(text: str) -> str:
     """The text as one line that a profile can hold."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
-
-
-def _locked_limit_bytes() -> int | None:
-    if not hasattr(psutil, "RLIMIT_MEMLOCK"):  # not Linux
-        return None
-    soft_bytes, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
-    return None if soft_bytes == psutil.RLIM_INFINITY else soft_bytes
 
 
 # --- measurements

