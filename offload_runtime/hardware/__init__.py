@@ -144,12 +144,8 @@ class MachineProfile:
             if rates and not 2 <= self.gpus == len(rates):
                 one_each = "give one for each of several cards, or none"
                 raise ProfileError(f"{key} has {len(rates)} figures and gpus = {self.gpus}: {one_each}")
-        parts = (
-            ("vram_others_bytes", "vram_bytes"),
-            ("vram_reserved_bytes", "vram_bytes"),
-            ("pinnable_bytes", "ram_bytes"),
-        )
-        for part, whole in parts:
+        parts = {"vram_others_bytes": "vram_bytes", "vram_reserved_bytes": "vram_bytes", "pinnable_bytes": "ram_bytes"}
+        for part, whole in parts.items():
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
             if part_bytes is not None and part_bytes > whole_bytes:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
@@ -204,20 +200,18 @@ def _check_values(record: Any, prefix: str) -> None:
             object.__setattr__(record, one.name, value := tuple(value))
         try:
             one.checked(name, value)
-            several = (
-                value.items() if isinstance(value, Mapping) else enumerate(value, 1) if type(value) is tuple else ()
-            )
-            for key, item in several:
+            texts = {1: value} if isinstance(value, str) else {}
+            items = dict(enumerate(value, 1)) if isinstance(value, tuple) else value
+            for key, item in (items if isinstance(items, Mapping) else texts).items():
                 keys = entry.metadata.get("keys", "")
                 if not (re.fullmatch(keys, key) if isinstance(key, str) else 0 < key < math.inf):
                     raise ProfileError(f"{name} has the key {key!r}, and each must be {keys or 'a number above 0'}")
-                if one.option is not None:
+                if not isinstance(item, str):
                     one.option.require_within(f"{name}[{key!r}]", item)
+                elif not (item.isprintable() and 0 < len(item.strip()) <= _LONGEST_TEXT):
+                    raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {item!r}")
         except OptionError as error:
             raise ProfileError(str(error)) from error
-        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
-            if isinstance(text, str) and not (text.isprintable() and 0 < len(text.strip()) <= _LONGEST_TEXT):
-                raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {text!r}")
 
 
 def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:

@@ -310,10 +310,8 @@ def measure_transfers(
                 tensors = transfer(tensors, source, target, buffers)
 
         with current_device(cards[0].device):
-            if rows.is_cuda:
-                seconds = _event_time_s(laps, budget_s=budget_s, spin_cycles=_SPIN_CYCLES)
-            else:
-                seconds = best_time_s(laps, budget_s=budget_s)
+            timed = partial(_event_time_s, spin_cycles=_SPIN_CYCLES) if rows.is_cuda else best_time_s
+            seconds = timed(laps, budget_s=budget_s)
         transfer_us[size_kib] = seconds / len(ring) * 1e6
     least, most = min(transfer_us), max(transfer_us)
     beyond_us = transfer_us[most] - transfer_us[least]

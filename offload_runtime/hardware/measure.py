@@ -186,18 +186,14 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
         found.miss(_LINK_KEYS, str(error))
         return gpu_bench.read_nvml(uuid)
 
-    def during_reading() -> tuple[float, float]:
-        by_threads = found.figures.get("host_by_threads")
-        if by_threads is None:
-            raise CannotMeasureError(found.missing["host_by_threads"])
-        best = max(by_threads, key=by_threads.__getitem__)
-        return gpu_bench.measure_during_copies(bench, reader, best, budget_s=budget_s)
-
+    by_threads = found.figures.get("host_by_threads", {1: 0.0})
+    best = max(by_threads, key=by_threads.__getitem__)
     both, sizes = ("link_by_copy_mib", "link_gbps"), effort.copy_sizes_mib
     found.take("link, to the device", both, bench.by_copy_mib, sizes, budget_s=budget_s / 2)
     found.take("link, back", "link_back_gbps", bench.back_gbps, budget_s=budget_s / 2)
     found.take("link, both ways", "link_both_gbps", bench.both_gbps, budget_s=budget_s)
-    found.take("link and memory", ("host_gbps_while_link_busy", "link_gbps_while_host_busy"), during_reading)
+    beside, both = gpu_bench.measure_during_copies, ("host_gbps_while_link_busy", "link_gbps_while_host_busy")
+    found.take("link and memory", both, beside, bench, reader, best, budget_s=budget_s)
     try:
         with gpu_bench.busy_link(bench):
             time.sleep(gpu_bench.WAKING_S)
@@ -232,42 +228,35 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
             lambda: gpu_bench.measure_transfers(*about, budget_s=budget_s, peers=False)[0],
         )  # fmt: skip
     if devices[0].type == "cuda":
-        numbers, these = [device.index for device in devices], ",".join(names)
+        numbers, these, keys = [device.index for device in devices], ",".join(names), (*_LINKS_KEYS, *_TRANSFER_KEYS)
         if not apart:
-            found.miss((*_LINKS_KEYS, *_TRANSFER_KEYS), f"{these} are logical cards of one GPU")
-        elif sorted(numbers) != [*range(len(numbers))]:
-            found.miss((*_LINKS_KEYS, *_TRANSFER_KEYS), f"a profile has them from cuda:0 on, and these are {these}")
-        else:  # in CUDA's order, by which they are looked up
-            order = sorted(range(len(numbers)), key=numbers.__getitem__)
-            ordered = {key: tuple(own.figures[key][one] for one in order) for key in _LINKS_KEYS if key in own.figures}
-            found.figures |= {key: own.figures[key] for key in _TRANSFER_KEYS if key in own.figures} | ordered
+            found.miss(keys, f"{these} are logical cards of one GPU")
+        elif numbers != [*range(len(numbers))]:
+            found.miss(keys, f"a profile has them from cuda:0 on, and these are {these}")
+        else:
+            found.figures |= {key: own.figures[key] for key in keys if key in own.figures}
     found.missing |= own.missing
     return CardsReport(names, peers, **own.figures)
 
 
 def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: bool) -> None:
     """How fast memory is locked, and how much of it can be."""
-
     nbytes = host_bench.sample_bytes(host, effort.host_bytes)
     found.take("pinning", "pin_gbps", host_bench.measure_pin_gbps, nbytes)
     judge = partial(host_bench.estimate_pinnable_bytes, sample_locked="pin_gbps" in found.figures)
     found.take("pinning all", "pinnable_bytes", host_bench.try_pinnable_bytes if full else judge, host)
 
 
-def _measure_disk(found: Findings, nbytes: int, file: Path | None, *, quick: bool) -> None:
-    """The disk, by the file that was named or by one of our own."""
-
-    def reading() -> float:
-        if file is not None:
-            return host_bench.measure_disk_gbps(file, most_bytes=4 * nbytes)
-        if quick:
-            raise CannotMeasureError("left out of --quick: name a file with --disk-file")
-        # Beside the models that were downloaded, where a large file may lie for a moment.
-        directory = user_directory("cache", holds="the file that the disk is measured by")
-        with host_bench.temporary_disk_file(directory, nbytes) as own:
-            return host_bench.measure_disk_gbps(own, most_bytes=nbytes)
-
-    found.take("disk", "disk_gbps", reading)
+def _disk_gbps(nbytes: int, file: Path | None, *, quick: bool) -> float:
+    """How fast the disk is read, by the file that was named or by one of our own."""
+    if file is not None:
+        return host_bench.measure_disk_gbps(file, most_bytes=4 * nbytes)
+    if quick:
+        raise CannotMeasureError("left out of --quick: name a file with --disk-file")
+    # Beside the models that were downloaded, where a large file may lie for a moment.
+    directory = user_directory("cache", holds="the file that the disk is measured by")
+    with host_bench.temporary_disk_file(directory, nbytes) as own:
+        return host_bench.measure_disk_gbps(own, most_bytes=nbytes)
 
 
 def measure_machine(
@@ -313,7 +302,7 @@ def measure_machine(
     if len(devices) > 1:
         with current_device(first):
             cards = _measure_cards(found, effort, devices)
-    _measure_disk(found, effort.host_bytes // 2, disk_file, quick=quick)
+    found.take("disk", "disk_gbps", _disk_gbps, effort.host_bytes // 2, disk_file, quick=quick)
     driver = f", driver {gpu.nvml.driver}" if gpu is not None and gpu.nvml.driver else ""
     how = "offload-runtime profile" + " --quick" * quick + " --full" * full
     source = f"measured on {date.today()} by {how}, torch {torch.__version__}{driver}"
@@ -334,7 +323,7 @@ def _choose_devices(name: str) -> tuple[list[torch.device], str]:
     try:
         if name == "auto":
             resolve_device("cuda")  # says what is missing, where `auto` would be the CPU
-        devices = resolve_devices(names)
+        devices = sorted(resolve_devices(names), key=lambda device: device.index)  # by which profiles have them
         kinds = sorted({torch.cuda.get_device_name(device) for device in devices})
         if len(kinds) > 1:
             these = " and ".join(kinds)
