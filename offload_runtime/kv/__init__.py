@@ -7,7 +7,6 @@ from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import (
     KV_RING_BUFFERS,
     BlockLocking,
-    HostBlocks,
     HostKVCard,
     kv_piece_bytes,
     ring_blocks,

@@ -122,7 +122,7 @@ class BlockCache:
         self, config: ModelConfig, *, capacity_tokens: int, batch: int, budgets: Sequence[DeviceBudget],
         owners: Sequence[int], pass_rows: int | None,
     ) -> None:  # fmt: skip
-        self._devices = [budget.device for budget in budgets]
+        self._devices, self._pass_rows = [budget.device for budget in budgets], pass_rows
         attentions = [layer.attention for layer in config.layers]
         self._num_blocks = [num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)) for one in attentions]
         windows = zip(config.layer_windows, self._num_blocks, strict=True)
@@ -153,6 +153,13 @@ class BlockCache:
         assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
+
+    def _attend_to(
+        self, kv: KVBlocks, q: torch.Tensor, rows: QueryRows, params: AttentionParams
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention to all that queries see, which lies in one place."""
+        assert self._pass_rows is None or q.shape[1] <= self._pass_rows, "more rows than windows have room for"
+        return attention(q, kv, rows, params)
 
     def keeps(self, slot: int, length: int) -> int:
         for window, blocks in self._windows:
@@ -244,7 +251,7 @@ class DeviceKVCache(BlockCache):
         return KVBlocks(self._of_layers[layer][self._rows])
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
-        return attention(q, self.store(layer), rows, params)
+        return self._attend_to(self.store(layer), q, rows, params)
 
     def end_prefill(self, slot: int, count: int) -> None:
         self.commit(slot, count)
@@ -294,23 +301,13 @@ class DeviceKVCache(BlockCache):
         pass
 
 
-def allocate_zeros(budget: DeviceBudget, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Room on the device for keys and values, and for what is kept about them.
-
-    Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        return budget.allocate(name, nbytes).view(dtype).view(shape).zero_()
-    except (RuntimeError, MemoryError) as error:
-        raise BudgetError(f"{name} of {format_bytes(nbytes)} was refused ({error}): lower --context") from error
-
-
 def allocate_layers(
     budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, dtype: torch.dtype,
     shapes: Mapping[int, tuple[int, ...]],
 ) -> tuple[dict[tuple[int, tuple[int, ...]], torch.Tensor], dict[int, torch.Tensor]]:  # fmt: skip
-    """The same for layers, each in the memory of its card.
+    """Room for keys and values of layers, and for what is kept about them, each in the memory of its card.
+
+    Zeros: a masked key still meets a zero weight, and 0 * NaN is NaN.
 
     Args:
         budgets: Ledgers of the cards.
@@ -327,8 +324,13 @@ def allocate_layers(
         alike.setdefault((owners[layer], shape), []).append(layer)
     stacks, of_layers = dict[tuple[int, tuple[int, ...]], torch.Tensor](), dict[int, torch.Tensor]()
     for (card, shape), layers in alike.items():
-        stacks[card, shape] = allocate_zeros(budgets[card], name, dtype, (len(layers), *shape))
-        of_layers.update(zip(layers, stacks[card, shape], strict=True))
+        nbytes = len(layers) * math.prod(shape) * dtype.itemsize
+        try:
+            stack = budgets[card].allocate(name, nbytes).view(dtype).view(len(layers), *shape).zero_()
+        except (RuntimeError, MemoryError) as error:
+            raise BudgetError(f"{name} of {format_bytes(nbytes)} was refused ({error}): lower --context") from error
+        stacks[card, shape] = stack
+        of_layers.update(zip(layers, stack, strict=True))
     return stacks, dict(sorted(of_layers.items()))
 
 

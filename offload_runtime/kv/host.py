@@ -20,7 +20,6 @@ from offload_runtime_kernels.attention import (
     AttentionState,
     QueryRows,
     attend_blocks,
-    attention,
     finish_attention,
 )
 from offload_runtime_kernels.gather_chunks import BlockTable
@@ -128,7 +127,7 @@ class HostKVCache(BlockCache):
         for number, card in enumerate(cards):
             nbytes = card.workspace_bytes if number in self._streaming_cards else 0
             workspace = card.budget.allocate(f"{name}: prefill workspace", nbytes)
-            self.borrow_workspace.append(partial(_first_bytes, workspace))
+            self.borrow_workspace.append(partial(torch.narrow, workspace, 0, 0))
         self._ring_from = [0] * batch  # first block that the rings hold
         self.writes = HostWrites([card.writeback for card in cards], batch)
         self._epoch = 0  # counts what makes earlier snapshots wrong
@@ -203,7 +202,7 @@ class HostKVCache(BlockCache):
         if layer in self._ring and running is None:
             return self._attend_window(layer, q, rows, params)
         kv = self.store(layer)
-        out = attention(q, kv, rows, params)
+        out = self._attend_to(kv, q, rows, params)
         if running is not None and running.write(rows.max_length, self._ring[layer][running.slot]):
             self._notify(layer, running.slot, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
@@ -250,7 +249,7 @@ class HostKVCache(BlockCache):
         self.writes.drain()  # the blocks behind `start` are read back
         for number in self._streaming_cards:
             largest = max(self.blocks.block_bytes[layer] for layer in self._ring if self._owners[layer] == number)
-            memory = self.borrow_workspace[number](num_blocks(total) * largest).zero_()  # as of `allocate_zeros`
+            memory = self.borrow_workspace[number](num_blocks(total) * largest).zero_()  # as of `allocate_layers`
             self._cards[number].prefill = HostPrefill(
                 slot, start, total, memory, blocks=self.blocks, piece_bytes=self._piece_bytes[number],
                 writeback=self.writes.engines[number],
@@ -419,7 +418,3 @@ class HostKVCache(BlockCache):
     def close(self) -> None:
         self.writes.close()
         self.blocks.close()
-
-
-def _first_bytes(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
-    return memory[:nbytes]

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -122,17 +123,10 @@ class HostBlocks:
         return bool(self._pageable)
 
     @property
-    def nbytes(self) -> int:
-        """Host memory that is held."""
-        return sum(arena.nbytes for arena in self._arenas())
-
-    @property
     def pinned_bytes(self) -> int:
-        """Of these, page-locked."""
-        return sum(arena.pinned_bytes for arena in self._arenas())
-
-    def _arenas(self) -> Iterator[HostArena]:
-        return (arena for extents in self._extents for extent in extents for arena in extent.arenas.values())
+        """Page-locked memory that is held."""
+        extents = chain(*self._extents)
+        return sum(arena.pinned_bytes for extent in extents for arena in extent.arenas.values())
 
     def num_blocks(self, slot: int) -> int:
         """Blocks that a sequence has room for."""
@@ -251,7 +245,7 @@ class HostBlocks:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._give_back([extent for extents in self._extents for extent in extents])
+        self._give_back([*chain(*self._extents)])
         for extents in self._extents:
             extents.clear()
 
