@@ -206,9 +206,9 @@ def _check_values(record: Any, prefix: str) -> None:
                 keys = entry.metadata.get("keys", "")
                 if not (re.fullmatch(keys, key) if isinstance(key, str) else 0 < key < math.inf):
                     raise ProfileError(f"{name} has the key {key!r}, and each must be {keys or 'a number above 0'}")
-                if not isinstance(item, str):
+                if one.option is not None and not isinstance(item, str):
                     one.option.require_within(f"{name}[{key!r}]", item)
-                elif not (item.isprintable() and 0 < len(item.strip()) <= _LONGEST_TEXT):
+                elif isinstance(item, str) and not (item.isprintable() and 0 < len(item.strip()) <= _LONGEST_TEXT):
                     raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {item!r}")
         except OptionError as error:
             raise ProfileError(str(error)) from error
