@@ -26,7 +26,7 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import StoredTensor
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
-from offload_runtime.weights.vocabulary import Vocabulary, tokenizer_vocabulary
+from offload_runtime.weights.tokenizer import Vocabulary, tokenizer_vocabulary
 
 # Buffers that old versions of transformers saved although they follow from the config, and the head where it is tied;
 # of GGUF files what scales the rotations, which is a part of the configuration.
@@ -208,7 +208,7 @@ def share_vocabulary(target: DescribedModel, draft: DescribedModel) -> SharedVoc
         return None
     of_target, of_draft = of_target.below(logits["target"]), of_draft.below(logits["draft"])
     theirs, ours = of_draft.tokens, of_target.tokens
-    common = of_target.ordinary.keys() & of_draft.ordinary.keys()
+    common = of_target.ordinary & of_draft.ordinary
     agreeing = sum(ours[index] == theirs[index] for index in common)
     most = max(len(of_target.ordinary), len(of_draft.ordinary))
     if (len(common) - agreeing) * _ONE_ODD_IN > len(common) or agreeing < max(1, most * _LEAST_SHARED):
@@ -225,8 +225,7 @@ def share_vocabulary(target: DescribedModel, draft: DescribedModel) -> SharedVoc
 def _difference(target: Vocabulary, draft: Vocabulary) -> str:
     """How many entries differ among those that are ordinary in one of the two, and the first of them."""
     ours, theirs = target.tokens, draft.tokens
-    ids = target.ordinary.keys() | draft.ordinary.keys()
-    different = [index for index in ids if ours.get(index) != theirs.get(index)]
+    different = [index for index in target.ordinary | draft.ordinary if ours.get(index) != theirs.get(index)]
     first = min(different)
     of_target, of_draft = (shown(one[first]) if first in one else "nothing" for one in (ours, theirs))
     return f"{len(different)} entries differ (id {first} is {of_target} in the target and {of_draft} in the draft)"

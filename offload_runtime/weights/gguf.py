@@ -32,8 +32,7 @@ from offload_runtime.weights.gguf_header import (
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
-from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, special_ids
-from offload_runtime.weights.vocabulary import gguf_vocabulary
+from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, gguf_vocabulary, special_ids
 
 # What makers want tokens to be sampled by, in the words of `generation_config.json`.
 _SAMPLING = {

@@ -42,8 +42,7 @@ from offload_runtime.weights.quantised import (
     refuse_unsaid,
 )
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
-from offload_runtime.weights.tokenizer import load_tokenizer
-from offload_runtime.weights.vocabulary import directory_vocabulary
+from offload_runtime.weights.tokenizer import directory_vocabulary, load_tokenizer
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # which towers for images call otherwise

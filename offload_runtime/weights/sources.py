@@ -23,7 +23,7 @@ from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.files import user_directory
 from offload_runtime.models.registry import language_settings, require_family
 from offload_runtime.weights.header import is_gguf, refuse_ollama, refuse_other_file, refuse_pieces
-from offload_runtime.weights.vocabulary import directory_vocabulary
+from offload_runtime.weights.tokenizer import directory_vocabulary
 
 # What reads weights is imported where it is needed: `refuse_early` does without torch.
 if TYPE_CHECKING:

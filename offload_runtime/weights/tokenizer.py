@@ -1,17 +1,21 @@
-"""Tokenizers: transformers' of a checkpoint directory, or built from the metadata of a GGUF file.
+"""Tokenizers, and what the token ids of a model mean: transformers' of a checkpoint directory, or from what a GGUF file
+says.
 
 A GGUF file has a vocabulary and the *name* of how text is cut before merging, `tokenizer.ggml.pre`. What the names mean
 is known to llama.cpp (`llama-vocab.cpp`), whose token ids these are. transformers takes 4 to 10 s for such a file, and
-cuts as GPT-2 where it does not know the name; this takes 0.3 s for 49,000 tokens and refuses the name.
+cuts as GPT-2 where it does not know the name; this takes 0.3 s for 49,000 tokens and refuses the name. Vocabularies are
+read from the files themselves, too: of a draft nothing else is needed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,61 @@ from typing import Any
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, shown
 from offload_runtime.weights.header import refuse_other_file
+
+# Of a GGUF file's types of tokens those that stand for text: normal ones, single bytes, and where nothing is said.
+_GGUF_ORDINARY = (0, 1, 6)
+# Names that fill up a vocabulary where nothing says that they do: [PAD151935], <unused7>, <|reserved_token_3|>.
+_FILLER = re.compile(r"(?i)[\[<]\|?_?(?:pad|unused|reserved|extra|dummy|placeholder|control|blank)[\w ]*\|?[\]>]")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens by id. `ordinary` are the ids of those that stand for pieces of text: not of control tokens, of others
+    that were added to a tokenizer, and of names that fill it up."""
+
+    tokens: Mapping[int, str]
+    ordinary: frozenset[int]
+
+    @classmethod
+    def of(cls, tokens: Iterable[tuple[int, str]], special: Mapping[int, str]) -> Vocabulary:
+        """Make that of all `tokens` of a model, and those of them, or besides them, that are `special`."""
+        found = {**dict(tokens), **special}
+        texts = frozenset(one for one, token in found.items() if one not in special and not _FILLER.fullmatch(token))
+        return cls(found, texts)
+
+    def below(self, size: int) -> Vocabulary:
+        """Return those that a model of so many logits can say: a tokenizer may know more."""
+        tokens = {index: token for index, token in self.tokens.items() if index < size}
+        return Vocabulary(tokens, self.ordinary & tokens.keys())
+
+
+def gguf_vocabulary(fields: Fields) -> Vocabulary | None:
+    """That of a GGUF file's metadata; None where it has none."""
+    tokens = list(enumerate(fields.items("tokenizer.ggml.tokens", str)))
+    types = fields.items("tokenizer.ggml.token_type", int)
+    special = {index: token for (index, token), kind in zip(tokens, types, strict=False) if kind not in _GGUF_ORDINARY}
+    return Vocabulary.of(tokens, special) if tokens else None
+
+
+def directory_vocabulary(directory: Path) -> Vocabulary | None:
+    """That of the `tokenizer.json` in a directory; None where there is none that has a vocabulary."""
+    try:
+        described = json.loads((directory / "tokenizer.json").read_bytes())
+        model, added = described["model"]["vocab"], described.get("added_tokens") or ()
+        pairs = enumerate(piece for piece, _ in model) if isinstance(model, list) else _swapped(model)
+        return Vocabulary.of(pairs, {int(one["id"]): str(one["content"]) for one in added})
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def tokenizer_vocabulary(tokenizer: Any) -> Vocabulary:
+    """That of one of transformers' tokenizers."""
+    return Vocabulary.of(_swapped(tokenizer.get_vocab()), dict(_swapped(tokenizer.get_added_vocab())))
+
+
+def _swapped(ids: Mapping[str, int]) -> Iterable[tuple[int, str]]:
+    return ((index, token) for token, index in ids.items())
+
 
 if sys.version_info >= (3, 11):
     import tomllib
