@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from offload_runtime_kernels.rope_store import Rotation
+from offload_runtime_kernels.kv_blocks import Rotation
 
 from offload_runtime.models.layers import Attention, DecoderLayer, Tensor
 from offload_runtime.options import require, require_positive

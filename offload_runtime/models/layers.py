@@ -14,10 +14,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, HeadNorm, KVBlocks, RopeRows, Rotation, rope_store
 from offload_runtime_kernels.linear import Activation
 from offload_runtime_kernels.rms_norm import rms_norm
-from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, Rotation, rope_store
 from offload_runtime_kernels.window_steps import StepRows
 
 

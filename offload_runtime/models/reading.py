@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from offload_runtime_kernels.kv_blocks import Rotation
 from offload_runtime_kernels.linear import Activation
-from offload_runtime_kernels.rope_store import Rotation
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import MOST, Fields, shown

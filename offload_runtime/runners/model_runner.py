@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
+from offload_runtime_kernels.kv_blocks import RopeRows
 from offload_runtime_kernels.rms_norm import rms_norm
-from offload_runtime_kernels.rope_store import RopeRows
 
 from offload_runtime.copy.queue import LayerStreamer
 from offload_runtime.core import Batch, BatchShape, TokenTree

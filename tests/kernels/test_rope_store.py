@@ -8,8 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
-from offload_runtime_kernels.rope_store import HeadNorm, RopeRows, Rotation, rope_store_reference, rope_store_triton
+from offload_runtime_kernels.kv_blocks import (
+    BLOCK_TOKENS,
+    HeadNorm,
+    KVBlocks,
+    RopeRows,
+    Rotation,
+    rope_store_reference,
+    rope_store_triton,
+)
 
 from tests.helpers.kernel_conditions import (
     KERNEL_DEVICE,

@@ -11,10 +11,16 @@ from functools import partial
 import torch
 from kernel_cases.case import DEVICE, HEAD_DIM, Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax_reference, gumbel_argmax_triton, noise_keys
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.kv_blocks import (
+    BLOCK_TOKENS,
+    KVBlocks,
+    RopeRows,
+    Rotation,
+    rope_store_reference,
+    rope_store_triton,
+)
 from offload_runtime_kernels.linear import gated_product_reference, gated_product_triton
 from offload_runtime_kernels.rms_norm import rms_norm_reference, rms_norm_triton
-from offload_runtime_kernels.rope_store import RopeRows, Rotation, rope_store_reference, rope_store_triton
 
 _ROWS = (1, 64, 512, 4096)
 
