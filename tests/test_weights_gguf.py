@@ -117,31 +117,6 @@ def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) 
         assert torch.equal(rows_of(destination, weights.views(destination.layer)), state[name].to(dtype)), name
 
 
-@pytest.mark.parametrize(
-    ("arch", "overrides"),
-    [
-        ("llama", {}),
-        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "tie_word_embeddings": True}),
-        ("qwen2", {"tie_word_embeddings": True}),
-        ("qwen3", {"head_dim": 32}),
-        ("smollm3", {}),
-    ],
-)
-def test_weights_are_those_of_the_transformers_model(tmp_path, arch, overrides):
-    model = build(arch, **overrides)
-    path = write(tmp_path / "m.gguf", arch, model)
-    assert_same_weights(path, model, torch.float32)
-    assert_same_weights(path, model, torch.bfloat16)
-    config, expected = open_checkpoint(tmp_path).config(), model.config
-    assert describe_model(tmp_path).config() == config
-    assert (open_checkpoint(tmp_path).hf_config.bos_token_id, config.eos_token_ids) == (1, (3,))
-    rotates = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers]
-    assert [layer.attention.rotation is not None for layer in config.layers] == rotates
-    assert config.ropes[0].parameters["rope_theta"] == expected.rope_parameters["rope_theta"]
-    assert config.tie_word_embeddings == expected.tie_word_embeddings
-    assert config.attention.eps == pytest.approx(expected.rms_norm_eps)
-
-
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16", "F16"])
 def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
     model = build("llama")
@@ -152,46 +127,6 @@ def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
                 rounded = gguf.dequantize(gguf.quantize(parameter.numpy(), quant), quant)
                 parameter.copy_(torch.from_numpy(rounded.copy()))
     assert_same_weights(write(tmp_path / "m.gguf", "llama", build("llama"), kind=kind), model, torch.bfloat16)
-
-
-def rotary_frequencies(hf_config) -> tuple[torch.Tensor, float]:
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_config)
-    return rotary.inv_freq, rotary.attention_scaling
-
-
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_rope_scaling_gives_the_frequencies_of_the_original(tmp_path, kind):
-    rope = {
-        "linear": {"rope_type": "linear", "factor": 4.0},
-        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                   "original_max_position_embeddings": 32},
-    }[kind]  # fmt: skip
-    model = build("llama", rope_parameters={**rope, "rope_theta": 1e4})
-    wanted, scaling = rotary_frequencies(model.config)
-    plain, _ = rotary_frequencies(build("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4}).config)
-
-    def add(writer: gguf.GGUFWriter) -> None:
-        if kind == "llama3":
-            return
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(4.0)
-        writer.add_rope_scaling_orig_ctx_len(32)
-
-    tensors = {"rope_freqs.weight": (plain / wanted).numpy()} if kind == "llama3" else {}
-    path = write(tmp_path / "m.gguf", "llama", model, extra=add, tensors=tensors)
-    assert describe_model(path).config() == open_checkpoint(path).config()
-    found, found_scaling = rotary_frequencies(open_checkpoint(path).hf_config)
-    torch.testing.assert_close(found, wanted)
-    assert not torch.allclose(found, plain)
-    assert found_scaling == pytest.approx(scaling)
-
-
-def test_sliding_window_of_a_mistral_model(tmp_path):
-    path = write(tmp_path / "m.gguf", "llama", build("llama"), extra=lambda w: w.add_sliding_window(17))
-    config = open_checkpoint(path).config()
-    assert config.architecture == "MistralForCausalLM" and config.layer_windows == (17,) * 5
-    assert describe_model(path).config() == config and describe_model(path).native_dtype == torch.bfloat16
 
 
 def test_end_of_turn_ids_end_an_answer_too(tmp_path):

@@ -37,7 +37,7 @@ def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
 
     All but Q8_0 have the head, or a tied embedding, in six bits. Q4_K_M has so values and down projections of half of
     the layers, too: of the first and last eighth and every third one between (`use_more_bits` of llama.cpp's
-    `llama-quant.cpp`); values of a 70B that are not have five.
+    `llama-quant.cpp`); values of a 70B that are not have five, and so have queries, keys and values in one matrix.
     """
     assert mix in MIXES
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -48,6 +48,8 @@ def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
         kind = mix.removesuffix("_M")
         if name == head and mix != "Q8_0":
             kind = "Q6_K"
+        elif mix == "Q4_K_M" and name.endswith("qkv_proj.weight"):
+            kind = "Q5_K"
         elif mix == "Q4_K_M" and name.endswith(("v_proj.weight", "down_proj.weight")):
             assert to.layer is not None
             if _more_bits(to.layer, config.num_layers):

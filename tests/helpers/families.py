@@ -43,6 +43,43 @@ def _any_width(draw: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return sizes | {"hidden_size": sizes["num_attention_heads"] * draw.choice((8, 12, 20))}
 
 
+def _scaled(draw: random.Random) -> dict[str, Any]:
+    """A rotation of any kind that all families have whose configurations say one for all layers."""
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    kinds: list[dict[str, Any]] = [
+        {"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "llama3", "factor": 8.0, **llama3},
+    ]  # fmt: skip
+    return {**draw.choice(kinds), "rope_theta": _theta(draw)}
+
+
+def _llama(draw: random.Random) -> Any:
+    biases = {name: draw.random() < 0.3 for name in ("attention_bias", "mlp_bias")}
+    return transformers.LlamaConfig(**_any_width(draw, _alike(draw)), **biases, rope_parameters=_scaled(draw))
+
+
+def _mistral(draw: random.Random) -> Any:
+    window = draw.choice((5, 40))
+    return transformers.MistralConfig(
+        **_any_width(draw, _alike(draw)), sliding_window=window, rope_parameters=_scaled(draw)
+    )
+
+
+def _qwen2(draw: random.Random) -> Any:
+    return transformers.Qwen2Config(**_plain_heads(_alike(draw)), rope_parameters=_scaled(draw))
+
+
+def _qwen3(draw: random.Random) -> Any:
+    return transformers.Qwen3Config(**_any_width(draw, _alike(draw)), rope_parameters=_scaled(draw))
+
+
+def _smollm3(draw: random.Random) -> Any:
+    return transformers.SmolLM3Config(
+        **_plain_heads(_alike(draw)), no_rope_layer_interval=4, rope_parameters=_scaled(draw)
+    )
+
+
 def _olmo2(draw: random.Random) -> Any:
     rope = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}))
     return transformers.Olmo2Config(
@@ -133,14 +170,19 @@ def _gemma4_text(draw: random.Random) -> Any:
 
 
 CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
-    "olmo2": _olmo2, "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text,
-    "gemma4_text": _gemma4_text, "glm4": _glm4, "phi3": _phi3, "ministral3": _ministral3,
+    "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "olmo2": _olmo2,
+    "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
+    "glm4": _glm4, "phi3": _phi3, "ministral3": _ministral3,
 }  # fmt: skip
 # llama.cpp's architectures of them.
 ARCHITECTURES = {
-    "olmo2": "olmo2", "olmo3": "olmo2", "granite": "granite", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "olmo2": "olmo2",
+    "olmo3": "olmo2", "granite": "granite", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "gemma4_text": "gemma4", "glm4": "glm4", "phi3": "phi3", "ministral3": "mistral3",
 }  # fmt: skip
+
+
+INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3")  # what llama.cpp rotates by neighbours
 
 
 def family_model(family: str, seed: int, **changes: Any) -> Any:
@@ -248,6 +290,10 @@ def write_family(
     writer.add_token_list(tokens)
     writer.add_eos_token_id(1)
     vectors = _metadata(writer, family, config)
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":  # whose parameters are not in a file, but by what each frequency is divided
+        plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+        vectors = {"rope_freqs.weight": (plain / model.model.rotary_emb.inv_freq).tolist()}
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
@@ -255,7 +301,7 @@ def write_family(
         values = parameter.detach().numpy()
         if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
             values = values + 1
-        if family in ("granite", "ministral3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if family in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         name += ".weight" if name.endswith("layer_scalar") else ""

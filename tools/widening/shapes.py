@@ -63,14 +63,13 @@ def check_architecture(config: ModelConfig) -> None:
     """Refuse a small model that is more than a plain Llama.
 
     Raises:
-        UnsupportedArchitectureError: Biases, head norms, sliding windows or layers without positions.
+        UnsupportedArchitectureError: Another family's layers, biases, sliding windows.
     """
     attention, mlp = config.attention, config.layers[0].mlp
     extras = {
+        "layers of their own": config.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"),
         "biases": attention.qkv_bias or attention.o_bias or mlp.bias,
-        "norms of queries and keys": attention.qk_norm,
         "sliding windows": any(window is not None for window in config.layer_windows),
-        "layers without rotary positions": not all(layer.attention.rotation for layer in config.layers),
     }
     found = [name for name, present in extras.items() if present]
     if found:
