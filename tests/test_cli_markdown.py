@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from offload_runtime.cli.markdown import MarkdownWriter, answer_writer
+from offload_runtime.cli.terminal import MarkdownWriter, answer_writer
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals as POSIX has them")
 HEIGHT, WIDTH = 12, 50

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -182,14 +182,9 @@ class ChatSession:
         self, start: Callable[..., TokenStream], text: str, *, stopped: str = "the message was not kept"
     ) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
-        from offload_runtime.cli.markdown import answer_writer  # and with it what reads markdown
-
         try:
-            if self.options.as_json:
-                result = stream_answer(start, text, self.options, show=None)
-            else:
-                with answer_writer() as show:
-                    result = stream_answer(start, text, self.options, show=show)
+            with nullcontext() if self.options.as_json else terminal.answer_writer() as show:
+                result = stream_answer(start, text, self.options, show=show)
         except KeyboardInterrupt:
             terminal.status_line(f"stopped before the answer began; {stopped}")
             return False

@@ -4,7 +4,8 @@ for planning; `offload-runtime verify` proves that speculation changes nothing o
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import ProfileOptions, VerifyOptions, refuse_early
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
-from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
+from offload_runtime.hardware import check_name, load_profile, profile_to_mapping, profile_toml, save_profile
 from offload_runtime.options import require
 from offload_runtime.sizes import format_bytes
 
@@ -220,8 +221,6 @@ def verify(options: VerifyOptions) -> None:
 
 def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
     """Return the same target on the first card of several alone: with its memory and as many layers as fit."""
-    from offload_runtime.hardware import load_profile
-
     limits, machine = config.vram, config.emulate
     if machine is not None:
         machine = replace(load_profile(machine), gpus=1)
@@ -267,16 +266,11 @@ def identity_table(runs: Sequence[IdentityRun]) -> Table:
     for (proposer, setting), members in sorted(groups.items(), key=lambda group: group[0][0]):
         tokens, passes = sum(run.tokens for run in members), sum(run.passes for run in members)
         per_pass = (tokens - len(members)) / passes if passes else 0.0
-        table.add_row(proposer, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", _verdicts(members))
+        counts = Counter(run.finding.verdict for run in members)
+        found = [f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in ("defect", "near-tie") if counts[name]]
+        verdict = ", ".join(found) or "identical"
+        table.add_row(proposer, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", verdict)
     return table
-
-
-def _verdicts(runs: Iterable[IdentityRun]) -> str:
-    """Return `identical`, or how many runs are not."""
-    verdicts = [run.finding.verdict for run in runs]
-    counts = [(verdicts.count(name), name) for name in ("defect", "near-tie")]
-    found = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
-    return ", ".join(found) or "identical"
 
 
 def fit_table(fits: Sequence[Fit], level: float) -> Table:
