@@ -15,8 +15,9 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -92,11 +93,6 @@ _BETWEEN_S = 0.015
 # --- the machine
 
 
-def _flops(machine: MachineProfile, model: ModelPlan) -> float:
-    """Operations per second of the model's products."""
-    return machine.flops(DTYPE_NAMES[model.dtype])
-
-
 def _hbm(machine: MachineProfile) -> float:
     """Bytes per second that kernels read."""
     assert machine.hbm_gbps is not None
@@ -138,7 +134,9 @@ def transfers_s(plan: RunPlan, machine: MachineProfile, *, rows: int) -> float:
     target, gbps = plan.target, machine.transfer_gbps or machine.link_gbps
     assert gbps is not None
     nbytes = rows * target.config.hidden_size * target.dtype.itemsize
-    return target.num_transfers * ((machine.transfer_us or _TRANSFER_US) * 1e-6 + nbytes / (gbps * GB))
+    owners = [0, *target.owners, 0]  # from the embedding on the first card through the layers to the head
+    num_transfers = sum(one != other for one, other in pairwise(owners)) if plan.num_cards > 1 else 0
+    return num_transfers * ((machine.transfer_us or _TRANSFER_US) * 1e-6 + nbytes / (gbps * GB))
 
 
 def _links_s(machine: MachineProfile, nbytes: int, busiest_s: float) -> float:
@@ -154,8 +152,8 @@ def _links_s(machine: MachineProfile, nbytes: int, busiest_s: float) -> float:
 class PassTime:
     """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
 
-    `compute_s` sums over the layers the longer of HBM and arithmetic, with `transfer_s` in which rows cross from card
-    to card. `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card
+    `compute_s` sums over the layers the longer of HBM and arithmetic, with the time in which rows cross from card to
+    card. `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card
     of several, keys and values come that its ring has no room for, while the others' rings may be full. `weight_bytes`
     and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
     """
@@ -171,7 +169,6 @@ class PassTime:
     staging_s: float
     lookahead_s: float
     exposed_s: float = 0.0
-    transfer_s: float = 0.0
 
     @property
     def bytes_streamed(self) -> int:
@@ -226,7 +223,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
         work = _work(layer, rows, length_tokens + rows)
         operations = batch * work.attention_operations * _filled_up(layer.attention, rows)
         kv_s = batch * work.kv_elements * target.dtype.itemsize / _hbm(machine)
-        stages.append((count, kv_s, operations / (_WINDOW_ATTENTION_SHARE * _flops(machine, target))))
+        stages.append((count, kv_s, operations / (_WINDOW_ATTENTION_SHARE * machine.flops(DTYPE_NAMES[target.dtype]))))
     layers = len(target.layers)
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
@@ -255,7 +252,7 @@ def _pass_of_cards(plan: RunPlan, machine: MachineProfile, *, length_tokens: int
     copies_s = max(links_s, sums["staging_s"])
     return PassTime(
         **sums, link_s=max(links_s, sum(card.exposed_s for card in cards)),
-        compute_s=sum(card.compute_s for card in cards) + transfer_s, transfer_s=transfer_s,
+        compute_s=sum(card.compute_s for card in cards) + transfer_s,
         # What delays no card's copies: of one that has less to copy, also what it waits for the others.
         lookahead_s=min(card.lookahead_s + copies_s - card.copies_s for card in cards),
     )  # fmt: skip
@@ -271,7 +268,11 @@ def _matrix_stages(
         decode in registers takes as long as reading what is stored, or as decoding it. And how many kernels decode
         matrices into memory.
     """
-    slices, element_s, hbm = -(-height // _SLICE_ROWS), 2 * height / _flops(machine, model), _hbm(machine)
+    slices, element_s, hbm = (
+        -(-height // _SLICE_ROWS),
+        2 * height / machine.flops(DTYPE_NAMES[model.dtype]),
+        _hbm(machine),
+    )
     in_registers = height <= MOST_ROWS and not plan.on_cpu
     stages, decodings = list[tuple[int, float, float]](), 0
     for block, count in model.layout.multiplied(model.layers, head=model.has_head):
@@ -387,19 +388,13 @@ def tree_nodes(plan: RunPlan) -> int:
 
 def gamma(plan: RunPlan) -> int:
     """Tokens proposed for a pass in a row, at most what the context has room for."""
-    request = plan.request
+    request, who = plan.request, "n-grams" if plan.draft is None else "draft"
     if plan.proposer == "none" and not plan.has_verifier:
         return 0
-    if request.gamma is not None:
-        chosen = request.gamma
-    elif tree_nodes(plan):
-        chosen = request.max_gamma
-    elif plan.on_cpu:
-        chosen = _DEFAULT_GAMMA["cpu"]
-    elif plan.has_verifier:
-        chosen = _DEFAULT_GAMMA["triforce, streamed" if plan.target.on_host else "triforce"]
-    else:
-        chosen = _DEFAULT_GAMMA["n-grams" if plan.draft is None else "draft"]
+    if plan.has_verifier:
+        who = "triforce, streamed" if plan.target.on_host else "triforce"
+    usual = _DEFAULT_GAMMA["cpu" if plan.on_cpu else who]
+    chosen = request.gamma or (request.max_gamma if tree_nodes(plan) else usual)
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
 
 
@@ -432,7 +427,8 @@ def predicted_step_s(
     plan: RunPlan, machine: MachineProfile, budget: DraftBudget, num_sequences: int, length_tokens: int
 ) -> float:
     """Seconds of a step of so many sequences of `length_tokens` each, to each of which so much is proposed."""
-    plan, rows = plan.of_batch(num_sequences), 1 + budget.size
+    draft, rows = plan.draft and replace(plan.draft, batch=num_sequences), 1 + budget.size
+    plan = replace(plan, target=replace(plan.target, batch=num_sequences), draft=draft)
     length_tokens = max(0, min(length_tokens, plan.target.context_tokens - rows))
     verify = pass_time(plan, machine, length_tokens=length_tokens, rows=rows)
     nodes = budget.size if budget.mode == "tree" else 0
@@ -528,7 +524,7 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
             count * (one.product_operations + one.attention_operations / _PREFILL_ATTENTION_SHARE)
             for one, count in work
         )
-        each_s = batch * moved_bytes / _hbm(machine), batch * operations / _flops(machine, own)
+        each_s = batch * moved_bytes / _hbm(machine), batch * operations / machine.flops(DTYPE_NAMES[own.dtype])
         hbm_s, arithmetic_s, compute_s = hbm_s + each_s[0], arithmetic_s + each_s[1], compute_s + max(each_s)
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)

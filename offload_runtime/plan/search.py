@@ -87,13 +87,11 @@ def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, mac
         try:
             plans.append(planned(count))
         except OffloadError as error:
-            if count == 1 and not isinstance(error, BudgetError):
-                raise
             refused.append(error)
         if plans and not plans[-1].streamed_bytes:
             break
     if not plans:
-        raise refused[-1]
+        raise next((error for error in refused if not isinstance(error, BudgetError)), refused[-1])
     return max(plans, key=lambda plan: (-plan.short_of_host_bytes, tok_per_s(plan, machine)))
 
 
@@ -105,9 +103,9 @@ def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLim
     plan = _fastest_plan(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
-    while request.context is None and plan.target.on_host and plan.short_of_host_bytes:
+    while request.context is None and plan.target.kv_layers_on_host and plan.short_of_host_bytes:
         target = plan.target
-        fewer = -(-plan.short_of_host_bytes // (target.batch * target.kv_bytes_of(target.kv_layers_on_host, 1)))
+        fewer = -(-plan.short_of_host_bytes // (target.batch * target.kv_bytes_of(target.full_layers, 1)))
         shorter = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
         if shorter < LEAST_CONTEXT_TOKENS:
             break
@@ -280,14 +278,13 @@ def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
     return Placement(layers, _some(layers, resident), num_buffers, kv_ring_buffers=placement.kv_ring_buffers)
 
 
-def _place(plan: RunPlan, most_kv_layers: int, asked: int | None, *, evenly: bool = True) -> RunPlan:
+def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
     """The layers that a card has, those of `asked` on the device or else as many as fit, so that a pass brings little.
 
     Args:
         plan: Of the card.
         most_kv_layers: Most layers whose keys and values stay on the card where the cache is on the host.
         asked: Resident layers that were asked for.
-        evenly: Whether these are spread, or the first ones.
 
     Raises:
         BudgetError: Not even a ring of two buffers fits, or the asked resident layers do not.
@@ -296,7 +293,7 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None, *, evenly: boo
     if limit_bytes is None:  # all keys and values stay on the host, as asked
         resident = len(placement.layers) if asked is None else asked
         return plan.with_placements(_evenly(placement, resident, _RING_BUFFERS))
-    left_bytes = limit_bytes - plan.fixed_bytes
+    left_bytes = limit_bytes - sizes.total(plan.needed) + target.held_bytes(placement)
     smallest = min(map(target.layout.layer_bytes.__getitem__, target.layers))
     most = min(len(target.layers), max(0, left_bytes) // smallest)
     counts = range(most, -1, -1) if asked is None else (asked,)
@@ -330,7 +327,7 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None, *, evenly: boo
     counts = range(resident, -1, -1) if asked is None and not plan.has_verifier else (resident,)
     shares = [first, *(_evenly(placement, count, _RING_BUFFERS) for count in counts)]
     best = max(shares, key=lambda one: target.bytes_of_layers(one.resident_layers) + kept(one) * brought_bytes)
-    return plan.with_placements(replace(best, resident_kv_layers=_some(layers, kept(best), evenly=evenly)))
+    return plan.with_placements(replace(best, resident_kv_layers=_some(layers, kept(best))))
 
 
 def _some(layers: Sequence[int], count: int, *, evenly: bool = True) -> tuple[int, ...]:
@@ -373,16 +370,16 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
     """Layers placed on each card, which streams keys and values of so many of them at least. Their ring is the one with
     which the links of all cards are busy, where it fits."""
     asked, counts, cards, loads = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
-    evenly, short = len({*counts}) == 1, None  # behind the first ones all stream in turn, however many each keeps
+    short = None
     for number, card in enumerate(plan.with_placements(*map(sizes.all_resident, dealt)).cards):
-        begin, end = (sum(counts[:cards]) * (asked or 0) // sum(counts) for cards in (number, number + 1))
+        begin, end = (sum(counts[:count]) * (asked or 0) // sum(counts) for count in (number, number + 1))
         share = None if asked is None else end - begin  # in proportion
         rings = [card.target, card.target.with_overlapped_kv_ring(len(dealt))] if card.target.on_host else [card.target]
         placed, refused = list[RunPlan](), list[ShortageError]()
         for target in rings:
             try:
-                most = max(0, counts[number] - streamed_kv_layers)
-                placed.append(_place(replace(card, target=target), most, share, evenly=evenly))
+                most = max(0, len(target.full_layers) - streamed_kv_layers)
+                placed.append(_place(replace(card, target=target), most, share))
             except ShortageError as error:
                 refused.append(error)
         cards.append(min(placed, key=lambda one: _copied_bytes(one, len(dealt)), default=card))
@@ -441,7 +438,14 @@ def _deal(plan: RunPlan) -> RunPlan:
     streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
     if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
         best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=_waiting_bytes)
-    return plan.with_placements(*(card.placement for card in best.cards))
+    # If all cards keep as many layers of keys and values these are spread; else the first ones, behind which all cards
+    # stream in turn: two streaming layers of one card in a row leave the link of the other idle, 1.05 in place of
+    # 0.92 s a pass of a 7B with 120K tokens.
+    kept = [(card.target.full_layers, len(card.placement.resident_kv_layers)) for card in best.cards]
+    evenly = len({(len(layers), count) for layers, count in kept}) == 1
+    chosen = [_some(layers, count, evenly=evenly) for layers, count in kept]
+    pairs = zip(best.cards, chosen, strict=True)
+    return plan.with_placements(*(replace(card.placement, resident_kv_layers=layers) for card, layers in pairs))
 
 
 # --- staged, where the system does not lock all that a run streams from

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -180,12 +180,6 @@ class ModelPlan:
             return (self,)
         return tuple(replace(self, placements=(one,), card=card) for card, one in enumerate(self.placements))
 
-    @cached_property
-    def num_transfers(self) -> int:
-        """Transfers of a pass from card to card, from the embedding on the first through the layers to the head."""
-        owners = [0, *(self.owners if len(self.placements) > 1 else ()), 0]  # of one card, often asked for, none
-        return sum(one != other for one, other in pairwise(owners))
-
     @property
     def has_head(self) -> bool:
         """Whether logits are made here, as on the first of several cards."""
@@ -300,8 +294,7 @@ class ModelPlan:
     def with_overlapped_kv_ring(self, num_cards: int) -> ModelPlan:
         """The same, of one card, with a ring of keys and values with which the links of all cards are busy at once. A
         card brings those of its next layer while the others attend, one after the other, to what their links bring; of
-        n cards each needs room for (n - 1) / n of a layer, and for the piece that it attends to and one that arrives:
-        1.05 in place of 0.92 s a pass of a 7B with 120K tokens on two cards otherwise."""
+        n cards each needs room for (n - 1) / n of a layer, the piece that it attends to and one that arrives."""
         least = kv.KV_RING_BUFFERS + 1
         ring = replace(self, placements=(replace(self.placement, kv_ring_buffers=least),))
         largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
@@ -460,17 +453,12 @@ class RunPlan:
         """Whether device memory is the host's."""
         return self.request.device_type == "cpu"
 
-    def of_batch(self, sequences: int) -> RunPlan:
-        """The same for another number of sequences."""
-        draft = None if self.draft is None else replace(self.draft, batch=sequences)
-        return replace(self, target=replace(self.target, batch=sequences), draft=draft)
-
     # --- of the device
 
     @cached_property
     def device(self) -> Parts:
         """Device memory, part by part."""
-        return merged((*self._needed, MemoryPart("CUDA graphs of passes", self.captured_bytes)))
+        return merged((*self.needed, MemoryPart("CUDA graphs of passes", self.captured_bytes)))
 
     @cached_property
     def captured_bytes(self) -> int:
@@ -482,13 +470,13 @@ class RunPlan:
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
         nbytes, limit_bytes = captured_pass_bytes(target.config, target.dtype.itemsize), self.limits.device_bytes
-        return nbytes if limit_bytes is None or total(self._needed) + nbytes <= limit_bytes else 0
+        return nbytes if limit_bytes is None or total(self.needed) + nbytes <= limit_bytes else 0
 
     @cached_property
-    def _needed(self) -> Parts:
+    def needed(self) -> Parts:
         """Device memory of what there must be."""
         if self.num_cards > 1:
-            return merged(chain(*(card._needed for card in self.cards)))
+            return merged(chain(*(card.needed for card in self.cards)))
         target, draft, placement = self.target, self.draft, self.placement
         return (
             MemoryPart("CUDA context", self.limits.cards[0].reserved_bytes),
@@ -513,11 +501,6 @@ class RunPlan:
     def models(self) -> list[ModelPlan]:
         """The target, and the draft if there is one here."""
         return [model for model in (self.target, self.draft) if model is not None]
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Of what there must be on a card, everything but the target's layers of weights."""
-        return total(self._needed) - self.target.held_bytes(self.placement)
 
     @property
     def workspace_bytes(self) -> int:
