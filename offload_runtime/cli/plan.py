@@ -340,7 +340,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         **({"cards": cards} if plan.num_cards > 1 else {}),
         "host_memory": {
             "peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes,
-            "parts": [asdict(part) for part in plan.host], "loading_parts": [asdict(part) for part in plan.loading],
+            "loading_bytes": sum(part.nbytes for part in plan.loading), "parts": [asdict(part) for part in plan.host],
         },
         "stored_bytes": plan.target.layout.bytes_by_kind,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_buffers": placement.num_buffers},

@@ -46,8 +46,9 @@ from offload_runtime.memory import (
 )
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
+from offload_runtime.plan.model import total
 from offload_runtime.plan.request import DTYPE_NAMES
-from offload_runtime.plan.sizes import PROCESS_BYTES, total
+from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller

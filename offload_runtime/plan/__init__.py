@@ -8,6 +8,7 @@ caches and runners say how large they are; this room reads no weights, and knows
 
 from offload_runtime.memory import memory_name
 from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time
+from offload_runtime.plan.model import MemoryPart, ModelPlan, Placement
 from offload_runtime.plan.report import (
     Change,
     Refusal,
@@ -31,4 +32,4 @@ from offload_runtime.plan.search import (
     plan_run,
     with_staging_rings,
 )
-from offload_runtime.plan.sizes import MemoryPart, ModelPlan, Placement, RunPlan
+from offload_runtime.plan.sizes import RunPlan

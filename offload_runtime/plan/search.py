@@ -22,10 +22,11 @@ from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.options import require
-from offload_runtime.plan import sizes
+from offload_runtime.plan import model
 from offload_runtime.plan.cost import tok_per_s
+from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.request import TREE_ROOMS, MemoryLimits, ShortageError, limits_of
-from offload_runtime.plan.sizes import ModelPlan, Placement, RunPlan
+from offload_runtime.plan.sizes import RunPlan, make_plan
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.weights import DescribedModel
 
@@ -68,8 +69,8 @@ def check_host_memory(plan: RunPlan) -> None:
     """Refuse a plan that takes more host memory than there may be, this process included. Raises `BudgetError`."""
     limits, missing_bytes = plan.limits, plan.short_of_host_bytes
     if missing_bytes:
-        loaded = sizes.total(plan.host) > sizes.total(plan.loading)
-        parts = sizes.listed(plan.host) if loaded else f"{sizes.listed(plan.loading)}, while weights are read"
+        loaded = model.total(plan.host) > model.total(plan.loading)
+        parts = model.listed(plan.host) if loaded else f"{model.listed(plan.loading)}, while weights are read"
         allowed, missing = format_bytes(limits.ram_bytes), format_bytes_up(missing_bytes)
         message = f"{limits.ram_name} of {allowed} is too small by {missing} ({parts})"
         raise ShortageError(message, "host memory", missing_bytes)
@@ -138,7 +139,7 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
     found, refused, obstacle = list[RunPlan](), list[OffloadError](), ""
     for stored, nodes in product(_storing(request), _tree_rooms(request)):
         try:
-            ways = _ways(sizes.make_plan(stored, limits, tree_nodes=nodes))
+            ways = _ways(make_plan(stored, limits, tree_nodes=nodes))
         except OptionError as error:
             refused.append(error)
             continue
@@ -293,7 +294,7 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
     if limit_bytes is None:  # all keys and values stay on the host, as asked
         resident = len(placement.layers) if asked is None else asked
         return plan.with_placements(_evenly(placement, resident, _RING_BUFFERS))
-    left_bytes = limit_bytes - sizes.total(plan.needed) + target.held_bytes(placement)
+    left_bytes = limit_bytes - model.total(plan.needed) + target.held_bytes(placement)
     smallest = min(map(target.layout.layer_bytes.__getitem__, target.layers))
     most = min(len(target.layers), max(0, left_bytes) // smallest)
     counts = range(most, -1, -1) if asked is None else (asked,)
@@ -304,7 +305,7 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
         missing_bytes = least.device_bytes - limit_bytes
         allowed, missing = format_bytes(limit_bytes), format_bytes(missing_bytes)
         why = f"the allowed {plan.limits.device_name} of {allowed} is too small by {missing}"
-        needed = f"{format_bytes_up(least.device_bytes)} is the least ({sizes.listed(least.device)})"
+        needed = f"{format_bytes_up(least.device_bytes)} is the least ({model.listed(least.device)})"
         raise ShortageError(f"{why}: {needed}", "device memory", missing_bytes)
     if not target.on_host:
         return plan.with_placements(first)
@@ -371,7 +372,7 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
     which the links of all cards are busy, where it fits."""
     asked, counts, cards, loads = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
     short = None
-    for number, card in enumerate(plan.with_placements(*map(sizes.all_resident, dealt)).cards):
+    for number, card in enumerate(plan.with_placements(*map(model.all_resident, dealt)).cards):
         begin, end = (sum(counts[:count]) * (asked or 0) // sum(counts) for count in (number, number + 1))
         share = None if asked is None else end - begin  # in proportion
         rings = [card.target, card.target.with_overlapped_kv_ring(len(dealt))] if card.target.on_host else [card.target]
@@ -391,7 +392,7 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
 
 def _waiting_bytes(deal: _Deal) -> tuple[int, float]:
     """The memory that is short, and the longest copies with what their card waits for, over the first card's link."""
-    unmatched = sizes.unmatched_kv_bytes([card.target for card in deal.cards], deal.cards[0].target.context_tokens - 1)
+    unmatched = model.unmatched_kv_bytes([card.target for card in deal.cards], deal.cards[0].target.context_tokens - 1)
     each = zip(deal.cards, deal.loads, unmatched, strict=True)
     return max((short, copies + n / card.limits.cards[0].link_ratio) for card, (short, copies), n in each)
 
@@ -481,7 +482,7 @@ def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     memory or, at least, two pieces each."""
     streamed, on_host = target.placement.streamed_layers, target.kv_layers_on_host
     largest = max(target.layer_bytes if streamed else 0, target.kv_piece_bytes if on_host else 0)
-    d2h = sizes.NO_RING
+    d2h = model.NO_RING
     if on_host:
         # A prompt's blocks are written as they become full, piece by piece of the prompt.
         written_tokens = -(-target.chunk_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -507,7 +508,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     """
     placement, streamed, kv_layers = target.placement, target.placement.streamed_layers, target.kv_layers_on_host
     if limit_bytes is None or _streamed_from_bytes(target) <= limit_bytes:
-        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=sizes.NO_RING, d2h_ring=sizes.NO_RING)
+        return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=model.NO_RING, d2h_ring=model.NO_RING)
     least = with_staging_rings(target, 0)
     if least.ring_bytes > limit_bytes:
         raise _cannot_stage([least], limit_bytes, name)
@@ -532,13 +533,13 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
 def _cannot_stage(least: Iterable[Placement], limit_bytes: int, name: str, transfer_bytes: int = 0) -> ShortageError:
     """That not even the least rings of some cards can be page-locked, beside what rows pass through."""
     rings = [(one.h2d_ring.nbytes, one.d2h_ring.nbytes) for one in least]
-    parts = sizes.merged(
+    parts = model.merged(
         [
-            sizes.MemoryPart("a ring to stage layers through", sum(h2d for h2d, _ in rings)),
-            sizes.MemoryPart("rows between cards", transfer_bytes),
-            sizes.MemoryPart("pieces to write the KV cache through", sum(d2h for _, d2h in rings)),
+            model.MemoryPart("a ring to stage layers through", sum(h2d for h2d, _ in rings)),
+            model.MemoryPart("rows between cards", transfer_bytes),
+            model.MemoryPart("pieces to write the KV cache through", sum(d2h for _, d2h in rings)),
         ]
     )
-    missing_bytes = sizes.total(parts) - limit_bytes
+    missing_bytes = model.total(parts) - limit_bytes
     why = f"page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(missing_bytes)}"
-    return ShortageError(f"{name} {why} ({sizes.listed(parts)})", "page-locked memory", missing_bytes)
+    return ShortageError(f"{name} {why} ({model.listed(parts)})", "page-locked memory", missing_bytes)

@@ -1,0 +1,381 @@
+"""One model of a run before it is loaded: where its layers are, and what of it takes how many bytes.
+
+Who allocates a tensor says how large it is (`models`, `kv`, `runners`, `weights`); here it is only added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+import torch
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
+
+from offload_runtime import kv
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.copy import RingShape
+from offload_runtime.kv.device import streaming_capacity_tokens
+from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
+from offload_runtime.memory import PAGE_BYTES
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.runners import tree_positions
+from offload_runtime.runners.graphs import MOST_DEPTH
+from offload_runtime.runners.model_runner import workspace_bytes
+from offload_runtime.sampling import MOST_FILTERED_ROWS
+from offload_runtime.sizes import format_bytes
+from offload_runtime.speculation import MOST_LEVELS
+from offload_runtime.weights import ModelLayout
+
+# Where nothing is staged.
+NO_RING = RingShape(0, 0)
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Bytes of one thing; `pinned` where they must be page-locked."""
+
+    name: str
+    nbytes: int
+    pinned: bool = False
+
+
+Parts = tuple[MemoryPart, ...]
+
+
+def listed(parts: Iterable[MemoryPart]) -> str:
+    """The names and sizes of parts, for people."""
+    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
+
+
+def total(parts: Iterable[MemoryPart]) -> int:
+    """The bytes of parts together."""
+    return sum(part.nbytes for part in parts)
+
+
+def merged(parts: Iterable[MemoryPart]) -> Parts:
+    """Parts of several cards, those of one name as one; without those that are nothing."""
+    found: dict[str, MemoryPart] = {}
+    for part in parts:
+        before = found.get(part.name)
+        found[part.name] = part if before is None else replace(part, nbytes=before.nbytes + part.nbytes)
+    return tuple(part for part in found.values() if part.nbytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the layers of a model are that one card has, or all of them: which stay on the device, and how many buffers
+    the others pass through.
+
+    `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
+    on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which passes
+    through `kv_ring_buffers`, and crosses the `d2h_ring` on its way there (of no pieces where nothing goes there).
+    """
+
+    layers: tuple[int, ...]
+    resident_layers: tuple[int, ...]
+    num_buffers: int = 0
+    staged_layers: tuple[int, ...] = ()
+    resident_kv_layers: tuple[int, ...] = ()
+    staged_kv_layers: tuple[int, ...] = ()
+    kv_ring_buffers: int = kv.KV_RING_BUFFERS
+    h2d_ring: RingShape = NO_RING
+    d2h_ring: RingShape = NO_RING
+
+    @property
+    def ring_bytes(self) -> int:
+        """Page-locked memory that staging takes."""
+        return self.h2d_ring.nbytes + self.d2h_ring.nbytes
+
+    @cached_property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers whose weights cross the link in every pass."""
+        return tuple(sorted({*self.layers} - {*self.resident_layers}))
+
+
+def all_resident(layers: Iterable[int]) -> Placement:
+    """Every one of some layers on the device, nothing streamed."""
+    return Placement(tuple(layers), tuple(layers))
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model of a run, before it is loaded. `layout` is how its weights lie in memory, and its layers are dealt out
+    to as many cards as there are `placements`. What one of several cards has of it is such a plan, too, of fewer
+    layers: `card` is its number, and the first one has what is not of any layer.
+
+    `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
+    draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
+    reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks.
+    """
+
+    config: ModelConfig
+    layout: ModelLayout
+    chunk_tokens: int  # pieces that a prompt is worked on in
+    context_tokens: int
+    window_tokens: int
+    batch: int
+    placements: tuple[Placement, ...]
+    options: SpeculationOptions
+    cache: str = "full"
+    borrows: bool = False
+    tree_nodes: int = 0  # most nodes of the trees that a draft grows
+    step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
+    card: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.layout.dtype
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where all of its layers are. Buffers of layers are those of all cards; other rings are as large as the
+        largest."""
+        cards = self.placements
+        if len(cards) == 1:
+            return cards[0]
+        names = ("layers", "resident_layers", "staged_layers", "resident_kv_layers", "staged_kv_layers")
+        layers = {name: tuple(sorted(chain(*(getattr(one, name) for one in cards)))) for name in names}
+        return Placement(
+            **layers, num_buffers=sum(one.num_buffers for one in cards),
+            kv_ring_buffers=max(one.kv_ring_buffers for one in cards),
+            h2d_ring=max((one.h2d_ring for one in cards), key=lambda ring: ring.nbytes),
+            d2h_ring=max((one.d2h_ring for one in cards), key=lambda ring: ring.nbytes),
+        )  # fmt: skip
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that it is about, all or those of a card."""
+        return self.placement.layers
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The card of each layer of the model, by its number."""
+        found = {layer: card for card, placement in enumerate(self.placements) for layer in placement.layers}
+        return tuple(found.get(layer, 0) for layer in range(self.config.num_layers))
+
+    @cached_property
+    def cards(self) -> tuple[ModelPlan, ...]:
+        """What each card has of it."""
+        if len(self.placements) == 1:
+            return (self,)
+        return tuple(replace(self, placements=(one,), card=card) for card, one in enumerate(self.placements))
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits are made here, as on the first of several cards."""
+        return self.card == 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the KV cache lives in host memory."""
+        return self.cache == "host"
+
+    @property
+    def tree_positions(self) -> int:
+        """Of a draft that grows trees: places for what may become part of a sequence."""
+        return tree_positions(self.tree_nodes) if self.tree_nodes else 0
+
+    # --- weights
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """The largest packed layer, which a buffer of the ring holds."""
+        return max(map(self.layout.layer_bytes.__getitem__, self.layers))
+
+    def bytes_of_layers(self, layers: Iterable[int]) -> int:
+        """Some packed layers."""
+        return sum(map(self.layout.layer_bytes.__getitem__, layers))
+
+    def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
+        """Some packed layers in host memory, which is given out in whole pages."""
+        return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+
+    def scratch_bytes(self, device_type: str) -> int:
+        """The largest matrix that is decoded before a product."""
+        return self.layout.scratch_bytes(device_type, self.layers, head=self.has_head)
+
+    def held_bytes(self, placement: Placement) -> int:
+        """What a placement takes of the device: the layers that stay, and the ring."""
+        return self.bytes_of_layers(placement.resident_layers) + placement.num_buffers * self.layer_bytes
+
+    # --- keys and values
+
+    @cached_property
+    def kv_layers_on_host(self) -> tuple[int, ...]:
+        """Layers whose keys and values are in host memory."""
+        kept = self.placement.resident_kv_layers
+        return tuple(layer for layer in self.full_layers if layer not in kept) if self.on_host else ()
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers that attend to everything. The others keep what their windows reach on the device."""
+        return tuple(layer for layer in self.layers if self.config.layer_windows[layer] is None)
+
+    @cached_property
+    def largest_kv_layer(self) -> tuple[int]:
+        """Of those that attend to everything, if there are any, the layer that keeps the most of a token."""
+        return (max(self.full_layers or self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
+
+    @property
+    def pass_rows(self) -> int | None:
+        """Most rows that a pass has of a sequence, and as many again as may be taken back; None for caches that keep
+        all that they are given, as those of drafts."""
+        return self.chunk_tokens + self.window_tokens if self.step_rows is None else None
+
+    def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
+        """What some layers keep of so many tokens of a sequence."""
+        declared = (self.config.layers[layer].attention.kv_elements(tokens) for layer in layers)
+        return sum(declared) * self.dtype.itemsize
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """A block of keys and values of one sequence, of all layers."""
+        return self.kv_bytes_of(self.layers, BLOCK_TOKENS)
+
+    def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
+        """What some layers reserve of the whole context."""
+        tokens, rows = self.context_tokens, self.pass_rows
+        reserved = ((layer, self.config.layers[layer].attention.reserved_tokens(tokens, rows)) for layer in layers)
+        return self.batch * sum(self.kv_bytes_of((layer,), tokens) for layer, tokens in reserved)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Host memory of the keys and values of the whole context that are not on the device."""
+        return self.reserved_kv_bytes(self.kv_layers_on_host)
+
+    def open_kv_bytes(self, layers: Iterable[int]) -> int:
+        """On the device, of layers whose cache is on the host: their newest blocks."""
+        return self.batch * self.kv_bytes_of(layers, kv.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
+
+    @property
+    def whole_kv_bytes(self) -> int:
+        """The KV cache of all that is kept of the context, wherever it is."""
+        kept_bytes = self.reserved_kv_bytes(self.layers)
+        if self.cache == "streaming":
+            kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
+        tree_tokens = kv.num_blocks(self.tree_positions) * BLOCK_TOKENS
+        return kept_bytes + self.batch * self.kv_bytes_of(self.layers, tree_tokens)
+
+    @cached_property
+    def kv_piece_bytes(self) -> int:
+        """A buffer of the ring that a cache on the host is streamed through."""
+        overlapped = self.placement.kv_ring_buffers > kv.KV_RING_BUFFERS
+        return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
+
+    def kv_pieces(self, streamed_bytes: int) -> int:
+        """Copies that bring so many bytes of a layer, of all sequences alike."""
+        return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
+
+    @property
+    def kv_ring_bytes(self) -> int:
+        """All buffers of that ring."""
+        return self.placement.kv_ring_buffers * self.kv_piece_bytes
+
+    def with_overlapped_kv_ring(self, num_cards: int) -> ModelPlan:
+        """The same, of one card, with a ring of keys and values with which the links of all cards are busy at once. A
+        card brings those of its next layer while the others attend, one after the other, to what their links bring; of
+        n cards each needs room for (n - 1) / n of a layer, the piece that it attends to and one that arrives."""
+        least = kv.KV_RING_BUFFERS + 1
+        ring = replace(self, placements=(replace(self.placement, kv_ring_buffers=least),))
+        largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
+        buffers = max(least, 2 + -(-ring.kv_pieces(largest) * (num_cards - 1) // num_cards))
+        return replace(self, placements=(replace(self.placement, kv_ring_buffers=buffers),))
+
+    @property
+    def prefill_workspace_bytes(self) -> int:
+        """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
+        needed_bytes = self.reserved_kv_bytes(self.largest_kv_layer) // self.batch
+        chosen_tokens = kv.num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
+        return 0 if self.borrows and self.kv_bytes_of(self.layers, chosen_tokens) >= needed_bytes else needed_bytes
+
+    @property
+    def kv_parts(self) -> Parts:
+        """What the KV cache takes of the device."""
+        if len(self.placements) > 1:
+            return merged(chain(*(card.kv_parts for card in self.cards)))
+        if not self.on_host:
+            chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
+            return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
+        streamed = self.kv_layers_on_host
+        return (
+            MemoryPart("KV of resident layers", self.reserved_kv_bytes({*self.layers}.difference(streamed))),
+            MemoryPart("open KV blocks", self.open_kv_bytes(streamed)),
+            MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
+            MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
+        )
+
+    @cached_property
+    def summaries_bytes(self) -> int:
+        """What chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
+        sizes = {"chunk_size": self.options.chunk_size, "capacity_tokens": self.context_tokens, "batch": self.batch}
+        return summaries_bytes(self.own_config, **sizes)
+
+    @cached_property
+    def retrieved_bytes(self) -> int:
+        """The chunks that are read, which lie on the device once more, and what they are chosen by."""
+        sizes = {"budget_tokens": self.options.budget_tokens, "chunk_size": self.options.chunk_size}
+        return self.summaries_bytes + retrieved_bytes(self.own_config, self.dtype, **sizes, batch=self.batch)
+
+    @property
+    def own_config(self) -> ModelConfig:
+        """The model as if it had no other layers than those that it is about."""
+        own = len(self.layers) == self.config.num_layers
+        return (
+            self.config if own else replace(self.config, layers=tuple(self.config.layers[one] for one in self.layers))
+        )
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest tokens that a streaming cache keeps: there are no more of them than the context has."""
+        return min(self.options.recent_tokens, max(2, self.context_tokens))
+
+    @property
+    def streaming_window_tokens(self) -> int:
+        """Tokens in a row behind a text: where trees are grown no more than they are deep, so that longer chains are
+        cut; steps of a retrieval verifier may go beyond what is asked for."""
+        in_a_row = min(self.window_tokens, MOST_DEPTH + 1) if self.tree_nodes else self.window_tokens
+        return in_a_row + self.options.gamma_draft + MOST_LEVELS + 2
+
+    @property
+    def streaming_tokens(self) -> int:
+        """Tokens that a streaming cache has room for."""
+        return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, self.streaming_window_tokens)
+
+    def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
+        """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
+        all full blocks."""
+        return self.batch * self.kv_bytes_of((layer,), length_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+
+    def streamed_kv(self, length_tokens: int) -> dict[int, int]:
+        """The same of every layer whose cache is on the host, by layer."""
+        return {layer: self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host}
+
+    # --- what passes take
+
+    @property
+    def mixes(self) -> bool:
+        """Whether its passes read several prompts, and beside windows."""
+        return self.step_rows is None and self.batch > 1 and not self.on_host
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Activations of the largest pass."""
+        # A tree's step keeps its logits beside those that the pass makes.
+        rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
+        sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
+        return workspace_bytes(
+            self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
+            rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
+        )  # fmt: skip
+
+
+def unmatched_kv_bytes(cards: Sequence[ModelPlan], length_tokens: int) -> list[int]:
+    """Of each of several cards that stream keys and values in turn, what its link could bring while it has to wait: for
+    a layer that another streams more than it does, as far as its own ring has no room meanwhile."""
+    streamed = [card.streamed_kv(length_tokens).values() for card in cards]
+    most, largest = max(map(len, streamed)), max((nbytes for one in streamed for nbytes in one), default=0)
+    pairs = zip(cards, streamed, strict=True)
+    return [(most - len(one)) * max(0, largest - card.kv_ring_bytes) for card, one in pairs]
