@@ -1,19 +1,18 @@
 """Attention to a few chunks of the far context, chosen by the current queries (TriForce, arXiv 2404.11912).
 
-Of every layer and KV head `RetrievedChunks` holds the chunks that a `RetrievalPolicy` selects, fetched from the blocks
-that a cache keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated
-for. What is recent is read from that cache's own open blocks: `RetrievalCache` attends to both. A draft that decodes so
-is a `RetrievedDraftCache`.
+Of every layer and KV head `RetrievedChunks` holds the chunks that are selected, fetched from the blocks that a cache
+keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for. What is
+recent is read from that cache's own open blocks: `RetrievalCache` attends to both. A draft that decodes so is a
+`RetrievedDraftCache`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, KeySource, QueryRows, attend_sources
-from offload_runtime_kernels.chunk_scores import chunk_scores, row_counts
+from offload_runtime_kernels.chunk_scores import chunk_scores
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -93,7 +92,7 @@ class RetrievedChunks:
 
         Args:
             layer: Whose.
-            selected: [B, H_kv, K] int32 as a policy selects them.
+            selected: [B, H_kv, K] int32 as `select_chunks` gives them.
             source: Where the blocks of that layer lie, of all sequences.
             sequence: The first row's; the others follow it.
             used: [B] int32 on the device: 0 leaves the chunks of a row as they are. None: all are served.
@@ -119,84 +118,13 @@ class RetrievedChunks:
             resident.masked_fill_(resident >= length // self.chunk_size, -1)
 
 
-class RetrievalPolicy:
-    """Chunks whose keys promise the largest softmax score, and the first chunk (TriForce, arXiv 2404.11912).
-
-    Summaries of all chunks stay on the device, about 1 / (4 chunk_size) of a KV cache of 16 bits; see
-    `summaries_bytes`. A chunk that is held gives way only to one that is better by a margin.
-
-    Args:
-        config: The model's shape.
-        dtype: Of the keys.
-        budget_tokens: Tokens to select per layer and head.
-        chunk_size: Tokens of a chunk.
-        capacity_tokens: Most tokens of a sequence.
-        batch: Sequences.
-        budgets: Ledgers of the cards to reserve from.
-        owners: The card of each layer by its number; empty: all are on the first.
-    """
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, capacity_tokens: int,
-        batch: int, budgets: Sequence[DeviceBudget], owners: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        self._budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
-        self._chunk_size = chunk_size
-        chunks, owners = num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size, owners or (0,) * config.num_layers
-        attentions = {number: layer.attention for number, layer in enumerate(config.layers)}
-        shapes = {layer: (batch, one.num_kv_heads, chunks, one.head_dim) for layer, one in attentions.items()}
-        _, codes = allocate_layers(budgets, owners, "codes of chunks", torch.int8, shapes)
-        shapes = {layer: (*shape[:3], 2) for layer, shape in shapes.items()}
-        _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, shapes)
-        self._summaries = list(map(ChunkSummaries, codes.values(), factors.values()))
-
-    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        """As of a `BlockObserver`: of every block of a sequence's far context."""
-        one = KVBlocks(kv.data[row : row + 1], kv.first_block)
-        chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self._chunk_size)
-
-    def select(
-        self, layer: int, q: torch.Tensor, available: Sequence[int] | torch.Tensor, *, scale: float,
-        held: torch.Tensor | None = None, rows_used: torch.Tensor | None = None, slot: int = 0, most: int = 0,
-    ) -> torch.Tensor:  # fmt: skip
-        """Choose chunks by queries.
-
-        Args:
-            layer: Whose.
-            q: [B, R, H, D], rotated queries of B sequences, R at most 32.
-            available: How many chunks there are to choose from, those before the recent part: one number of each
-                sequence, on the host or [B] int32 on the device.
-            scale: Of the attention logits.
-            held: [B, H_kv, K] int32 on the device: the chunks that are at hand, -1 for none; they may be preferred.
-            rows_used: [B] int32 on the device: only so many of a sequence's first queries count. None: all.
-            sequence: The first row's; the others follow it.
-            most: Where the numbers are on the device: none of them is larger.
-
-        Returns:
-            [B, H_kv, K] int32 on the device: min(K, available) chunks of each head in ascending order, then -1.
-
-        Enqueues on the current stream and never synchronises.
-        """
-        counts = row_counts(available, q.shape[0], q.device)
-        most = most if isinstance(available, torch.Tensor) else max(available)
-        here = self._summaries[layer].rows(slot, slot + q.shape[0]).first(most)
-        scores = chunk_scores(q, here, counts, scale=scale, rows_used=rows_used)
-        return select_chunks(
-            scores, counts, budget_chunks=self._budget_chunks, held=held, held_margin=_HELD_MARGIN / self._budget_chunks
-        )
-
-    def warm_up(self) -> None:
-        """Compile what chooses, however many chunks there are to choose from."""
-        for num_heads, num_chunks, device in {(*one.codes.shape[1:3], one.codes.device) for one in self._summaries}:
-            for count in different_counts(num_chunks):
-                scores = torch.zeros(1, num_heads, count, device=device)
-                with current_device(device):
-                    select_chunks(scores, count, budget_chunks=self._budget_chunks)
-
-
 class RetrievalCache:
     """A `LayerCache` of several sequences: each one's retrieved chunks beside the target's newest blocks, with nothing
     between. What belongs to a sequence alone is on the device, so that the passes of `begin_step` can be replayed.
+
+    Chosen are the chunks whose keys promise the largest softmax score, and the first chunk (TriForce, arXiv
+    2404.11912), by summaries that stay on the device: about 1 / (4 chunk_size) of a KV cache of 16 bits; see
+    `summaries_bytes`. A chunk that is held gives way only to one that is better by a margin.
 
     Args:
         source: The target's cache. It takes tentative keys and values, which the target's own pass overwrites.
@@ -219,12 +147,19 @@ class RetrievalCache:
         chunk_size: int, batch: int, budgets: Sequence[DeviceBudget], owners: Sequence[int] = (),
         name: str = "retrieved KV",
     ) -> None:  # fmt: skip
-        sizes: dict[str, Any] = {"budget_tokens": budget_tokens, "chunk_size": chunk_size, "batch": batch}
-        sizes |= {"budgets": budgets, "owners": owners}
-        self.chunks = RetrievedChunks(config, dtype, **sizes, name=name)
-        self._policy = RetrievalPolicy(config, dtype, **sizes, capacity_tokens=source.capacity_tokens)
-        self.warm_up = self._policy.warm_up
-        source.observers.append(self._policy)
+        self._owners = owners = owners or (0,) * config.num_layers
+        self.chunks = RetrievedChunks(
+            config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
+            owners=owners, name=name,
+        )  # fmt: skip
+        count = num_blocks(source.capacity_tokens) * BLOCK_TOKENS // chunk_size
+        attentions = {number: layer.attention for number, layer in enumerate(config.layers)}
+        shapes = {layer: (batch, one.num_kv_heads, count, one.head_dim) for layer, one in attentions.items()}
+        _, codes = allocate_layers(budgets, owners, "codes of chunks", torch.int8, shapes)
+        shapes = {layer: (*shape[:3], 2) for layer, shape in shapes.items()}
+        _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, shapes)
+        self._summaries = list(map(ChunkSummaries, codes.values(), factors.values()))
+        source.observers.append(self)
         self._source = source
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
@@ -233,10 +168,22 @@ class RetrievalCache:
         # in one tensor of each card that never moves. Each part begins at a multiple of 16 bytes.
         width = -(-2 * batch // 4) * 4
         self._numbers = [torch.zeros(3, width, dtype=torch.int32, device=budget.device) for budget in budgets]
-        self._owners = owners or (0,) * config.num_layers
         self._numbers_host: list[list[int]] = []
         self._most_available = 0  # chunks that no sequence has more of to choose from
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
+
+    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
+        """As of a `BlockObserver`: summarise every block of a sequence's far context."""
+        one = KVBlocks(kv.data[row : row + 1], kv.first_block)
+        chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self.chunks.chunk_size)
+
+    def warm_up(self) -> None:
+        """Compile what chooses, however many chunks there are to choose from."""
+        for num_heads, num_chunks, device in {(*one.codes.shape[1:3], one.codes.device) for one in self._summaries}:
+            for count in different_counts(num_chunks):
+                scores = torch.zeros(1, num_heads, count, device=device)
+                with current_device(device):
+                    select_chunks(scores, count, budget_chunks=self.chunks.budget_chunks)
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
         """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
@@ -299,10 +246,12 @@ class RetrievalCache:
         numbers = self._numbers[self._owners[layer]]
         available, bounds = numbers[0, :count], numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
-            selected = self._policy.select(
-                layer, q[:, : rows.most_used], available, scale=params.scale, rows_used=rows.used, slot=first,
-                held=self.chunks.resident[layer][first : first + count], most=self._most_available,
-            )  # fmt: skip
+            here = self._summaries[layer].rows(first, first + count).first(self._most_available)
+            scores = chunk_scores(q[:, : rows.most_used], here, available, scale=params.scale, rows_used=rows.used)
+            budget, held = self.chunks.budget_chunks, self.chunks.resident[layer][first : first + count]
+            selected = select_chunks(
+                scores, available, budget_chunks=budget, held=held, held_margin=_HELD_MARGIN / budget
+            )
             self.chunks.update(layer, selected, self._source.block_table(layer), slot=first, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
         far = KeySource(self.chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
@@ -392,7 +341,7 @@ class RetrievedDraftCache(RetrievalCache):
 
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
-    """Device bytes of the chunks' summaries of a `RetrievalPolicy`."""
+    """Device bytes of the chunks' summaries of a `RetrievalCache`."""
     attentions = [layer.attention for layer in config.layers]
     chunk_bytes = sum(one.num_kv_heads * (one.head_dim + FACTOR_BYTES) for one in attentions)
     return batch * num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size * chunk_bytes
