@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Tensor
+from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Format, Weight, aligned
 from offload_runtime.weights.formats import CodedBf16, format_of
@@ -65,15 +65,17 @@ class PackedLayout:
     total_bytes: int
 
     @classmethod
-    def of(cls, parts: Iterable[Tensor], dtype: torch.dtype, encodings: Mapping[str, Encoding]) -> PackedLayout:
-        """Lay tensors of a checkpoint out in the order given, stored plainly in `dtype` but for what `encodings`
-        names."""
-        # Of one packed name the last one's end counts.
-        shapes = {to.packed: (to.row_end, *to.shape[1:]) for to in _placed(parts).values()}
-        specs: list[TensorSpec] = []
-        offset_bytes = 0
-        for name, shape in shapes.items():
-            specs.append(TensorSpec(name, shape, offset_bytes, encodings.get(name, Encoding(dtype))))
+    def of(
+        cls, placed: Mapping[str, Destination], encode: Callable[[dict[str, Destination]], Encoding]
+    ) -> PackedLayout:
+        """Lay tensors of a checkpoint out in the order given; those of one packed name are encoded as one."""
+        stacks = defaultdict[str, dict[str, Destination]](dict)
+        for name, to in placed.items():
+            stacks[to.packed][name] = to
+        specs, offset_bytes = list[TensorSpec](), 0
+        for packed, parts in stacks.items():
+            *_, last = parts.values()
+            specs.append(TensorSpec(packed, (last.row_end, *last.shape[1:]), offset_bytes, encode(parts)))
             offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
@@ -162,32 +164,29 @@ class ModelLayout:
             coded: Whether matrices that would be kept in bf16 are kept in 12 bits.
             uncoded: But for these, by transformers' name.
         """
-        stacks = defaultdict[int | None, dict[str, list[tuple[str, Destination]]]](lambda: defaultdict(list))
-        if kinds or (coded and dtype == torch.bfloat16):
-            for name, to in checkpoint_tensors(config).items():
-                if len(to.shape) == 2:
-                    stacks[to.layer][to.packed].append((name, to))
         plain = Format(DTYPE_KINDS[dtype])
 
         def smallest(name: str, columns: int) -> Format:
             found = format_of((kinds or {}).get(name, plain.kind))
             return min(plain, found, key=lambda one: one.row_bytes(columns)) if found.has_rows else found
 
-        def encoding(parts: list[tuple[str, Destination]]) -> Encoding:
-            columns = parts[0][1].shape[1]
-            found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts])
+        def encode(parts: dict[str, Destination]) -> Encoding:
+            first = next(iter(parts.values()))
+            if len(first.shape) != 2:
+                return Encoding(dtype)
+            columns = first.shape[1]
+            found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
             if found.parts or not coded or dtype != torch.bfloat16 or CodedRow.of(columns) is None:
                 return found
-            return Encoding.of(dtype, [(to.shape[0], plain if name in uncoded else CodedBf16()) for name, to in parts])
+            code = CodedBf16()
+            return Encoding.of(dtype, [(to.shape[0], plain if one in uncoded else code) for one, to in parts.items()])
 
-        encodings = {
-            layer: {packed: encoding(parts) for packed, parts in stack.items()} for layer, stack in stacks.items()
-        }
-        layers = (
-            PackedLayout.of(layer.tensors(), dtype, encodings.get(number, {}))
-            for number, layer in enumerate(config.layers)
-        )
-        return cls(dtype, tuple(layers), PackedLayout.of(config.shared_tensors(), dtype, encodings.get(None, {})))
+        @cache  # plain layers that are alike are one: plans make layouts again and again
+        def block(layer: DecoderLayer, number: int | None) -> PackedLayout:
+            return PackedLayout.of(_placed(layer.tensors(), number), encode)
+
+        blocks = (block(layer, number if kinds or coded else None) for number, layer in enumerate(config.layers))
+        return cls(dtype, tuple(blocks), PackedLayout.of(_placed(config.shared_tensors()), encode))
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
