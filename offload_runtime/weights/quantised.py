@@ -386,26 +386,22 @@ _ZEROS = {"plain": "weight_zero_point", "packed": "weight_zero_point", "gptq": "
 _GROUPS = {"plain": "weight_g_idx", "packed": "weight_g_idx", "gptq": "g_idx"}
 
 
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // 32)
-
-
 def _shapes(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, list[tuple[int, ...]]]:
-    """Which shapes each part may have."""
-    (rows, columns), bits = shape, BITS[scheme.number]
+    """Return which shapes each part may have."""
+    (rows, columns), unit = shape, 32 // BITS[scheme.number]  # numbers in a word
     down, across = scheme.form(shape, torch.float32, False).scales(rows, columns)
-    if scheme.layout == "gptq":
-        numbers, zeros = (_words(columns, bits), rows), (across, _words(rows, bits))
-        return {"numbers": [numbers], "scales": [(across, rows)], "zeros": [zeros]}
-    if scheme.layout == "awq":
-        return {"numbers": [(columns, rows // 8)], "scales": [(across, rows)], "zeros": [(across, rows // 8)]}
-    scales: list[tuple[int, ...]] = [(down, across)]
-    scales += [(down,)] if across == 1 else []
-    scales += [()] if down * across == 1 else []
-    if scheme.layout == "packed":
-        packed = (rows, _words(columns, bits))
-        return {"numbers": [packed], "scales": scales, "zeros": [(_words(rows, bits), across)]}
-    return {"numbers": [shape], "scales": scales, "zeros": scales}
+    scales: list[tuple[int, ...]] = [(across, rows) if scheme.layout in _TRANSPOSED else (down, across)]
+    if scheme.layout not in _TRANSPOSED:
+        scales += [(down,)] * (across == 1) + [()] * (down * across == 1)
+    if scheme.layout == "plain":
+        return {"numbers": [shape], "scales": scales, "zeros": scales}
+    row_words, column_words = -(-rows // unit), -(-columns // unit)
+    numbers, zeros = {
+        "gptq": ((column_words, rows), (across, row_words)),
+        "awq": ((columns, row_words), (across, row_words)),
+        "packed": ((rows, column_words), (row_words, across)),
+    }[scheme.layout]
+    return {"numbers": [numbers], "scales": scales, "zeros": [zeros]}
 
 
 def _is_ordered(stored: StoredTensor, form: ScaledFormat, name: str, shape: tuple[int, ...]) -> bool:
