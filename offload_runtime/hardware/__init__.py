@@ -151,7 +151,7 @@ class MachineProfile:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
 
     def emulation(self) -> Emulation:
-        """What to play of this machine; a link of unknown speed back is as fast as it is forth.
+        """Return what to play of this machine; a link of unknown speed back is as fast as it is forth.
 
         Raises:
             OptionError: The profile says too little of a GPU.
@@ -167,8 +167,8 @@ class MachineProfile:
         return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
 
     def require_gpu(self) -> MachineProfile:
-        """This profile, if it has all that predictions need. Raises `OptionError` for one without a GPU, or that leaves
-        out a figure that cannot be done without."""
+        """Return this profile, if it has all that predictions need. Raises `OptionError` for one without a GPU, or that
+        leaves out a figure that cannot be done without."""
         if not self.gpus:
             raise OptionError(f"the profile {self.name} has no GPU to plan for: choose another with --profile")
         if missing := [name for name in ("link_gbps", "hbm_gbps") if getattr(self, name) is None]:
@@ -176,16 +176,16 @@ class MachineProfile:
         return self
 
     def flops(self, dtype: str) -> float:
-        """Operations per second of matrix products; 16-bit types stand for each other. Raises `OptionError` where they
-        are not known."""
+        """Return the operations per second of matrix products; 16-bit types stand for each other. Raises `OptionError`
+        where they are not known."""
         tflops = self.tflops.get(dtype, self.tflops.get({"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)))
         if tflops is None:
             raise OptionError(f"the profile {self.name} has no TFLOP/s for {dtype}: add tflops.{dtype} to it")
         return tflops * 1e12
 
     def link_ratios(self, names: Sequence[str]) -> tuple[float, ...]:
-        """How fast the links of cards are, of the first one's, by their names: those with a number (`cuda:1`) by that,
-        others in turn. All alike where nothing is known of one of them."""
+        """Return how fast the links of cards are, of the first one's, by their names: those with a number (`cuda:1`) by
+        that, others in turn. All alike where nothing is known of one of them."""
         tails, rates = [name.partition(":")[2] for name in names], self.links_at_once_gbps
         numbers = [int(tail) if tail.isdecimal() else number for number, tail in enumerate(tails)]
         return tuple(rates[one] / rates[0] if max(numbers) < len(rates) else 1.0 for one in numbers)
@@ -215,7 +215,7 @@ def _check_values(record: Any, prefix: str) -> None:
 
 
 def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:
-    """What a word may have been meant for, as the beginning of a sentence; empty where nothing is like it."""
+    """Return what a word may have been meant for, as the beginning of a sentence; empty where nothing is like it."""
     nearest = difflib.get_close_matches(word, allowed, n=1)
     return f"did you mean {prefix}{nearest[0]}? " if nearest else ""
 
@@ -265,7 +265,7 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
 
 
 def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
-    """The profile as tables of TOML or JSON: what is not known is left out, keys are text."""
+    """Return the profile as tables of TOML or JSON: what is not known is left out, keys are text."""
     table = {key: value for key, value in asdict(profile).items() if value not in (None, (), {})}
     for key in ("tflops", "link_by_copy_mib", "transfer_us_by_kib", "host_by_threads"):
         if key in table:
@@ -282,7 +282,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def own_directory() -> Path:
-    """Where `save_profile` puts profiles: in OFFLOAD_RUNTIME_CONFIG, else in the platform's configuration directory.
+    """Return where `save_profile` puts profiles: in OFFLOAD_RUNTIME_CONFIG, else in the platform's configuration
+    directory.
 
     Raises:
         StorageError: The user has no home directory and no variable names another place.
@@ -291,7 +292,7 @@ def own_directory() -> Path:
 
 
 def shipped_directory() -> Path:
-    """The folder of shipped profiles: the installed package, or the checkout's own when nothing is installed."""
+    """Return the folder of shipped profiles: the installed package, or the checkout's own when nothing is installed."""
     spec = importlib.util.find_spec(_SHIPPED_PACKAGE)
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent
@@ -299,7 +300,7 @@ def shipped_directory() -> Path:
 
 
 def list_profiles() -> dict[str, Path]:
-    """The files of all profiles that can be loaded by name, sorted by it; one of the user's own, which lies in
+    """Return the files of all profiles that can be loaded by name, sorted by it; one of the user's own, which lies in
     `own_directory`, hides a shipped one of its name."""
     found: dict[str, Path] = {}
     for directory in (shipped_directory(), own_directory()):
@@ -331,8 +332,8 @@ def load_profile(name_or_path: str | Path | MachineProfile) -> MachineProfile:
 
 
 def profile_of_gpu(name: str, dtype: str) -> MachineProfile | None:
-    """A profile of a GPU of this name that says what a plan in `dtype` needs, the user's own before shipped ones; None
-    where there is none."""
+    """Return a profile of a GPU of this name that says what a plan in `dtype` needs, the user's own before shipped
+    ones; None where there is none."""
     for path in sorted(list_profiles().values(), key=lambda path: path.parent != own_directory()):
         with suppress(ProfileError, OptionError):  # nobody asked for this one
             if (found := load_profile(path)).gpu_name == name:
@@ -371,7 +372,7 @@ def check_name(name: str) -> None:
 
 
 def profile_toml(profile: MachineProfile) -> str:
-    """The profile as the text of a TOML file."""
+    """Return the profile as the text of a TOML file."""
     import tomli_w
 
     return tomli_w.dumps(profile_to_mapping(profile))

@@ -59,7 +59,7 @@ class PcieLink:
 
     @property
     def peak_gbps(self) -> float:
-        """What the link carries each way before packet headers, in GB/s."""
+        """Return what the link carries each way before packet headers, in GB/s."""
         return _LANE_GBPS[self.generation] * self.width
 
 
@@ -114,8 +114,8 @@ _GRAPH_KERNELS = 1000
 
 
 def _event_time_s(enqueue: Callable[[], object], *, budget_s: float, spin_cycles: int = 0) -> float:
-    """Shortest time between two events around `enqueue` on the current stream, in seconds; see `best_time_s`. Before
-    the first event the device spins, so that all is enqueued before it begins."""
+    """Return the shortest time between two events around `enqueue` on the current stream, in seconds; see
+    `best_time_s`. Before the first event the device spins, so that all is enqueued before it begins."""
     times_s: list[float] = []
 
     def once() -> None:
@@ -165,8 +165,8 @@ class LinkBench:
             to.copy_(piece, non_blocking=True)
 
     def by_copy_mib(self, sizes_mib: Sequence[float], *, budget_s: float) -> tuple[dict[float, float], float]:
-        """Host to device in GB/s by MiB of one copy, and the best of these. Copies walk through the buffer, not over
-        one cached place."""
+        """Measure host to device in GB/s by MiB of one copy, and the best of these. Copies walk through the buffer, not
+        over one cached place."""
         rates = {}
         for size_mib in sizes_mib:
             assert size_mib * MIB <= self.nbytes, "a copy larger than the buffer"
@@ -175,11 +175,11 @@ class LinkBench:
         return rates, max(rates.values())
 
     def back_gbps(self, *, budget_s: float) -> float:
-        """Device to host in GB/s."""
+        """Measure device to host in GB/s."""
         return self.nbytes / _event_time_s(self.copy_back, budget_s=budget_s) / GB
 
     def both_gbps(self, *, budget_s: float) -> float:
-        """Each direction in GB/s while both run, by the slower one."""
+        """Measure each direction in GB/s while both run, by the slower one."""
         streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
         def both() -> None:
@@ -252,7 +252,7 @@ def busy_link(bench: LinkBench) -> Iterator[Callable[[], tuple[int, float]]]:
 
 
 def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tuple[float, ...]:
-    """Host to device in GB/s over the link of each card, while all of them copy on streams of their own.
+    """Measure host to device in GB/s over the link of each card, while all of them copy on streams of their own.
 
     Each rate is of the copies that ended within the same `budget_s` seconds, in which no link was idle: one that is
     done earlier would leave the others what they do not have otherwise. Cards that are one device have one stream, and
@@ -284,7 +284,8 @@ def measure_links_gbps(benches: Sequence[LinkBench], *, budget_s: float) -> tupl
 def measure_transfers(
     cards: Sequence[Card], sizes_kib: Sequence[float], *, budget_s: float, peers: bool = True
 ) -> tuple[dict[float, float], float, float]:
-    """Hops of rows from card to card, each behind the one before, as in a pass: round all cards and back to the first.
+    """Measure hops of rows from card to card, each behind the one before, as in a pass: round all cards and back to the
+    first.
 
     Args:
         cards: At least two.
@@ -323,7 +324,7 @@ def measure_transfers(
 def measure_during_copies(
     bench: LinkBench, reader: HostReader, threads: int, *, budget_s: float
 ) -> tuple[float, float]:
-    """Host memory read by `threads` and the link to the device while both run, each in GB/s."""
+    """Measure host memory read by `threads` and the link to the device while both run, each in GB/s."""
     passes = 0
     with busy_link(bench) as arrived:
         reader.read(threads)  # the copies have begun by its end
@@ -339,7 +340,7 @@ def measure_during_copies(
 
 
 def measure_hbm_gbps(device: torch.device, most_bytes: int, *, budget_s: float) -> float:
-    """Copying within the device's memory, bytes read and written together, in GB/s."""
+    """Measure copying within the device's memory, bytes read and written together, in GB/s."""
     free_bytes = torch.cuda.mem_get_info(device)[0]
     nbytes = min(most_bytes, free_bytes // 4)
     if nbytes < 128 * MIB:  # the second-level cache would answer
@@ -349,7 +350,7 @@ def measure_hbm_gbps(device: torch.device, most_bytes: int, *, budget_s: float) 
 
 
 def measure_tflops(device: torch.device, *, budget_s: float) -> dict[str, float]:
-    """Dense products of two square matrices of random numbers, in TFLOP/s by element type, as torch is set."""
+    """Measure dense products of two square matrices of random numbers, in TFLOP/s by element type, as torch is set."""
     size = 8192 if torch.cuda.mem_get_info(device)[0] > 2 * GB else 4096
     rates = {}
     for name, dtype in _TORCH_DTYPES.items():
@@ -362,8 +363,8 @@ def measure_tflops(device: torch.device, *, budget_s: float) -> dict[str, float]
 
 
 def measure_library_rows(device: torch.device) -> dict[str, int]:
-    """By shape of a bf16 matrix, the least rows of a product by the library that has our own products' bits; 0 where
-    none has, so that ours are taken for prompts too."""
+    """Find, by shape of a bf16 matrix, the least rows of a product by the library that has our own products' bits; 0
+    where none has, so that ours are taken for prompts too."""
     found, generator = {}, torch.Generator(device).manual_seed(0)
     for m, k in _MODEL_MATRICES:
         weight = torch.empty(m, k, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
@@ -373,7 +374,7 @@ def measure_library_rows(device: torch.device) -> dict[str, int]:
 
 
 def _stored_product(kind: str, m: int, k: int, device: torch.device) -> Callable[[], None]:
-    """A product of one row with a matrix [M, K] as it is stored, of whatever random bytes decode to."""
+    """Return a product of one row with a matrix [M, K] as it is stored, of whatever random bytes decode to."""
     x, out = (torch.ones(1, width, dtype=torch.bfloat16, device=device) for width in (k, m))
     randint = partial(torch.randint, 256, dtype=torch.uint8, device=device)
     if kind == CODED:
@@ -392,8 +393,8 @@ def _stored_product(kind: str, m: int, k: int, device: torch.device) -> Callable
 
 
 def measure_decode_gweights_per_s(device: torch.device, *, budget_s: float) -> dict[str, float]:
-    """Products of one row with layers as they are stored, within a CUDA graph: weights in 1e9 a second by how they are.
-    Where memory is slower than decoding, this is what it delivers."""
+    """Measure products of one row with layers as they are stored, within a CUDA graph: weights in 1e9 a second by how
+    they are. Where memory is slower than decoding, this is what it delivers."""
     rates, weights = {}, _LAYERS * sum(m * k for m, k in _LAYER_MATRICES)
     for kind in (*_MEASURED_BLOCKS, *_MEASURED_NUMBERS, CODED):
         products = [_stored_product(kind, m, k, device) for m, k in _LAYERS * _LAYER_MATRICES]
@@ -409,7 +410,7 @@ def measure_decode_gweights_per_s(device: torch.device, *, budget_s: float) -> d
 
 
 def measure_launch_us(device: torch.device, *, budget_s: float) -> float:
-    """One small kernel launched from Python through torch, back to back, in microseconds."""
+    """Measure one small kernel launched from Python through torch, back to back, in microseconds."""
     count = torch.zeros(1, device=device)
 
     def launch() -> None:
@@ -421,7 +422,7 @@ def measure_launch_us(device: torch.device, *, budget_s: float) -> float:
 
 
 def measure_graph_launch_us(device: torch.device, *, budget_s: float) -> float:
-    """One small kernel within a CUDA graph of many, each after the one before, in microseconds."""
+    """Measure one small kernel within a CUDA graph of many, each after the one before, in microseconds."""
     count = torch.zeros(1, device=device)
     count.add_(1)  # its module must be loaded before a capture
     torch.cuda.synchronize(device)

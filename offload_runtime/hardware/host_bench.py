@@ -69,21 +69,21 @@ def read_host_info() -> HostInfo:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may run on."""
+    """Return the logical cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _text_of(file: Path) -> str:
-    """What one of Linux's own files says; nothing where there is none."""
+    """Return what one of Linux's own files says; nothing where there is none."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8", errors="replace")
     return ""
 
 
 def printable(text: str) -> str:
-    """The text as one line that a profile can hold."""
+    """Return the text as one line that a profile can hold."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
@@ -95,7 +95,7 @@ class CannotMeasureError(Exception):
 
 
 def best_time_s(action: Callable[[], object], *, budget_s: float) -> float:
-    """Shortest time of one `action`, in seconds: others on the machine only ever make it longer.
+    """Return the shortest time of one `action`, in seconds: others on the machine only ever make it longer.
 
     One untimed call comes first; then calls follow until `budget_s` is spent, at least three of them.
     """
@@ -135,7 +135,7 @@ class HostReader:
         list(self._pool.map(np.max, np.array_split(self._words, threads)))
 
     def by_threads(self, counts: Sequence[int], *, budget_s: float) -> tuple[dict[int, float], float]:
-        """Reading in GB/s for each number of threads, and the best of these."""
+        """Measure reading in GB/s for each number of threads, and the best of these."""
         rates = {
             threads: self.nbytes / best_time_s(partial(self.read, threads), budget_s=budget_s) / GB
             for threads in counts
@@ -149,13 +149,13 @@ class HostReader:
 
 
 def thread_counts(cores: int, *, quick: bool) -> list[int]:
-    """Numbers of threads to try: powers of two and all cores; quick: one and all."""
+    """Return the numbers of threads to try: powers of two and all cores; quick: one and all."""
     powers = [1] if quick else [1 << power for power in range(cores.bit_length())]
     return sorted({*powers, cores})
 
 
 def measure_disk_gbps(file: Path, *, most_bytes: int) -> float:
-    """Sequential reading of a file's first `most_bytes` past the page cache, in GB/s.
+    """Measure sequential reading of a file's first `most_bytes` past the page cache, in GB/s.
 
     Raises:
         CannotMeasureError: The file is in memory, too small to time, or cannot be read around the cache.
@@ -176,7 +176,8 @@ def measure_disk_gbps(file: Path, *, most_bytes: int) -> float:
 
 
 def _open_past_cache(path: str, flags: int) -> int:
-    """A descriptor whose reads come from the disk: direct, or else with the file's cached pages dropped first."""
+    """Return a descriptor whose reads come from the disk: direct, or else with the file's cached pages dropped
+    first."""
     if not hasattr(os, "posix_fadvise"):
         raise CannotMeasureError("this system cannot read around its file cache")
     try:
@@ -189,7 +190,7 @@ def _open_past_cache(path: str, flags: int) -> int:
 
 @contextmanager
 def temporary_disk_file(directory: Path, nbytes: int) -> Iterator[Path]:
-    """A file of `nbytes` of noise (file systems compress zeros) in `directory`, on the disk and gone afterwards.
+    """Return a file of `nbytes` of noise (file systems compress zeros) in `directory`, on the disk and gone afterwards.
 
     Raises:
         CannotMeasureError: Less than twice as much is free there, or the directory is in memory.
@@ -229,24 +230,24 @@ _TRIALS = 3
 
 
 def kept_bytes(ram_bytes: int) -> int:
-    """Memory in bytes that is never to be locked."""
+    """Return memory in bytes that is never to be locked."""
     return min(ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES)
 
 
 def sample_bytes(host: HostInfo, wanted_bytes: int) -> int:
-    """As much of `wanted_bytes` as can be locked for a moment without anybody noticing."""
+    """Return as much of `wanted_bytes` as can be locked for a moment without anybody noticing."""
     return max(_HUGE_PAGE_BYTES, min(wanted_bytes, host.available_bytes // 8) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
 
 
 def _written_arena(nbytes: int) -> HostArena:
-    """Memory that has been written to, so that locking it is all that is left to do."""
+    """Return memory that has been written to, so that locking it is all that is left to do."""
     arena = HostArena(nbytes, name="a measurement of page-locking")
     arena.buffer.fill_(1)
     return arena
 
 
 def measure_pin_gbps(nbytes: int) -> float:
-    """Locking `nbytes` that have been written to, in GB/s; the best of a few.
+    """Measure locking `nbytes` that have been written to, in GB/s; the best of a few.
 
     Raises:
         CannotMeasureError: The system refuses to lock that much.
@@ -265,7 +266,7 @@ def measure_pin_gbps(nbytes: int) -> float:
 
 
 def estimate_pinnable_bytes(host: HostInfo, *, sample_locked: bool) -> int:
-    """What may be locked, judged by free memory and the kind of system, without trying it.
+    """Return what may be locked, judged by free memory and the kind of system, without trying it.
 
     `sample_locked` says whether a sample could be locked: drivers do not count CUDA's locking against RLIMIT_MEMLOCK,
     so the limit is believed only where the sample was refused.

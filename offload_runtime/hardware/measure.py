@@ -68,7 +68,7 @@ class CardsReport:
 
     @property
     def on_one_device(self) -> bool:
-        """Whether two of them are one device, whose link they share."""
+        """Return whether two of them are one device, whose link they share."""
         return len({*self.devices}) < len(self.devices)
 
 
@@ -145,7 +145,7 @@ def _first_line(reason: str) -> str:
 
 
 def _rounded(figure: Any) -> Any:
-    """Four digits of a rate: more are noise."""
+    """Return four digits of a rate: more are noise."""
     if isinstance(figure, float):
         return float(f"{figure:.4g}")
     if isinstance(figure, tuple):
@@ -156,7 +156,7 @@ def _rounded(figure: Any) -> Any:
 
 
 def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader: HostReader) -> GpuReport:
-    """Everything that one GPU has to itself."""
+    """Measure everything that one GPU has to itself."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     name, budget_s = names[device.index], effort.budget_s
@@ -178,7 +178,8 @@ def _measure_gpu(found: Findings, effort: _Effort, device: torch.device, reader:
 
 
 def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader: HostReader) -> NvmlAnswer:
-    """The link both ways, alone and beside the host's own reading, and what NVML tells of it while it is busy."""
+    """Measure the link both ways, alone and beside the host's own reading, and what NVML tells of it while it is
+    busy."""
     uuid, budget_s = str(torch.cuda.get_device_properties(device).uuid), effort.budget_s
     try:
         bench = LinkBench(device, effort.link_bytes)
@@ -208,8 +209,8 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
 
 
 def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.device]) -> CardsReport:
-    """The links of several cards, each alone and all at once, and transfers: entered as figures of the machine where
-    all cards are GPUs of their own."""
+    """Measure the links of several cards, each alone and all at once, and transfers: entered as figures of the machine
+    where all cards are GPUs of their own."""
     cards, own = [Card(number, device) for number, device in enumerate(devices)], Findings(found.on_progress)
 
     def links() -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -240,7 +241,7 @@ def _measure_cards(found: Findings, effort: _Effort, devices: Sequence[torch.dev
 
 
 def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: bool) -> None:
-    """How fast memory is locked, and how much of it can be."""
+    """Measure how fast memory is locked, and how much of it can be."""
     nbytes = host_bench.sample_bytes(host, effort.host_bytes)
     found.take("pinning", "pin_gbps", host_bench.measure_pin_gbps, nbytes)
     judge = partial(host_bench.estimate_pinnable_bytes, sample_locked="pin_gbps" in found.figures)
@@ -248,7 +249,7 @@ def _measure_pinning(found: Findings, effort: _Effort, host: HostInfo, *, full: 
 
 
 def _disk_gbps(nbytes: int, file: Path | None, *, quick: bool) -> float:
-    """How fast the disk is read, by the file that was named or by one of our own."""
+    """Measure how fast the disk is read, by the file that was named or by one of our own."""
     if file is not None:
         return host_bench.measure_disk_gbps(file, most_bytes=4 * nbytes)
     if quick:
@@ -311,7 +312,7 @@ def measure_machine(
 
 
 def _choose_devices(name: str) -> tuple[list[torch.device], str]:
-    """The GPUs to measure; or as many CPUs as are named or, by itself, one, and why there is no GPU.
+    """Return the GPUs to measure; or as many CPUs as are named or, by itself, one, and why there is no GPU.
 
     Raises:
         OptionError: Cards of different kinds are named.
@@ -341,7 +342,7 @@ def _choose_devices(name: str) -> tuple[list[torch.device], str]:
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """VRAM in bytes that torch cannot have: the driver's, the context's, other programs'."""
+    """Return the VRAM in bytes that torch cannot have: the driver's, the context's, other programs'."""
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
@@ -351,7 +352,7 @@ def _reserved_bytes(device: torch.device) -> int:
 
 
 def advise(report: MachineReport) -> list[str]:
-    """What matters, one line each, the gravest first; empty when nothing is wrong."""
+    """Return what matters, one line each, the gravest first; empty when nothing is wrong."""
     if report.gpu is None:
         no_gpu = f"no GPU was measured ({report.missing['gpu_name']})"
         return [f"{no_gpu}: models run on the CPU, where streaming gains nothing", *_host_advice(report)]

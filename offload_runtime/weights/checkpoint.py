@@ -54,15 +54,15 @@ class DescribedModel:
     read_vocabulary: Callable[[], Vocabulary | None] = field(default=lambda: None, kw_only=True)
 
     def config(self) -> ModelConfig:
-        """Shape and flags of the model."""
+        """Return the shape and flags of the model."""
         return self.model_config
 
     def vocabulary(self) -> Vocabulary | None:
-        """What its token ids mean; None where nothing says so."""
+        """Return what its token ids mean; None where nothing says so."""
         return self.read_vocabulary()
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
-        """How its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
+        """Return how its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
         if (dtype, coded) not in self._layouts:
             kinds = {} if self.decoded else self.kinds
             made = ModelLayout.of(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
@@ -71,7 +71,7 @@ class DescribedModel:
 
     @cached_property
     def _layouts(self) -> dict[tuple[torch.dtype, bool], ModelLayout]:
-        """Those that were asked for: every way to place a model asks again."""
+        """Return those that were asked for: every way to place a model asks again."""
         return {}
 
 
@@ -99,17 +99,17 @@ class CheckpointSource(DescribedModel):
     stored: tuple[StoredTensor, ...] = field(default=(), kw_only=True)
 
     def vocabulary(self) -> Vocabulary:
-        """What its token ids mean. Raises `CheckpointError` where there is no tokenizer."""
+        """Return what its token ids mean. Raises `CheckpointError` where there is no tokenizer."""
         return self.read_vocabulary() or tokenizer_vocabulary(self.tokenizer())
 
     @property
     def generation_fields(self) -> Fields:
-        """The generation settings; without any where there is no such file."""
+        """Return the generation settings; without any where there is no such file."""
         return Fields(f"{self.generation_name} of {self.reference}", self.generation or {})
 
     def generation_eos(self, tokenizer: Any = None) -> tuple[int, ...]:
-        """Token ids that end an answer: the generation settings' or else the model configuration's, and the end token
-        of a tokenizer, which makers of chat models change alone."""
+        """Return the token ids that end an answer: the generation settings' or else the model configuration's, and the
+        end token of a tokenizer, which makers of chat models change alone."""
         ids = end_ids(self.generation_fields) or self.model_config.eos_token_ids
         own = getattr(tokenizer, "eos_token_id", None)
         if not isinstance(own, int) or own in ids or not 0 <= own < self.model_config.vocab_size:
@@ -118,7 +118,7 @@ class CheckpointSource(DescribedModel):
 
     @cached_property
     def hf_config(self) -> Any:
-        """The transformers configuration object."""
+        """Return the transformers configuration object."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**self.settings)
@@ -146,9 +146,9 @@ class CheckpointSource(DescribedModel):
 
 
 def sampling_defaults(generation: Fields) -> dict[str, float]:
-    """How a model's makers want tokens to be sampled: the fields of `SamplingParams` that a `generation_config.json`
-    names, greedy where it switches sampling off. What it does not name it leaves open: transformers' own defaults are
-    nobody's wish. A value that makes no sense is left out, with a warning."""
+    """Return how a model's makers want tokens to be sampled: the fields of `SamplingParams` that a
+    `generation_config.json` names, greedy where it switches sampling off. What it does not name it leaves open:
+    transformers' own defaults are nobody's wish. A value that makes no sense is left out, with a warning."""
     named: dict[str, float] = {}
     readers: dict[str, Callable[[], float]] = {
         **{name: partial(generation.number, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
@@ -187,8 +187,8 @@ class SharedVocabulary:
 
 
 def share_vocabulary(target: DescribedModel, draft: DescribedModel) -> SharedVocabulary | None:
-    """What a draft may propose to a target: a proposal changes no token, so control tokens, added ones and those that
-    fill up a vocabulary may be others, or other many.
+    """Return what a draft may propose to a target: a proposal changes no token, so control tokens, added ones and those
+    that fill up a vocabulary may be others, or other many.
 
     Returns:
         None where one of the two has no vocabulary to compare, which a description may lack, and they are as large.
@@ -223,7 +223,7 @@ def share_vocabulary(target: DescribedModel, draft: DescribedModel) -> SharedVoc
 
 
 def _difference(target: Vocabulary, draft: Vocabulary) -> str:
-    """How many entries differ among those that are ordinary in one of the two, and the first of them."""
+    """Return how many entries differ among those that are ordinary in one of the two, and the first of them."""
     ours, theirs = target.tokens, draft.tokens
     different = [index for index in target.ordinary | draft.ordinary if ours.get(index) != theirs.get(index)]
     first = min(different)

@@ -58,7 +58,7 @@ class Weight:
 
     @property
     def dense(self) -> torch.Tensor:
-        """The decoded tensor, without the bias, in the dtype that the model computes in."""
+        """Return the decoded tensor, without the bias, in the dtype that the model computes in."""
         return self.stored
 
     def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
@@ -69,7 +69,7 @@ class Weight:
         return rows.nbytes
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
+        """Return the decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
         return self.stored.index_select(0, index)
 
     def linear(
@@ -206,7 +206,7 @@ class StackedWeight(Weight):
         return part.format.fill(part.stored, self.shape[1], *rows, fill, staging)
 
     def _decoded(self, start: int, end: int) -> torch.Tensor:
-        """Rows `[start, end)`: [end - start, K]."""
+        """Return the rows `[start, end)`: [end - start, K]."""
         shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * self.dtype.itemsize
         if self.scratch is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.stored.device)
@@ -220,7 +220,7 @@ class StackedWeight(Weight):
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes as far as what may lie behind so many."""
+    """Return bytes as far as what may lie behind so many."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -116,7 +116,7 @@ _NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4"}
 
 
 def _tensors(form: ScaledFormat, rows: int, columns: int) -> list[tuple[tuple[int, ...], int, torch.dtype]]:
-    """Of what is stored of a matrix, in the order of `ScaledRows`, shape, bytes of a row, and dtype."""
+    """Return shape, bytes of a row and dtype of what is stored of a matrix, in the order of `ScaledRows`."""
     (down, across), (scale_bytes, zero_bytes) = form.scales(rows, columns), form.scale_row_bytes(columns)
     zeros = (down, form.file_bytes(across)) if form.zeros else (0, 0)
     return [
@@ -128,19 +128,19 @@ def _tensors(form: ScaledFormat, rows: int, columns: int) -> list[tuple[tuple[in
 
 
 def scaled_bytes(form: ScaledFormat, rows: int, columns: int) -> int:
-    """Bytes of a stored matrix."""
+    """Return bytes of a stored matrix."""
     return sum(aligned(shape[0] * row_bytes) for shape, row_bytes, _ in _tensors(form, rows, columns))
 
 
 def scaled_rows(stored: torch.Tensor, form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
-    """What uint8 [scaled_bytes] holds, without copying."""
+    """Return what uint8 [scaled_bytes] holds, without copying."""
     numbers_bytes = rows * form.row_bytes(columns)
     scales = scale_tensors(stored[aligned(numbers_bytes) :], form, rows, columns)
     return scales._replace(numbers=stored[:numbers_bytes].view(rows, -1))
 
 
 def scale_tensors(stored: torch.Tensor, form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
-    """What the bytes behind the numbers hold, without copying, and no numbers."""
+    """Return what the bytes behind the numbers hold, without copying, and no numbers."""
     found, start = [torch.empty(0, form.row_bytes(columns), dtype=torch.uint8, device=stored.device)], 0
     for shape, row_bytes, dtype in _tensors(form, rows, columns)[1:]:
         strides = (row_bytes // dtype.itemsize, 1)[-len(shape) :]

@@ -44,14 +44,14 @@ _SAMPLING = {
 
 
 def _shape_settings(header: GgufHeader) -> dict[str, Any]:
-    """The sizes, from the metadata; the vocabulary's from the embedding, which may be padded."""
+    """Return the sizes, from the metadata; the vocabulary's from the embedding, which may be padded."""
     fields, embedding = header.of_model(), header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.fields.where} has no token_embd.weight: it is not a language model's weights")
     size = fields.integer
 
     def sizes(name: str, default: int | None = None) -> Any:
-        """What may differ by layer: families that do not read lists refuse them."""
+        """Return what may differ by layer: families that do not read lists refuse them."""
         found = fields.values.get(f"{header.arch}.{name}")
         return found if isinstance(found, list) else size(name, default)
 
@@ -78,7 +78,7 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
-    """What a `config.json` beside the file would say.
+    """Return what a `config.json` beside the file would say.
 
     Raises:
         CheckpointError: A needed entry is missing or impossible.
@@ -111,7 +111,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
 
 def _generation(fields: Fields) -> dict[str, Any]:
-    """What a `generation_config.json` beside the file would say."""
+    """Return what a `generation_config.json` beside the file would say."""
     stated = {name: fields.values.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     # Stored in fp32: 0.6 is 0.6000000238.
     return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in stated.items()}
@@ -160,7 +160,7 @@ class _GgufFill:
                     piece.convert(blocks.nbytes, part, self._convert)
 
     def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows as the file has them as `out` has them."""
+        """Turn rows as the file has them into what `out` has."""
         how, blocks = format_of(self.tensor.dtype), stored.view(len(out), -1)
         if self.head_dim is not None:
             halves = blocks.view(-1, self.head_dim // 2, 2, blocks.shape[1]).transpose(1, 2)
@@ -176,7 +176,7 @@ class _GgufFill:
 
 
 def _read_vector(tensor: StoredTensor) -> list[float]:
-    """A small stored vector as Python floats."""
+    """Return a small stored vector as Python floats."""
     _check_kind(tensor)
     out = torch.empty(tensor.shape)
     _GgufFill(tensor)(out)
@@ -184,7 +184,7 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
 
 
 def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], str]:
-    """From transformers' name of a tensor to the file's."""
+    """Return what turns transformers' name of a tensor into the file's."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
     names = gguf.get_tensor_name_map(arch, config.num_layers)
 
@@ -198,7 +198,7 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
 
 
 def describe_gguf(path: Path) -> DescribedModel:
-    """What the header of a GGUF file says; errors as of `open_gguf`, but for missing tensors."""
+    """Return what the header of a GGUF file says; errors as of `open_gguf`, but for missing tensors."""
     header = read_gguf_header(path)
     config = model_config_from_json(config_from_gguf(header), str(path))
     stored_name = _stored_names(header, config)

@@ -43,11 +43,11 @@ class GgufHeader:
 
     @property
     def arch(self) -> str:
-        """The architecture, which all keys about the model begin with."""
+        """Return the architecture, which all keys about the model begin with."""
         return self.fields.text("general.architecture", "")
 
     def of_model(self) -> Fields:
-        """The metadata of the architecture; a per-layer list counts as one value where all layers agree."""
+        """Return the metadata of the architecture; a per-layer list counts as one value where all layers agree."""
         prefix, values = f"{self.arch}.", dict(self.fields.values)
         for key, value in self.fields.values.items():
             if key.startswith(prefix) and isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -74,7 +74,7 @@ def _value(reader: HeaderReader, kind: int) -> Any:
 
 
 def _stored_tensor(reader: HeaderReader) -> StoredTensor:
-    """One entry of the tensor table; the offset is still relative to the data section."""
+    """Return one entry of the tensor table; the offset is still relative to the data section."""
     name, num_dims = _string(reader), reader.number("<I")
     if num_dims > 4:
         raise HeaderError(f"{shown(name)} has {num_dims} dimensions")
@@ -105,7 +105,7 @@ def _other_version(path: Path, version: int) -> str:
 
 
 def _read_file(path: Path) -> GgufHeader:
-    """Metadata and tensor table of one file."""
+    """Return the metadata and tensor table of one file."""
     with open_header(path) as reader:
         if reader.size_bytes < len(GGUF_MAGIC) or reader.take(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise CheckpointError(f"{path} is not a GGUF file: give one, or a directory with safetensors")
@@ -127,7 +127,7 @@ def _read_file(path: Path) -> GgufHeader:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """All files of the model that a file is a part of, by its name; else the file alone."""
+    """Return all files of the model that a file is a part of, by its name; else the file alone."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
@@ -163,7 +163,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def supported_family(header: GgufHeader) -> str:
-    """The family of a model by the name that transformers has for it, or whose text part it is.
+    """Return the family of a model by the name that transformers has for it, or whose text part it is.
 
     Raises:
         CheckpointError: It is an adapter, or another file that is no model.
@@ -195,8 +195,8 @@ _NO_SCALING: dict[str, tuple[float, ...]] = {
 def rope_of_gguf(
     fields: Fields, arch: str, channels: int, vectors: Mapping[str, list[float]], *, reads_multiplier: bool = False
 ) -> dict[str, Any]:
-    """How llama.cpp rotates (`llama-model.cpp`, `llama-context.cpp`, `rope_yarn` of ggml): pairs of channels by their
-    usual frequency, divided by the factor and by what a tensor says of each, which transformers calls longrope.
+    """Return how llama.cpp rotates (`llama-model.cpp`, `llama-context.cpp`, `rope_yarn` of ggml): pairs of channels by
+    their usual frequency, divided by the factor and by what a tensor says of each, which transformers calls longrope.
 
     Args:
         fields: The metadata of the architecture.
@@ -248,8 +248,8 @@ def rope_of_gguf(
 def _stored_divisors(
     where: object, vectors: Mapping[str, list[float]], num_pairs: int
 ) -> tuple[list[float], list[float]] | None:
-    """What each frequency is divided by in short texts and in long ones: Llama 3's scaling, whose parameters are not in
-    the file, or Phi's."""
+    """Return what each frequency is divided by in short texts and in long ones: Llama 3's scaling, whose parameters are
+    not in the file, or Phi's."""
     names = (ROPE_TENSORS[0],) * 2 if ROPE_TENSORS[0] in vectors else (_SHORT, _LONG)
     if not vectors.keys() & {*names}:
         return None
@@ -265,7 +265,7 @@ def _stored_divisors(
 
 
 def _yarn_divisors(head_dim: int, base: float, original: int, factor: float) -> list[float]:
-    """By what YaRN divides each frequency: 1 for pairs that turn often in the original context, the factor for those
+    """Return what YaRN divides each frequency: 1 for pairs that turn often in the original context, the factor for those
     that turn less than once, and between them by a ramp of the frequencies."""
 
     def pair_of(turns: float) -> float:

@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file whose bytes are not what they should be."""
+    """Return the error for a file whose bytes are not what they should be."""
     return CheckpointError(f"{path} is damaged: {what}; download or convert it again")
 
 
@@ -66,14 +66,14 @@ class HeaderReader:
         self._data = data
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         start, self.position = self.position, self.position + nbytes
         if self.position > self.size_bytes:
             raise HeaderError(f"it goes on past the end of the file at {self.size_bytes} bytes")
         return self._data[start : self.position]
 
     def number(self, form: str) -> Any:
-        """The next number, of a format of `struct`."""
+        """Return the next number, of a format of `struct`."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def check_complete(self, tensors: Iterable[StoredTensor]) -> None:
@@ -230,7 +230,7 @@ def refuse_other_directory(directory: Path) -> None:
 
 
 def _what_lies_there(directory: Path) -> Iterator[str]:
-    """What a directory without `config.json` may be, the most telling first."""
+    """Return what a directory without `config.json` may be, the most telling first."""
     if (directory / "model_index.json").exists():
         yield "is a pipeline that makes images or sound, not a language model: give a language model's directory"
     for pattern in ("*/config.json", "snapshots/*/config.json", "*/snapshots/*/config.json"):
@@ -262,7 +262,7 @@ def entries(directory: Path, most: int = _MOST_ENTRIES) -> list[Path]:
 
 
 def no_weights(directory: Path) -> CheckpointError:
-    """The error for a checkpoint without safetensors, which says what it has instead."""
+    """Return the error for a checkpoint without safetensors, which says what it has instead."""
     others = _weights(directory)
     ours = [name for name in others if name.lower().endswith(".safetensors")]
     if ours:

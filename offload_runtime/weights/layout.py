@@ -40,12 +40,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Of the stored tensor."""
+        """Return those of the stored tensor."""
         return self.encoding.nbytes(self.shape)
 
     @property
     def decoded_bytes(self) -> int:
-        """Of what it is decoded to before a product."""
+        """Return those of what it is decoded to before a product."""
         return self.encoding.decoded_bytes(self.shape)
 
 
@@ -81,27 +81,27 @@ class PackedLayout:
 
     @cached_property
     def matrix_elements(self) -> int:
-        """Elements of the matrices: two operations each for every row."""
+        """Return the elements of the matrices: two operations each for every row."""
         return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
 
     @cached_property
     def encoded_bytes(self) -> int:
-        """Of `total_bytes`, what is decoded before a product."""
+        """Return how many of `total_bytes` are decoded before a product."""
         return sum(spec.nbytes for spec in self.tensors if spec.encoding.parts)
 
     @cached_property
     def decoded_bytes(self) -> int:
-        """What that is decoded to."""
+        """Return what that is decoded to."""
         return sum(spec.decoded_bytes for spec in self.tensors)
 
     @cached_property
     def num_decodings(self) -> int:
-        """Kernels that this takes."""
+        """Return the kernels that this takes."""
         return sum(len(spec.encoding.parts) for spec in self.tensors)
 
     @cached_property
     def register_reads(self) -> tuple[RegisterRead, ...]:
-        """What a GPU's products of few rows decode in registers, by kind."""
+        """Return what a GPU's products of few rows decode in registers, by kind."""
         weights, nbytes = Counter[str](), Counter[str]()
         for spec in self.tensors:
             if found := spec.encoding.weights_in_registers(spec.shape):
@@ -111,13 +111,13 @@ class PackedLayout:
 
     @cached_property
     def without_register_reads(self) -> PackedLayout:
-        """The rest of the block, for its sums: its tensors lie apart."""
+        """Return the rest of the block, for its sums: its tensors lie apart."""
         rest = tuple(spec for spec in self.tensors if not spec.encoding.weights_in_registers(spec.shape))
         return PackedLayout(rest, self.total_bytes - sum(read.nbytes for read in self.register_reads))
 
     def moved_bytes(self, slices: int = 1, *, passes: int = 1) -> int:
-        """What `passes` passes read and write of the block that is on the device, when their products read each matrix
-        `slices` times together and what is encoded is decoded into memory."""
+        """Return what `passes` passes read and write of the block that is on the device, when their products read each
+        matrix `slices` times together and what is encoded is decoded into memory."""
         decoding_bytes = passes * (self.encoded_bytes + self.decoded_bytes)
         return decoding_bytes + slices * (self.total_bytes - self.encoded_bytes + self.decoded_bytes)
 
@@ -190,23 +190,23 @@ class ModelLayout:
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
-        """Of each layer the first one that is stored alike."""
+        """Return for each layer the first one that is stored alike."""
         firsts: dict[PackedLayout, int] = {}
         return tuple(firsts.setdefault(block, layer) for layer, block in enumerate(self.layers))
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
-        """Bytes of each layer's block."""
+        """Return bytes of each layer's block."""
         return tuple(layer.total_bytes for layer in self.layers)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Return bytes of all blocks."""
         return sum(self.layer_bytes) + self.shared.total_bytes
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes by the names of how they are stored, the most first."""
+        """Return bytes by the names of how they are stored, the most first."""
         found = Counter[str]()
         for spec in (spec for block in (*self.layers, self.shared) for spec in block.tensors):
             found.update(spec.encoding.bytes_by_kind(spec.shape))
@@ -214,17 +214,17 @@ class ModelLayout:
 
     @cached_property
     def has_coded(self) -> bool:
-        """Whether some matrices are in the 12-bit code."""
+        """Return whether some matrices are in the 12-bit code."""
         return CODED in self.bytes_by_kind
 
     @property
     def stored_as(self) -> str:
-        """The same in words."""
+        """Return `bytes_by_kind` in words."""
         return ", ".join(f"{format_bytes(nbytes)} in {kind}" for kind, nbytes in self.bytes_by_kind.items())
 
     def scratch_bytes(self, device_type: str, layers: Iterable[int], *, head: bool) -> int:
-        """Bytes of the largest matrix of some layers, and of the head, that is decoded before a product; a GPU decodes
-        the head in slices."""
+        """Return bytes of the largest matrix of some layers, and of the head, that is decoded before a product; a GPU
+        decodes the head in slices."""
         head_bytes = self.head.decoded_bytes if head else 0
         if device_type == "cuda":
             head_bytes = min(head_bytes, _HEAD_SLICE_BYTES)
@@ -232,24 +232,25 @@ class ModelLayout:
 
     @cached_property
     def _layer_scratch_bytes(self) -> tuple[int, ...]:
-        """Of each layer's largest: plans ask for it thousands of times."""
+        """Return those of each layer's largest: plans ask for it thousands of times."""
         return tuple(max(spec.decoded_bytes for spec in layer.tensors) for layer in self.layers)
 
     def multiplied(self, layers: Iterable[int], *, head: bool) -> list[tuple[PackedLayout, int]]:
-        """The blocks that a pass over some layers multiplies with, and how many are alike; the head by itself."""
+        """Return the blocks that a pass over some layers multiplies with, and how many are alike; the head by
+        itself."""
         counts = Counter(map(self.layer_kinds.__getitem__, layers))
         found = [(self.layers[first], count) for first, count in counts.items()]
         return [*found, (self.head, 1)] if head else found
 
     @cached_property
     def head(self) -> PackedLayout:
-        """`lm_head`, or the embedding where it is tied."""
+        """Return the `lm_head`, or the embedding where it is tied."""
         specs = {spec.name: spec for spec in self.shared.tensors}
         spec = specs.get("lm_head", specs["embedding"])
         return PackedLayout((spec,), spec.nbytes)
 
     def block(self, layer: int | None) -> PackedLayout:
-        """The block of a layer, or with None the shared one."""
+        """Return the block of a layer, or with None the shared one."""
         return self.shared if layer is None else self.layers[layer]
 
 
@@ -268,7 +269,7 @@ class Destination:
 
 
 def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
-    """Where each part goes, by transformers' name: below those of the same packed name before it."""
+    """Return where each part goes, by transformers' name: below those of the same packed name before it."""
     filled: Counter[str] = Counter()
     placed: dict[str, Destination] = {}
     for packed, name, shape in parts:
@@ -280,7 +281,7 @@ def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Dest
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
-    """Every checkpoint tensor the model needs, by transformers' name, and where it goes.
+    """Return every checkpoint tensor the model needs, by transformers' name, and where it goes.
 
     Together the destinations cover every element of every packed tensor exactly once.
     """

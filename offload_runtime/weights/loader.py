@@ -47,7 +47,7 @@ class MatricesNotCodable(Exception):
 
 
 def _num_threads(model: DescribedModel, layout: ModelLayout, device: torch.device) -> int:
-    """Threads that read a model, of whose rows those that change are made on `device`."""
+    """Return the threads that read a model, of whose rows those that change are made on `device`."""
     kinds = {*model.kinds.values()}
     on_cpu = layout.has_coded or any(isinstance(kind, ScaledFormat) for kind in kinds)
     if device.type == "cpu":  # where blocks of a GGUF file are decoded as they are read
@@ -56,8 +56,8 @@ def _num_threads(model: DescribedModel, layout: ModelLayout, device: torch.devic
 
 
 def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
-    """Host memory that weights pass through at the most: a piece of each thread, the bf16 of matrices that are coded,
-    and what of quantised ones is read as a whole."""
+    """Return host memory that weights pass through at the most: a piece of each thread, the bf16 of matrices that are
+    coded, and what of quantised ones is read as a whole."""
     whole = list[int]()
     for name, to in checkpoint_tensors(model.config()).items():
         if isinstance(form := model.kinds.get(name), ScaledFormat):
@@ -86,20 +86,20 @@ class HostWeights:
 
     @property
     def load_gbps(self) -> float:
-        """Packed bytes per second of loading, in GB/s."""
+        """Return the packed bytes per second of loading, in GB/s."""
         return self.layout.total_bytes / GB / self.load_seconds if self.load_seconds > 0 else 0.0
 
     @property
     def layers(self) -> dict[int, HostArena]:
-        """Arenas of decoder layers."""
+        """Return the arenas of decoder layers."""
         return {layer: arena for layer, arena in self.arenas.items() if layer is not None}
 
     def block(self, layer: int | None) -> torch.Tensor:
-        """The packed bytes of a layer, or with None of the shared block: uint8, host."""
+        """Return the packed bytes of a layer, or with None of the shared block: uint8, host."""
         return self.arenas[layer].buffer[: self.layout.block(layer).total_bytes]
 
     def views(self, layer: int | None) -> dict[str, Weight]:
-        """Packed name to weight in host memory for a layer, or with None for the shared block."""
+        """Return the packed name to weight in host memory for a layer, or with None for the shared block."""
         return self.layout.block(layer).views(self.block(layer))
 
     def close(self) -> None:

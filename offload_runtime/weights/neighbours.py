@@ -33,7 +33,7 @@ _SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
-    """By transformers' name, how every matrix is stored.
+    """Return how every matrix is stored, by transformers' name.
 
     All but Q8_0 have the head, or a tied embedding, in six bits. Q4_K_M has so values and down projections of half of
     the layers, too: of the first and last eighth and every third one between (`use_more_bits` of llama.cpp's
@@ -105,7 +105,7 @@ class FoundDraft:
 def find_drafts(
     reference: object, target: DescribedModel, read: Callable[[str], DescribedModel] | None = None
 ) -> list[FoundDraft]:  # fmt: skip
-    """A few models of the target's vocabulary with at most a third of its parameters, the smallest files first.
+    """Return a few models of the target's vocabulary with at most a third of its parameters, the smallest files first.
 
     Args:
         reference: What the user named; of a model that has no path only the hub's cache is looked through.
@@ -142,18 +142,18 @@ class UsualDraft:
 
     @property
     def size(self) -> str:
-        """Its parameters as people say them."""
+        """Return its parameters as people say them."""
         billions = num_parameters(self.model) / 1e9
         return f"{billions:.0f}B" if billions >= 1 else f"{billions:.1f}B"
 
     @property
     def example(self) -> str:
-        """What to look for."""
+        """Return what to look for."""
         return f"such as {self.name}" if self.name else "of the same vocabulary (if any)"
 
 
 def usual_draft(target: DescribedModel) -> UsualDraft | None:
-    """What is usual with a target's family; None for a target with less than four times its parameters."""
+    """Return what is usual with a target's family; None for a target with less than four times its parameters."""
     config = target.config()
     name, shape = _USUAL.get((config.architecture, config.vocab_size), (None, _LLAMA))
     if config.vocab_size == 32000 and config.attention.num_heads == 4 * config.attention.num_kv_heads:
@@ -170,12 +170,12 @@ def usual_draft(target: DescribedModel) -> UsualDraft | None:
 
 
 def num_parameters(model: DescribedModel) -> int:
-    """Of all its matrices and vectors."""
+    """Count the elements of all its matrices and vectors."""
     return sum(math.prod(tensor.shape) for tensor in checkpoint_tensors(model.config()).values())
 
 
 def _path_of(reference: object) -> Path | None:
-    """Where a model lies that was named by a path."""
+    """Return where a model lies that was named by a path."""
     with suppress(OSError, RuntimeError, ValueError):
         path = Path(os.path.abspath(Path(str(reference)).expanduser()))
         if path.exists():
@@ -184,8 +184,8 @@ def _path_of(reference: object) -> Path | None:
 
 
 def _neighbours(own: Path | None) -> Iterator[Path]:
-    """Files and directories that may be models: what lies beside the target, or beside the directory of its file, and
-    what the hub's cache holds. Not the target itself."""
+    """Return the files and directories that may be models: what lies beside the target, or beside the directory of its
+    file, and what the hub's cache holds. Not the target itself."""
     places = [] if own is None else [own.parent, *([own.parent.parent] if own.is_file() else [])]
     ours = set[Path]() if own is None else {own, own.parent, *gguf_parts(own)}
     for place in places:
@@ -197,7 +197,7 @@ def _neighbours(own: Path | None) -> Iterator[Path]:
 
 
 def _cached() -> Iterator[Path]:
-    """The newest snapshots of the models in the hub's cache."""
+    """Return the newest snapshots of the models in the hub's cache."""
     from huggingface_hub import constants
 
     for repository in entries(Path(constants.HF_HUB_CACHE), _MOST_ENTRIES):
@@ -207,7 +207,7 @@ def _cached() -> Iterator[Path]:
 
 
 def _may_be_model(path: Path) -> bool:
-    """Whether a file, or something in a directory, is named like a model."""
+    """Return whether a file, or something in a directory, is named like a model."""
     with suppress(OSError):
         named = (one.name == "config.json" or one.suffix.lower() == ".gguf" for one in entries(path, _MOST_ENTRIES))
         return path.is_file() or any(named)
@@ -215,7 +215,7 @@ def _may_be_model(path: Path) -> bool:
 
 
 def _weight_bytes(path: Path) -> int:
-    """Bytes of the files with weights that a path means."""
+    """Return bytes of the files with weights that a path means."""
     with suppress(OSError):
         if path.is_file():
             return sum(part.stat().st_size for part in gguf_parts(path))
@@ -225,7 +225,7 @@ def _weight_bytes(path: Path) -> int:
 
 
 def _name(path: Path) -> str:
-    """What a user calls a model: of a snapshot in the hub's cache the repository's name."""
+    """Return what a user calls a model: of a snapshot in the hub's cache the repository's name."""
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.name

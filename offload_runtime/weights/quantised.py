@@ -84,7 +84,7 @@ class Scheme:
     scale_names: tuple[str, ...] = ("weight_scale",)
 
     def form(self, shape: tuple[int, ...], scale: torch.dtype, ordered: bool) -> ScaledFormat:
-        """Of a matrix [M, K] whose scales are stored in a dtype."""
+        """Return the format of a matrix [M, K] whose scales are stored in a dtype."""
         rows, columns = (size or whole for size, whole in zip(self.block, shape, strict=True))
         return ScaledFormat(self.number, rows, columns, self.scale or scale, self.zero, self.zeros, ordered)
 
@@ -99,13 +99,13 @@ class Quantisation:
     activations: bool
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of the most exact words for a module; None if there are none."""
+        """Return the scheme of the most exact words for a module; None if there are none."""
         fitting = [(words, scheme) for targets, scheme in self.groups for words in targets if _means(words, module)]
         exact = min(fitting, key=lambda pair: (pair[0] != module, pair[0][:3] != "re:"), default=(None, None))
         return exact[1]
 
     def forms(self, config: ModelConfig, scale: torch.dtype) -> dict[str, ScaledFormat]:
-        """How matrices are stored as far as can be said without looking at them, by transformers' name."""
+        """Return how matrices are stored as far as can be said without looking at them, by transformers' name."""
         found = dict[str, ScaledFormat]()
         for name, to in checkpoint_tensors(config).items():
             module = name.removesuffix(".weight")
@@ -158,7 +158,7 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
 
 
 def _one_of(fields: Fields, name: str, values: tuple[Any, ...], default: Any = None) -> Any:
-    """A value of a field, which must be one of these."""
+    """Return a value of a field, which must be one of these."""
     value = fields.values.get(name)
     value = default if value is None else value
     if type(value) is not type(values[0]) or value not in values:
@@ -170,7 +170,7 @@ def _one_of(fields: Fields, name: str, values: tuple[Any, ...], default: Any = N
 
 
 def _group_size(fields: Fields) -> int:
-    """Columns of a group; 0 for all."""
+    """Return the columns of a group; 0 for all."""
     return max(0, fields.integer("group_size", 128, at_least=-1))
 
 
@@ -219,7 +219,7 @@ def _compressed_tensors(fields: Fields) -> Quantisation:
 
 
 def _compressed_scheme(weights: Fields) -> Scheme:
-    """Of the arguments for weights, and the format."""
+    """Return the scheme that the arguments for weights and the format mean."""
     form = _one_of(weights, "format", ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"))
     packed = form == "pack-quantized"
     kind = _one_of(weights, "type", ("int",) if packed else ("int", "float"), "int")
@@ -300,14 +300,14 @@ class QuantisedTensor(StoredTensor):
 
 
 def _behind(scales: ScaledRows, first: int, form: ScaledFormat) -> ScaledRows:
-    """From a row of scales on."""
+    """Return what lies from a row of scales on."""
     zeros = scales.zeros[first:] if form.zeros else scales.zeros
     return scales._replace(scales=scales.scales[first:], zeros=zeros)
 
 
 def passing_bytes(form: ScaledFormat, shape: tuple[int, ...]) -> int:
-    """Host memory beside a piece that a matrix [M, K] passes through at the most: its scales, as a file has them and as
-    they are kept, and all of its words where these may lie across the rows, as those of GPTQ and AWQ do."""
+    """Return host memory beside a piece that a matrix [M, K] passes through at the most: its scales, as a file has them
+    and as they are kept, and all of its words where these may lie across the rows, as those of GPTQ and AWQ do."""
     height, columns = shape
     scales_bytes = scaled_bytes(form, height, columns) - aligned(height * form.row_bytes(columns))
     across = form.zeros and form.number.startswith("uint")
@@ -315,19 +315,19 @@ def passing_bytes(form: ScaledFormat, shape: tuple[int, ...]) -> int:
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """All of a tensor, as it is stored."""
+    """Return all of a tensor, as it is stored."""
     out = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     stored.read_into(out.view(-1).view(torch.uint8).numpy().data)
     return out
 
 
 def _has_no_number(numbers: torch.Tensor) -> bool:
-    """Whether any of E4M3, uint8 [R, K], is none."""
+    """Return whether any of E4M3, uint8 [R, K], is none."""
     return any(int(some.bitwise_and(0x7F).amax()) == 0x7F for some in numbers.view(-1).split(_CACHED_BYTES))
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers without a sign of int32 [R, words], the lowest bits first: uint8 [R, N]."""
+    """Return the numbers without a sign of int32 [R, words], the lowest bits first: uint8 [R, N]."""
     stored = words.contiguous().view(torch.uint8)
     return stored if bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).view(len(stored), -1)
 
@@ -352,7 +352,7 @@ def _read_scales(layout: str, parts: Mapping[str, StoredTensor], to: ScaledRows,
 
 
 def _row_reader(layout: str, stored: StoredTensor) -> Callable[[int, torch.Tensor], None]:
-    """What reads rows of a matrix's numbers, from one on, as uint8 [R, file_bytes] in the order of columns."""
+    """Return what reads rows of a matrix's numbers, from one on, as uint8 [R, file_bytes] in the order of columns."""
     if layout not in _TRANSPOSED:
         return lambda start, rows: stored.read_into(rows.view(-1).numpy().data, start * rows.shape[1])
     words = read_tensor(stored)
@@ -367,8 +367,9 @@ def _row_reader(layout: str, stored: StoredTensor) -> Callable[[int, torch.Tenso
 
 
 def _gptq_words(stored: torch.Tensor) -> torch.Tensor:
-    """Words of AWQ run along the rows of the transposed matrix, each of eight numbers in an order of their own: squares
-    of eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in these."""
+    """Words of AWQ run along the rows of the transposed matrix, each of eight numbers in an order of their
+    own: squares of eight by eight numbers are transposed to GPTQ's words, by exchanging their quarters, and so on in
+    these."""
     words = torch.empty(len(stored) // 8, stored.shape[1], 8, dtype=torch.int32)
     for square, out in zip(stored.view(len(words), 8, -1).split(_SQUARES), words.split(_SQUARES), strict=True):
         for half, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
@@ -405,7 +406,7 @@ def _shapes(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, list[tuple[int,
 
 
 def _is_ordered(stored: StoredTensor, form: ScaledFormat, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the groups that columns say they are of are others than in their own order."""
+    """Return whether the groups that columns say they are of are others than in their own order."""
     if (stored.dtype, stored.shape) != ("I32", shape[1:]):
         raise damaged(stored.path, f"{stored.name} is {stored.dtype} {list(stored.shape)}, expected I32 {[shape[1]]}")
     groups, count = read_tensor(stored), form.scales(*shape)[1]
@@ -417,7 +418,8 @@ def _is_ordered(stored: StoredTensor, form: ScaledFormat, name: str, shape: tupl
 
 
 def _quantised(module: str, shape: tuple[int, ...], scheme: Scheme, own: Mapping[str, StoredTensor]) -> QuantisedTensor:
-    """A matrix out of its module's tensors, by what is behind its name; checks all that can be without reading them."""
+    """Return a matrix out of its module's tensors, by what is behind its name; checks all that can be without reading
+    them."""
     numbers = own[_NUMBERS[scheme.layout]]
     unit = 32 // BITS[scheme.number] if scheme.layout != "plain" else 1
     if any(size % unit for size in (shape[1:] if scheme.layout == "packed" else shape)):
@@ -471,7 +473,7 @@ def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
 def gather(
     stored: Mapping[str, StoredTensor], config: ModelConfig, quantisation: Quantisation
 ) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, in which one stands for all that is stored of a quantised matrix; what else a
+    """Return the tensors of a checkpoint, in which one stands for all that is stored of a quantised matrix; what else a
     module has of its own than a bias says how its activations were quantised, and is left out.
 
     Raises:

@@ -52,9 +52,9 @@ _COMPARED_BYTES = 8 << 20
 
 
 def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of the language model by their usual names, `model.layers.0...` and `lm_head...`, whatever comes
-    before: nothing in what a base model saved, `language_model.model.` or `model.language_model.` in models that read
-    images. The head may lie beside the model, in it, or further out. Others keep their names.
+    """Return the tensors of the language model by their usual names, `model.layers.0...` and `lm_head...`, whatever
+    comes before: nothing in what a base model saved, `language_model.model.` or `model.language_model.` in models that
+    read images. The head may lie beside the model, in it, or further out. Others keep their names.
 
     Raises:
         CheckpointError: It holds several language models, or heads of one.
@@ -82,8 +82,9 @@ def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
 
 
 def with_head(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], ModelConfig]:
-    """The tensors and the configuration as they mean the head of a model that says its head is tied, as transformers 5
-    does: a head of another content than the embedding is not tied, and one matrix under either name is both.
+    """Return the tensors and the configuration as they mean the head of a model that says its head is tied, as
+    transformers 5 does: a head of another content than the embedding is not tied, and one matrix under either name is
+    both.
 
     Raises:
         CheckpointError: A file ends too early.
@@ -123,7 +124,7 @@ _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def computed_dtype(stored: StoredTensor) -> torch.dtype:
-    """What a tensor can be computed in without loss: float64 counts as float32."""
+    """Return what a tensor can be computed in without loss: float64 counts as float32."""
     return torch.float32 if stored.dtype == "F64" else DTYPES[stored.dtype]
 
 
@@ -198,8 +199,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights, whether or not they are there: the single one, else those that the
-    index names, as transformers chooses; none where there is neither."""
+    """Return the files that hold a checkpoint's weights, whether or not they are there: the single one, else those that
+    the index names, as transformers chooses; none where there is neither."""
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
         return [single]
@@ -227,7 +228,7 @@ def _require_files(directory: Path, paths: Sequence[Path]) -> None:
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
-    """The language model's part of `config.json`, with what old tools say beside it of a quantisation.
+    """Return the language model's part of `config.json`, with what old tools say beside it of a quantisation.
 
     Raises:
         CheckpointError: There is no such file, or the directory holds an adapter.
@@ -244,8 +245,9 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 def _language_model(
     directory: Path, settings: Mapping[str, Any], *, whole: bool
 ) -> tuple[ModelConfig, Quantisation | None, dict[str, StoredTensor], tuple[StoredTensor, ...]]:
-    """The configuration, its quantisation, the language model's tensors by transformers' names, in which one stands for
-    all that is stored of a quantised matrix, and all tensors of the files, which with `whole` must all be there."""
+    """Return the configuration, its quantisation, the language model's tensors by transformers' names, in which one
+    stands for all that is stored of a quantised matrix, and all tensors of the files, which with `whole` must all be
+    there."""
     where, paths = str(directory), weight_files(directory)
     config, quantisation = model_config_from_json(settings, where), quantisation_of(settings, where)
     if whole:
@@ -268,8 +270,8 @@ def _check_dtype(tensor: StoredTensor) -> None:
 
 
 def describe_safetensors(directory: Path) -> DescribedModel:
-    """What `config.json` says, and the headers of the files that are there; errors as of `open_safetensors`, but for
-    missing weights."""
+    """Return what `config.json` says, and the headers of the files that are there; errors as of `open_safetensors`, but
+    for missing weights."""
     settings = _read_settings(directory)
     config, quantisation, stored, _ = _language_model(directory, settings, whole=False)
     embedding = stored.get(EMBEDDING)

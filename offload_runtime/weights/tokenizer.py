@@ -52,7 +52,7 @@ class Vocabulary:
 
 
 def gguf_vocabulary(fields: Fields) -> Vocabulary | None:
-    """That of a GGUF file's metadata; None where it has none."""
+    """Return that of a GGUF file's metadata; None where it has none."""
     tokens = list(enumerate(fields.items("tokenizer.ggml.tokens", str)))
     types = fields.items("tokenizer.ggml.token_type", int)
     special = {index: token for (index, token), kind in zip(tokens, types, strict=False) if kind not in _GGUF_ORDINARY}
@@ -60,7 +60,7 @@ def gguf_vocabulary(fields: Fields) -> Vocabulary | None:
 
 
 def directory_vocabulary(directory: Path) -> Vocabulary | None:
-    """That of the `tokenizer.json` in a directory; None where there is none that has a vocabulary."""
+    """Return that of the `tokenizer.json` in a directory; None where there is none that has a vocabulary."""
     try:
         described = json.loads((directory / "tokenizer.json").read_bytes())
         model, added = described["model"]["vocab"], described.get("added_tokens") or ()
@@ -71,7 +71,7 @@ def directory_vocabulary(directory: Path) -> Vocabulary | None:
 
 
 def tokenizer_vocabulary(tokenizer: Any) -> Vocabulary:
-    """That of one of transformers' tokenizers."""
+    """Return that of one of transformers' tokenizers."""
     return Vocabulary.of(_swapped(tokenizer.get_vocab()), dict(_swapped(tokenizer.get_added_vocab())))
 
 
@@ -101,7 +101,7 @@ _MOST_CHARACTERS = 1 << 10  # of a token: far more than any has
 
 
 def special_ids(fields: Fields) -> dict[str, int]:
-    """The ids of special tokens, such as `bos`, that a GGUF file names and its vocabulary has."""
+    """Return the ids of special tokens, such as `bos`, that a GGUF file names and its vocabulary has."""
     defaults = _SENTENCEPIECE_IDS if fields.text("tokenizer.ggml.model", "") == "llama" else {}
     num_tokens, ids = len(fields.items("tokenizer.ggml.tokens", str)), dict[str, int]()
     for name in (*_ENDING_IDS, *_NAMES_IN_TRANSFORMERS):
@@ -111,7 +111,8 @@ def special_ids(fields: Fields) -> dict[str, int]:
 
 
 def end_token_ids(fields: Fields) -> list[int]:
-    """What ends an answer: the tokens that the file names, the end of a sequence first, and those of known names."""
+    """Return what ends an answer: the tokens that the file names, the end of a sequence first, and those of known
+    names."""
     named = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
     tokens = fields.items("tokenizer.ggml.tokens", str)
     known = _end_names(tokens)
@@ -119,7 +120,7 @@ def end_token_ids(fields: Fields) -> list[int]:
 
 
 def _end_names(tokens: list[str]) -> set[str]:
-    """Known names of what ends an answer. Gemma has `</s>` too, which is a tag of HTML there."""
+    """Return the known names of what ends an answer. Gemma has `</s>` too, which is a tag of HTML there."""
     return _END_NAMES - {"</s>"} if "<eos>" in tokens else _END_NAMES
 
 
@@ -127,7 +128,7 @@ def _end_names(tokens: list[str]) -> set[str]:
 
 
 def _working(make: Callable[[], Any], where: object, remedy: str) -> Any:
-    """A tokenizer that reads and writes a text; `CheckpointError` for whatever happens instead."""
+    """Return a tokenizer that reads and writes a text; `CheckpointError` for whatever happens instead."""
     try:
         tokenizer = make()
         tokenizer.decode(tokenizer.encode("a b\u00e9\u65e5 12\n"), skip_special_tokens=True)
@@ -139,7 +140,7 @@ def _working(make: Callable[[], Any], where: object, remedy: str) -> Any:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """transformers' tokenizer of a checkpoint directory.
+    """Return transformers' tokenizer of a checkpoint directory.
 
     Raises:
         CheckpointError: There is none or it cannot be read.
@@ -160,8 +161,8 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def gguf_tokenizer(fields: Fields, directory: Path) -> Any:
-    """The tokenizer that a GGUF file's metadata describes, as transformers' `PreTrainedTokenizerFast`; where it is of a
-    kind that is not read, the one in the file's directory, with a warning.
+    """Return the tokenizer that a GGUF file's metadata describes, as transformers' `PreTrainedTokenizerFast`; where it
+    is of a kind that is not read, the one in the file's directory, with a warning.
 
     Raises:
         CheckpointError: It is damaged; or neither byte-level BPE that cuts text in a known way nor SentencePiece, and
@@ -215,7 +216,7 @@ def _make(fields: Fields, model: str, pre: str) -> Any:
 
 
 def _chat_templates(fields: Fields) -> dict[str, str] | str | None:
-    """The chat template; of several, such as `tool_use`, all by their names, of which transformers chooses."""
+    """Return the chat template; of several, such as `tool_use`, all by their names, of which transformers chooses."""
     key = "tokenizer.chat_template"
     names = [name.removeprefix(f"{key}.") for name in fields.values if name.startswith(f"{key}.")]
     found = {"default": fields.text(key, ""), **{name: fields.text(f"{key}.{name}", "") for name in names}}
