@@ -265,8 +265,8 @@ def _stored_divisors(
 
 
 def _yarn_divisors(head_dim: int, base: float, original: int, factor: float) -> list[float]:
-    """Return what YaRN divides each frequency: 1 for pairs that turn often in the original context, the factor for those
-    that turn less than once, and between them by a ramp of the frequencies."""
+    """Return what YaRN divides each frequency by: 1 for pairs that turn often in the original context, the factor for
+    those that turn less than once, and between them by a ramp of the frequencies."""
 
     def pair_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
