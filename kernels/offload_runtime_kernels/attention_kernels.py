@@ -125,7 +125,7 @@ def _attend_split(
     do_not_specialize=(
         "total_ptr", "positions_ptr", "slots_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
         "end_query", "num_rows", "first_split", "end_split", "tree_splits", "num_ancestors", "sliding_window",
-        "from_window", "num_keys", "direct", "first_block", "num_blocks",
+        "from_window", "num_keys", "direct", "sinks_ptr", "first_block", "num_blocks",
     )
 )  # fmt: skip
 def split_kernel(
@@ -205,7 +205,11 @@ def split_kernel(
     tl.store(total_ptr + partial, total, mask=kept)
 
 
-@jit(do_not_specialize=("positions_ptr", "slots_ptr", "num_queries", "sliding_window", "first_block", "num_blocks"))
+@jit(
+    do_not_specialize=(
+        "positions_ptr", "slots_ptr", "num_queries", "sliding_window", "sinks_ptr", "first_block", "num_blocks",
+    )
+)  # fmt: skip
 def prefill_kernel(
     q_ptr, kv_ptr, out_ptr, positions_ptr, slots_ptr, num_queries, sliding_window, scale_log2e, cap_log2e, sinks_ptr,
     first_block, num_blocks, stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
@@ -261,8 +265,8 @@ def prefill_kernel(
 # `carried` and `finish` are no constants: merging in one call or in several runs the same instructions.
 @jit(
     do_not_specialize=(
-        "split_total_ptr", "best_ptr", "total_ptr", "num_splits", "num_rows", "num_queries", "first_query", "end_query",
-        "carried", "finish",
+        "split_total_ptr", "best_ptr", "total_ptr", "sinks_ptr", "num_splits", "num_rows", "num_queries", "first_query",
+        "end_query", "carried", "finish",
     )
 )  # fmt: skip
 def merge_kernel(

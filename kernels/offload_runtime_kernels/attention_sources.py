@@ -37,7 +37,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
     do_not_specialize=(
         "positions_ptr", "committed_ptr", "ancestors_ptr", "slots_a_ptr", "slots_b_ptr", "bounds_a_ptr",
         "bounds_b_ptr", "num_queries", "tiles_a", "tiles", "span", "first_a", "first_b", "limit_a", "limit_b",
-        "first_block_a", "first_block_b", "blocks_a", "blocks_b",
+        "first_block_a", "first_block_b", "blocks_a", "blocks_b", "sinks_ptr",
     )
 )  # fmt: skip
 def _sources_kernel(
@@ -129,7 +129,7 @@ def _sources_kernel(
 
 
 # By the handful: the loads wait for nothing but each other.
-@jit(do_not_specialize=("num_parts", "num_rows"))
+@jit(do_not_specialize=("sinks_ptr", "num_parts", "num_rows"))
 def _join_kernel(
     partial_ptr, lse_ptr, out_ptr, sinks_ptr, num_parts, num_rows,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
