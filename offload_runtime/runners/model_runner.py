@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, groupby
@@ -48,6 +48,7 @@ from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
+Stage = tuple[int, Callable[[], AbstractContextManager[Weights]]]  # a layer, and what its weights may be read within
 OnLayer = Callable[[int, int], None]  # called with (layers done, layers) as the host enqueues them
 
 
@@ -223,13 +224,22 @@ class ModelRunner:
     def _run(
         self, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None, *, prompts: bool
     ) -> list[torch.Tensor]:
-        """Return residual streams behind the last layer, [N, H], of the pieces of these numbers."""
-        in_blocks = prompts and layers is None and self.decoder.in_blocks
-        if in_blocks and not self.streamer.num_streamed and not self.cache.prefills_by_layer:
-            with _over_cards(self.decoder.partition):
-                return _run_blocks(self.decoder, self.streamer, self.cache, pieces, kept, on_layer)
-        layers = self.streamer.layers() if layers is None else layers
-        return _run_layers(self.decoder, layers, self.cache, pieces, kept, on_layer)
+        """Return residual streams behind the last layer, [N, H], of the pieces of these numbers.
+
+        Where each card has one block of layers and nothing is streamed, a piece of a prompt goes through all layers of
+        a card before the next piece, so that the next card has something to do.
+        """
+        decoder, streamer = self.decoder, self.streamer
+        in_blocks = prompts and layers is None and decoder.in_blocks
+        if in_blocks and not streamer.num_streamed and not self.cache.prefills_by_layer:
+            streamer.begin_pass()
+            blocks = groupby(range(decoder.num_layers), key=decoder.partition.card_of)
+            stages: list[list[Stage]] = [
+                [(index, partial(streamer.layer, index)) for index in block] for _, block in blocks
+            ]
+            return _run_on_cards(decoder, stages, self.cache, pieces, kept, on_layer)
+        layers = streamer.layers() if layers is None else layers
+        return _run_layers(decoder, layers, self.cache, pieces, kept, on_layer)
 
     def rows(
         self, trees: Sequence[TokenTree], committed: Sequence[int], slots: Sequence[int], *, prompt_length: int = 0,
@@ -412,10 +422,9 @@ def _run_layers(
     on_layer: OnLayer | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers."""
-    on_layer = on_layer or (lambda done, layers: None)
     if len(decoder.partition.cards) > 1:
-        with _over_cards(decoder.partition):
-            return _run_layers_on_cards(decoder, layers, cache, pieces, kept, on_layer)
+        stages: Iterator[list[Stage]] = ([(index, partial(nullcontext[Weights], weights))] for index, weights in layers)
+        return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer)
     if len(pieces) == 1:
         residuals = [decoder.embed(pieces[0])]
     else:
@@ -423,7 +432,8 @@ def _run_layers(
     for index, weights in layers:
         for residual, rows in zip(residuals, pieces, strict=True):
             decoder.layer(index, weights, residual, rows, cache)
-        on_layer(index + 1, decoder.num_layers)
+        if on_layer is not None:
+            on_layer(index + 1, decoder.num_layers)
     return [residuals[piece] for piece in kept]
 
 
@@ -442,64 +452,46 @@ def _embedded(decoder: Decoder, pieces: list[Rows], destinations: Sequence[torch
         yield destination[: embedded.nbytes].view(embedded.dtype).view(embedded.shape).copy_(embedded)
 
 
-def _run_layers_on_cards(
-    decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer
-) -> list[torch.Tensor]:
-    """Do the same where the layers are on several cards.
+def _run_on_cards(
+    decoder: Decoder, stages: Iterable[list[Stage]], cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
+    on_layer: OnLayer | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Do the same where the layers are on several cards, in stages: layers of one card that a piece goes through before
+    the next one does.
 
-    Where the next layer is on another card a piece leaves as soon as it is done and arrives just before that layer, so
-    that both cards compute while there are more pieces than one. The first one arrives before the card waits for the
+    Where the next stage is on another card a piece leaves as soon as it is done and arrives just before that stage, so
+    that both cards compute while there are more pieces than one. The first one arrives before the card waits for a
     layer's weights: what it then waits for is its link, and not the other cards as well.
     """
     partition, buffers = decoder.partition, decoder.partition.transfer_buffers
-    rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
+    with _over_cards(partition):
+        rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
 
-    def received(piece: int) -> list[torch.Tensor]:
-        return receive(in_transit[piece], destinations[in_transit[piece].target][piece])
+        def received(piece: int) -> list[torch.Tensor]:
+            return receive(in_transit[piece], destinations[in_transit[piece].target][piece])
 
-    arrived = received(0)
-    for index, weights in layers:
-        card, following = partition.card_of(index), partition.card_of(index + 1)
-        for piece, rows in enumerate(rows_of[card]):
-            here = received(piece) if piece else arrived
-            # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
-            (residual,) = transfer(here, in_transit[piece].target, card, buffers, piece)
-            with current_device(card.device):
-                decoder.layer(index, weights, residual, rows, cache)
-            in_transit[piece] = send([residual], card, following, buffers, piece)
-        if index + 1 < decoder.num_layers:
-            arrived = received(0)
-        on_layer(index + 1, decoder.num_layers)
-    return [
-        residual
-        for piece in kept
-        for residual in transfer(received(piece), in_transit[piece].target, partition.cards[0], buffers, piece)
-    ]
-
-
-def _run_blocks(
-    decoder: Decoder, streamer: LayerStreamer, cache: LayerCache, pieces: list[Rows],
-    kept: Sequence[int], on_layer: OnLayer | None,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Do the same where each card has one block of layers and nothing is streamed: a piece goes through all layers
-    of a card before the next one, so that the next card has something to do."""
-    partition, num_layers = decoder.partition, decoder.num_layers
-    rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
-    streamer.begin_pass()
-    for card, block in groupby(range(num_layers), key=partition.card_of):
-        layers = list(block)
-        for piece, rows in enumerate(rows_of[card]):
-            (residual,) = receive(in_transit[piece], destinations[card][piece])
-            with current_device(card.device):
-                for index in layers:
-                    with streamer.layer(index) as weights:
-                        decoder.layer(index, weights, residual, rows, cache)
-            following = partition.card_of(layers[-1] + 1)
-            in_transit[piece] = send([residual], card, following, partition.transfer_buffers, piece)
-        if on_layer is not None:
-            on_layer(layers[-1] + 1, num_layers)
-    last = destinations[partition.cards[0]]
-    return [residual for piece in kept for residual in receive(in_transit[piece], last[piece])]
+        arrived = received(0)
+        for stage in stages:
+            done = stage[-1][0] + 1
+            card, following = partition.card_of(stage[0][0]), partition.card_of(done)
+            for piece, rows in enumerate(rows_of[card]):
+                here = received(piece) if piece else arrived
+                # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
+                (residual,) = transfer(here, in_transit[piece].target, card, buffers, piece)
+                with current_device(card.device):
+                    for index, layer in stage:
+                        with layer() as weights:
+                            decoder.layer(index, weights, residual, rows, cache)
+                in_transit[piece] = send([residual], card, following, buffers, piece)
+            if done < decoder.num_layers:
+                arrived = received(0)
+            if on_layer is not None:
+                on_layer(done, decoder.num_layers)
+        return [
+            residual
+            for piece in kept
+            for residual in transfer(received(piece), in_transit[piece].target, partition.cards[0], buffers, piece)
+        ]
 
 
 @contextmanager
