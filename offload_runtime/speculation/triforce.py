@@ -53,7 +53,8 @@ def num_guesses(most: int, batch: int) -> int:
 def most_guess_rows(most: int, batch: int, *, others: int) -> int:
     """Return the most rows of a step over up to `batch` sequences, each of a tree of up to `most` nodes and of
     `others`."""
-    return max(count * (num_guesses(most, count) + others) for count in range(1, batch + 1))
+    counts = (*range(1, min(batch, _CHEAP_ROWS)), batch)  # from some count on each has the same guesses
+    return max(count * (num_guesses(most, count) + others) for count in counts)
 
 
 class RetrievalVerifier:
