@@ -238,7 +238,7 @@ def test_saved_conversations_that_nobody_saved(
     path = tmp_path / "chat.json"
     path.write_text(content)
     with Runtime.load(target, device="cpu", context=64) as loaded:
-        runtime.conversation = lambda system: loaded.conversation(system)  # type: ignore[method-assign]
+        runtime.conversation = lambda *asked, **options: loaded.conversation(*asked, **options)  # type: ignore[method-assign]
         result = invoke("chat", *ANSWER, turns=f"/load {path}\n/system\n")
     assert result.exit_code == 0 and words in result.stderr
     assert result.stderr.splitlines()[-1] == "there is no system prompt"

@@ -199,7 +199,7 @@ class FakeRuntime:
             results.append(GenerationResult(self.plain_tokens, text, reason, self.stats))
         return results
 
-    def conversation(self, system: str | None) -> FakeConversation:
+    def conversation(self, system: str | None, *, template_options: None) -> FakeConversation:
         return FakeConversation(self, system)
 
     def __enter__(self) -> FakeRuntime:

@@ -29,31 +29,22 @@ from offload_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream
-    from offload_runtime.engine.request import PromptRoom
 
 
 def chat(options: ChatOptions) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
-    config, params = options.config, options.params  # judged before anything is loaded
+    config = options.config  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     refuse_early(config)
     require(not (interactive and options.as_json), "--json is for programs: send the turns through a pipe, or drop it")
-
-    template_options = dict(options.template_options or [])
-
-    def check(room: PromptRoom) -> None:
-        room.check(params)
-        if template_options:
-            room.chat_template.require_options(template_options)
-
     output = sys.stdout  # where JSON goes, and nothing else
-    with _only_here(options.session) as held, load_runtime(options, config, check) as runtime:
+    with _only_here(options.session) as held, load_runtime(options, config, options.check) as runtime:
         options, line = options.with_defaults(runtime.sampling_defaults)
         if line is not None:
             terminal.status_line(line)
-        more: dict[str, Any] = {"template_options": template_options} if template_options else {}
-        session = ChatSession(runtime, runtime.conversation(options.system, **more), options, output, held=held)
+        conversation = runtime.conversation(options.system, template_options=options.for_template or None)
+        session = ChatSession(runtime, conversation, options, output, held=held)
         if options.session is not None:
             session.resume(options.session)
         converse = _converse_at_terminal if interactive else _converse_through_pipe

@@ -46,19 +46,17 @@ def generate(options: GenerateOptions) -> None:
     params, config = options.params, replace(options.config, max_batch=max(1, len(options.prompt_file or ())))
     allowed = options.chat or not config.allow_special_tokens
     require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
-    template_options = dict(options.template_options or [])
     needed = "--template-option does nothing without --chat: add it, or drop this"
-    require(options.chat or not template_options, needed)
+    require(options.chat or not options.template_options, needed)
     named = read_prompts(options.prompt, options.prompt_file or [])
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if options.chat else text for _, text in named]
     refuse_early(config)
     is_batch = len(prompts) > 1
 
     def check(room: PromptRoom) -> object:
-        room.check(params)
-        if template_options:
-            room.chat_template.require_options(template_options)
-            prompts[:] = [room.encode(prompt, template_options) for prompt in prompts]
+        options.check(room)
+        if options.template_options:
+            prompts[:] = [room.encode(prompt, options.for_template) for prompt in prompts]
         return room.fit_all(prompts, params.max_new_tokens)
 
     results: Sequence[GenerationResult]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -37,6 +37,9 @@ from offload_runtime.options import (
 )
 from offload_runtime.params import GenerationParams
 from offload_runtime.sizes import size_option_down
+
+if TYPE_CHECKING:
+    from offload_runtime.engine.request import PromptRoom
 
 # Of a chat with a model whose makers name none.
 CHAT_TEMPERATURE = 0.7
@@ -144,6 +147,17 @@ class AnswerOptions(LoadOptions):
         count = self.params.logprobs
         fine = count is None or self.as_json
         require(fine, f"--logprobs {count} does nothing without --json, which prints them: add it, or drop it")
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """Return the options of the chat template by name."""
+        return dict(self.template_options or ())
+
+    def check(self, room: PromptRoom) -> None:
+        """Refuse what a model cannot do or does not read."""
+        room.check(self.params)
+        if self.template_options:
+            room.chat_template.require_options(self.for_template)
 
 
 @dataclass(frozen=True, kw_only=True)
