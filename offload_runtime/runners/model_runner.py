@@ -423,7 +423,7 @@ def _run_layers(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers."""
     if len(decoder.partition.cards) > 1:
-        stages: Iterator[list[Stage]] = ([(index, partial(nullcontext[Weights], weights))] for index, weights in layers)
+        stages: Iterator[list[Stage]] = ([(index, partial(_given, weights))] for index, weights in layers)
         return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer)
     if len(pieces) == 1:
         residuals = [decoder.embed(pieces[0])]
@@ -435,6 +435,11 @@ def _run_layers(
         if on_layer is not None:
             on_layer(index + 1, decoder.num_layers)
     return [residuals[piece] for piece in kept]
+
+
+def _given(weights: Weights) -> AbstractContextManager[Weights]:
+    """Return weights that may be read at any time."""
+    return nullcontext(weights)
 
 
 def _residual_buffers(decoder: Decoder, pieces: list[Rows], device: torch.device) -> Sequence[torch.Tensor]:
