@@ -217,7 +217,8 @@ class ModelPlan:
     @cached_property
     def largest_kv_layer(self) -> tuple[int]:
         """Of those that attend to everything, if there are any, the layer that keeps the most of a token."""
-        return (max(self.full_layers or self.layers, key=lambda layer: self.kv_bytes_of((layer,), 1)),)
+        layers = self.config.layers
+        return (max(self.full_layers or self.layers, key=lambda layer: layers[layer].attention.kv_elements(1)),)
 
     @property
     def pass_rows(self) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -28,7 +28,6 @@ from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.request import TREE_ROOMS, MemoryLimits, ShortageError, limits_of
 from offload_runtime.plan.sizes import RunPlan, make_plan
 from offload_runtime.sizes import format_bytes, format_bytes_up
-from offload_runtime.weights import DescribedModel
 
 # Two buffers would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 _RING_BUFFERS = 3
@@ -172,13 +171,9 @@ def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
     """The ways to keep the weights that are left open: those of quantised files as they are stored, which takes the
     fewest bytes, or the draft's decoded, or those of both, which takes products of many rows the least time; bf16 as
     it is, or in 12 bits."""
-
-    def decoded(model: Any) -> Any:
-        return replace(model, decoded=True) if isinstance(model, DescribedModel) and model.kinds else model
-
-    draft = replace(request, draft=decoded(request.draft))
+    draft = replace(request, draft=getattr(request.draft, "as_decoded", request.draft))
     is_open = request.weights == "auto" and request.device_type != "cpu"
-    candidates = [request, draft, replace(draft, target=decoded(request.target))] if is_open else [request]
+    candidates = [request, draft, replace(draft, target=request.target.as_decoded)] if is_open else [request]
     encodes: tuple[Encode, ...] = ("none", "always") if request.encode == "auto" else (request.encode,)
     found = [replace(one, encode=encode) for one in candidates for encode in encodes]
     return [one for number, one in enumerate(found) if one not in found[:number]]

@@ -293,7 +293,7 @@ def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *
     """How weights lie in memory: of quantised files as they are stored, if nothing else is asked for, but on a CPU,
     which has no link and would decode for every token what it can decode once."""
     decoded = request.weights == "decoded" or (request.weights == "auto" and request.device_type == "cpu")
-    return (replace(model, decoded=True) if decoded and model.kinds else model).layout(dtype, coded=coded)
+    return (model.as_decoded if decoded else model).layout(dtype, coded=coded)
 
 
 def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> ModelPlan:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -68,6 +68,11 @@ class DescribedModel:
             made = ModelLayout.of(self.model_config, dtype, kinds, coded=coded, uncoded=self.uncoded)
             self._layouts[dtype, coded] = made
         return self._layouts[dtype, coded]
+
+    @cached_property
+    def as_decoded(self) -> DescribedModel:
+        """The same model as if its files were of the element type that it computes in."""
+        return replace(self, decoded=True) if self.kinds else self
 
     @cached_property
     def _layouts(self) -> dict[tuple[torch.dtype, bool], ModelLayout]:
