@@ -215,20 +215,22 @@ def rope_of_gguf(
             f"{fields.where}: RoPE scaling {shown(kind)} is not supported: use a model with none, linear, yarn or "
             "longrope (with its factors)"
         )
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
+    factor = 1.0 if kind == "none" else factor
+    usual = 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1 else 1.0
     for name, without in _NO_SCALING.items():
+        value = fields.number(f"rope.scaling.{name}", without[0])
         if name == "yarn_log_multiplier" and reads_multiplier:
             continue
-        if (value := fields.number(f"rope.scaling.{name}", without[0])) not in without:
+        if name == "yarn_attn_factor" and math.isclose(value, usual, rel_tol=1e-4):
+            continue  # what llama.cpp takes anyway
+        if value not in without:
             raise UnsupportedArchitectureError(
                 f"{fields.where}: rope.scaling.{name} is {value:g}, which is not supported, and llama.cpp does not "
                 f"read it for {shown(arch)}: use a file with {without[0]:g}, or without it"
             )
-    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
-    factor = 1.0 if kind == "none" else factor
-    base, attention = fields.number("rope.freq_base", 10000.0), fields.number("rope.scaling.attn_factor", 1.0)
+    base, attention = fields.number("rope.freq_base", 10000.0), fields.number("rope.scaling.attn_factor", 1.0) * usual
     original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
-    if kind == "yarn" and factor > 1:
-        attention *= 0.1 * math.log(factor) + 1.0
     of_yarn = {"original_max_position_embeddings": original, "attention_factor": attention}
     if not divisors and factor >= 1:  # transformers has the same
         if kind == "yarn":

@@ -89,7 +89,7 @@ def _olmo2(draw: random.Random) -> Any:
 
 
 def _olmo3(draw: random.Random) -> Any:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.1386294}
     theta, full = _theta(draw), draw.choice(({"rope_type": "default"}, yarn))
     rope = {"full_attention": {**full, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": theta}}  # fmt: skip
@@ -214,6 +214,9 @@ def _scaling(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if kind == gguf.RopeScalingType.YARN:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_yarn_beta_fast(32.0)
+            if "attention_factor" in rope:  # as OLMo 3's says the one that all have
+                writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
 
 
 def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, Any]:
