@@ -342,9 +342,8 @@ def attention(q: torch.Tensor, kv: KVBlocks, rows: QueryRows, params: AttentionP
 
 
 def attend_blocks(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, params: AttentionParams, *,
-    num_keys: int | None = None,
-) -> None:  # fmt: skip
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, params: AttentionParams
+) -> None:
     """Merge what queries see of some blocks into their softmax, in place.
 
     Called for consecutive ranges, however they are cut, and then finished, it gives bitwise what `attention` gives.
@@ -358,11 +357,10 @@ def attend_blocks(
         blocks: Absolute numbers of consecutive 256-token blocks; those beyond `max_length` hold nothing.
         state: Of `q`, contiguous; blocks before these have been merged already.
         params: The layer's; sinks wait for `finish_attention`.
-        num_keys: Positions from here on hold no key; None for no such limit.
     """
     assert blocks.step == 1 and blocks.start >= kv.first_block
     run = attend_blocks_triton if q.is_cuda else attend_blocks_cpu
-    run(q, kv, rows, blocks, state, params, num_keys=num_keys)
+    run(q, kv, rows, blocks, state, params)
 
 
 def finish_attention(q: torch.Tensor, state: AttentionState, params: AttentionParams) -> torch.Tensor:

@@ -125,13 +125,13 @@ def _attend_split(
     do_not_specialize=(
         "total_ptr", "positions_ptr", "slots_ptr", "committed_ptr", "ancestors_ptr", "num_queries", "first_query",
         "end_query", "num_rows", "first_split", "end_split", "tree_splits", "num_ancestors", "sliding_window",
-        "from_window", "num_keys", "direct", "sinks_ptr", "first_block", "num_blocks",
+        "from_window", "direct", "sinks_ptr", "first_block", "num_blocks",
     )
 )  # fmt: skip
 def split_kernel(
     q_ptr, kv_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, positions_ptr, slots_ptr, committed_ptr, ancestors_ptr,
     num_queries, first_query, end_query, num_rows, first_split, end_split, tree_splits, num_ancestors, sliding_window,
-    from_window, num_keys, direct, scale_log2e, cap_log2e, sinks_ptr, first_block, num_blocks,
+    from_window, direct, scale_log2e, cap_log2e, sinks_ptr, first_block, num_blocks,
     stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
@@ -179,7 +179,7 @@ def split_kernel(
     q = tl.load(q_ptr + row_offset[:, None] + channel[None, :], mask=row_mask, other=0.0)
     position = tl.load(positions_ptr + row, mask=row_valid, other=-1)  # [ROWS]
     first = split * SPLIT
-    begin, end = 0, tl.minimum(tl.minimum(tl.max(position, axis=0) + 1, num_keys) - first, SPLIT)
+    begin, end = 0, tl.minimum(tl.max(position, axis=0) + 1 - first, SPLIT)
     if WINDOWED:
         begin = tl.maximum(0, (_first_seen(position, sliding_window) - first) // TILE * TILE)
 

@@ -24,7 +24,6 @@ WORKSPACE_BYTES = 64 << 20
 LEAST_SPLITS = 16
 # Results of splits that a merge has on their way.
 _MERGE_STAGES = 12
-_NO_LIMIT = (1 << 31) - 1
 
 
 def _parts(whole: range, step: int) -> Iterator[range]:
@@ -59,12 +58,6 @@ def _merge(
     )  # fmt: skip
 
 
-def _blocks_with_keys(blocks: range, rows: QueryRows, num_keys: int | None) -> range:
-    """Those of `blocks` in which a query may see a key."""
-    last = triton.cdiv(rows.max_length if num_keys is None else min(num_keys, rows.max_length), SPLIT_TOKENS)
-    return range(blocks.start, min(blocks.stop, last))
-
-
 @dataclass(frozen=True)
 class _Call:
     """What the launches of one call share."""
@@ -73,7 +66,6 @@ class _Call:
     kv: KVBlocks
     rows: QueryRows
     params: AttentionParams
-    num_keys: int = _NO_LIMIT
     from_window: bool = False  # splits are counted from the first one on that a query's window reaches
     workspace_bytes: int = WORKSPACE_BYTES
     least_splits: int = LEAST_SPLITS
@@ -139,7 +131,7 @@ class _Call:
             rows.slots if rows.ancestors is None else rows.ancestors,
             num_queries, queries.start, queries.stop, batch * len(queries), splits.start, splits.stop,
             self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.params.window or 0,
-            int(self.from_window), self.num_keys, int(final is not None), *self.params.log2_scales, self.params.sinks,
+            int(self.from_window), int(final is not None), *self.params.log2_scales, self.params.sinks,
             self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows,
             TREE=tree, STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
         )  # fmt: skip
@@ -217,7 +209,7 @@ def attention_triton(
     """
     splits = triton.cdiv(rows.max_length, SPLIT_TOKENS)
     reached = splits if params.window is None else triton.cdiv(params.window - 1, SPLIT_TOKENS) + 1  # by a query
-    call = _Call(q, kv, rows, params, _NO_LIMIT, reached < splits, workspace_bytes, least_splits)
+    call = _Call(q, kv, rows, params, reached < splits, workspace_bytes, least_splits)
     out = torch.empty_like(q)
     if call.fills_programs() if prefill is None else prefill:
         assert rows.ancestors is None
@@ -228,15 +220,13 @@ def attention_triton(
 
 
 def attend_blocks_triton(
-    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, params: AttentionParams, *,
-    num_keys: int | None = None,
-) -> None:  # fmt: skip
+    q: torch.Tensor, kv: KVBlocks, rows: QueryRows, blocks: range, state: AttentionState, params: AttentionParams
+) -> None:
     """Triton version of `attend_blocks`."""
     assert state.best.is_contiguous() and state.acc.is_contiguous() and state.acc.shape == q.shape
-    seen = _blocks_with_keys(blocks, rows, num_keys)
+    seen = range(blocks.start, min(blocks.stop, triton.cdiv(rows.max_length, SPLIT_TOKENS)))
     if seen:
-        call = _Call(q, kv, rows, params, _NO_LIMIT if num_keys is None else num_keys)
-        call.attend(seen, state, None)
+        _Call(q, kv, rows, params).attend(seen, state, None)
 
 
 def finish_attention_triton(q: torch.Tensor, state: AttentionState, params: AttentionParams) -> torch.Tensor:

@@ -23,7 +23,7 @@ from offload_runtime_kernels.attention_triton import attend_blocks_triton, atten
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_rows, piece, ring, tree_rows
-from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs
+from tests.helpers.kernel_conditions import assert_within, poisoned_outputs
 
 
 @dataclass(frozen=True)
@@ -136,31 +136,6 @@ def test_nothing_is_read_of_blocks_behind_the_queries(version: Version) -> None:
     behind[:, 2:] = float("nan")
     out = version.pieces(case, rows, [(KVBlocks(behind), range(2)), (KVBlocks(behind), range(2, 4))])
     assert torch.equal(out, expected)
-
-
-@pytest.mark.few(2)
-@versions
-@pytest.mark.parametrize("num_keys", [8, 256, 300])
-def test_retrieved_keys_beside_the_newest_blocks(version: Version, num_keys: int) -> None:
-    case, rows = _case(3, batch=1), chain_rows((800,), (3,))
-    retrieved = _case(3, batch=1, dtype=torch.float32).kv.data[:, :2].flip(4).clone()
-    slots = retrieved.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [1, S, 2, H_kv, D], in memory of its own
-    far = slots[:, :num_keys]
-    slots = torch.cat((far, torch.full_like(slots[:, num_keys:], float("nan"))), dim=1)
-    kv = KVBlocks(slots.unflatten(1, (2, BLOCK_TOKENS)).permute(0, 1, 3, 4, 2, 5).contiguous())
-    state = AttentionState.empty(case.q)
-    version.attend(case.q, kv, rows, range(2), state, case.params(), num_keys=num_keys)
-    version.attend(case.q, case.kv, rows, range(2, 4), state, case.params())
-    out = version.finish(case.q, state, case.params())
-    # The same keys in a row: those retrieved, then positions 512 to 802, of which each query sees its own.
-    near = case.kv.data.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, 512:803]
-    k, v = torch.cat((far, near), dim=1).double().unbind(2)  # [1, S, H_kv, D]
-    visible = torch.ones(3, k.shape[1], dtype=torch.bool, device=KERNEL_DEVICE).tril(k.shape[1] - 3)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        case.q.double().transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible,
-        scale=case.params().scale, enable_gqa=True,
-    ).transpose(1, 2)  # fmt: skip
-    assert_within(out, expected, atol=1e-5 * case.largest_value)
 
 
 @pytest.mark.few(1)
