@@ -114,7 +114,7 @@ def test_a_refusal_names_the_programs_that_hold_the_card(
         Runtime.load(target, device="cuda")
     with pytest.raises(BudgetError, match=r"(?s)lower it to .*, or " + named):
         Runtime.load(target, device="cuda", vram="20GB")
-    with pytest.raises(BudgetError, match=r"What would do: with --vram") as refused:
+    with pytest.raises(BudgetError, match=r"What would do: with [0-9.]+ GB of VRAM") as refused:
         Runtime.load(target, device="cuda", vram="1MB")
     assert "close one" not in str(refused.value)  # there is more that it may take
 

@@ -444,7 +444,12 @@ def _ways_out(
         yield
     except BudgetError as error:
         close = "; ".join(filter(None, (budget.what_to_close() for budget in budgets))) if request.vram is None else ""
-        refused = planning.refusal(error, request, figures, limits)
+        vram_bytes = max((one.available_bytes or 0 for one in budgets), default=0) or figures.vram_bytes
+        there = replace(
+            figures, ram_bytes=read_host_info().ram_bytes, pinnable_bytes=None, vram_bytes=vram_bytes,
+            vram_others_bytes=None, vram_reserved_bytes=None,
+        )  # fmt: skip
+        refused = planning.refusal(error, request, there, limits)
         raise refused.error(close if "device memory" in refused.short_bytes else "") from error
 
 
