@@ -14,8 +14,8 @@ import torch
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Tokens behind the committed end of a sequence, as nodes of a trie: a chain, or a tree of which at most one path
-    comes true. It is what is proposed, and what a pass verifies.
+    """Holds tokens behind the committed end of a sequence, as nodes of a trie: a chain, or a tree of which at most one
+    path comes true. It is what is proposed, and what a pass verifies.
 
     Attributes:
         tokens: One a node.
@@ -129,7 +129,7 @@ class DraftBudget:
 
 @dataclass(eq=False)
 class Batch:
-    """The rows of one pass: trees behind the committed tokens of some slots, and prompts that others are to read.
+    """Holds the rows of one pass: trees behind the committed tokens of some slots, and prompts that others are to read.
 
     Attributes:
         trees: What the pass verifies, by slot. Nothing of it is committed.
@@ -157,7 +157,7 @@ class Batch:
 
 
 class BatchShape(NamedTuple):
-    """All that the launches of a pass over trees depend on besides device memory.
+    """Says all that the launches of a pass over trees depend on besides device memory.
 
     Attributes:
         batch: Sequences.

@@ -23,7 +23,7 @@ def excluded_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor | Non
 
 
 class DraftKVState:
-    """The texts of all sequences as far as the draft has read them.
+    """Knows the texts of all sequences as far as the draft has read them.
 
     Passes are about one sequence: steps leave almost nothing to catch up with. Everything is enqueued on the current
     stream.

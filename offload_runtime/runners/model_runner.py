@@ -92,7 +92,7 @@ def workspace_bytes(
 
 
 class Decoder:
-    """The maths of one model; stateless but for the shared weights.
+    """Computes what lies around the layers of one model; stateless but for the shared weights.
 
     Args:
         config: Its layers, and what they share.
@@ -351,7 +351,7 @@ def _present(rows: torch.Tensor, trees: Sequence[TokenTree]) -> list[torch.Tenso
 
 
 class CapturedPasses:
-    """Passes over trees of a model that has everything on the device, as CUDA graphs.
+    """Runs passes over trees of a model that has everything on the device, as CUDA graphs.
 
     Launched one by one, the kernels of a layer take a host longer than a layer of few rows takes the device. Each shape
     of a pass is a graph, and trees are filled up to the next one.

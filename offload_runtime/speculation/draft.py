@@ -44,7 +44,7 @@ WINDOW_CAPACITY_TOKENS = 2048
 
 @dataclass(frozen=True)
 class WindowInput:
-    """What the host tells the device about a sequence.
+    """Says what the host tells the device about a sequence.
 
     Attributes:
         tokens: The last known ones, of positions end - len(tokens) to end - 1.
@@ -69,7 +69,7 @@ class WindowInput:
 
 @dataclass(frozen=True)
 class WindowOutput:
-    """What the device has said of a sequence: `end` tokens are known, proposals lie behind."""
+    """Holds what the device has said of a sequence: `end` tokens are known, proposals lie behind."""
 
     end: int
     base: int
@@ -83,7 +83,7 @@ class WindowOutput:
 
 
 class DeviceWindow:
-    """Tokens of several sequences on the compute device. Its tensors never move, so that CUDA graphs may hold them.
+    """Holds tokens of several sequences on the device, in tensors that never move, so that CUDA graphs may hold them.
 
     Each sequence's are a row of one tensor, as `window_steps` describes them. Only the verifier of proposals moves
     `end`.
@@ -163,7 +163,7 @@ _MOST_POSITIONS = 64
 
 
 class GuessTree:
-    """A tree of guesses behind the newest known token, as the steps that grow and verify it need it.
+    """Describes a tree of guesses behind the newest known token, as the steps that grow and verify it need it.
 
     Nodes lie in the slots behind the known tokens, level by level. What was accepted of the tree before stands in
     slots of nodes, in both caches: its keys are written anew, where they belong, by the rows of the newest tokens.
@@ -301,7 +301,7 @@ def best_tree_tokens(hits: tuple[float, ...], nodes: int, depth: int) -> float:
 
 
 class DraftModel(Proposer):
-    """A small model on the compute device that guesses with the target's own noise, for all sequences in one step.
+    """Guesses with a small model on the compute device and the target's own noise, for all sequences in one step.
 
     Everything is enqueued on the current stream, which must be the same, or made to wait, from call to call.
 

@@ -78,7 +78,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Children:
-    """What may follow a node, the best first, and the scores (logits / T + noise) that say so."""
+    """Holds what may follow a node, the best first, and the scores (logits / T + noise) that say so."""
 
     tokens: list[int]
     scores: list[float]
@@ -86,7 +86,7 @@ class Children:
 
 @dataclass(frozen=True)
 class StepLine:
-    """The rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
+    """Holds the rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
 
     Positions, `cache_positions` and `committed` are the cache's: the text's less what a streaming cache has let go of.
     """
@@ -106,7 +106,7 @@ def grows_trees(cache: object) -> TypeGuard[DeviceKVCache | StreamingDraftCache]
 
 
 class DraftTree:
-    """A small model that says what may follow many nodes at once, with the target's own noise.
+    """Says with a small model and the target's own noise what may follow many nodes at once.
 
     The first child of a node is what the draft itself would say there. Everything is enqueued on the current stream,
     which must be the same from call to call; only `expand` waits, for what it asked.
@@ -387,7 +387,7 @@ def _children(tokens: list[int], scores: list[float]) -> Children:
 
 
 class ChildProbabilities:
-    """Probabilities of a node's children from the draft's scores for them.
+    """Makes probabilities of a node's children from the draft's scores for them.
 
         p[i] = (1 - missed) * softmax(sharpness * scores)[i]
 

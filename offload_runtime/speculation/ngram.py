@@ -36,7 +36,7 @@ _MEMORY = 200
 
 @dataclass(frozen=True)
 class Guesses:
-    """A tree, and of each node the log-probability that it follows its parent and the siblings before it do not."""
+    """Holds a tree, and of each node the log-probability that it follows its parent and no sibling before it does."""
 
     tree: TokenTree
     log_probabilities: Sequence[float]
@@ -44,7 +44,7 @@ class Guesses:
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
-    """Something that may become a node, with its log-probabilities from the text's end on and given its parent, and the
+    """Is what may become a node, with its log-probabilities from the text's end on and given its parent, and the
     continuations that say so, by match and start, the longest match first."""
 
     chance: float
@@ -85,8 +85,8 @@ class MatchRates:
 
 
 class NgramLookup:
-    """Prompt lookup in one sequence (Saxena, "Prompt Lookup Decoding", 2023), as a tree: what followed every earlier
-    occurrence of the sequence's ending, the more probable the more of it matches.
+    """Does prompt lookup in one sequence (Saxena, "Prompt Lookup Decoding", 2023), as a tree: what followed every
+    earlier occurrence of the sequence's ending, the more probable the more of it matches.
 
     An index of all n-grams grows with the sequence, so a lookup does not search.
 

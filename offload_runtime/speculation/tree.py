@@ -35,7 +35,7 @@ DRAFT = "draft"
 
 @dataclass(slots=True)
 class Node:
-    """A candidate. Its depth and its log-probability count from where the tree once began, so that a new root changes
+    """Is a candidate. Its depth and log-probability count from where the tree once began, so that a new root changes
     neither; `CandidateTree` says what they are from the root on."""
 
     token: int
@@ -53,7 +53,7 @@ class Node:
 
 
 class CandidateTree:
-    """Candidates behind a text.
+    """Keeps the candidates behind a text.
 
     Args:
         token: The text's last one, the root.
@@ -265,7 +265,7 @@ class CandidateTree:
 
 @dataclass
 class GrownTree:
-    """A sequence's tree, and the text that it stands behind, whose last token is the root."""
+    """Holds a sequence's tree, and the text that it stands behind, whose last token is the root."""
 
     text: list[int]
     budget: DraftBudget

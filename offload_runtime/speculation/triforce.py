@@ -110,7 +110,7 @@ class RetrievalVerifier:
     @torch.inference_mode()
     def begin(self, lengths: Mapping[int, int], counts: Mapping[int, int]) -> bool:
         """Prepare for steps that put up to `counts[s]` tokens behind the `lengths[s]` of sequence s, while all
-        others stand still; whether the chunks must be chosen anew."""
+        others stand still; return whether the chunks must be chosen anew."""
         for slot, length in lengths.items():
             self._frequencies.set(slot, length)
         return self.cache.begin_steps(range(self.window.num_rows), counts)
@@ -262,7 +262,7 @@ class TriForceProposer(Proposer):
         return (Acceptance("draft", "retrieval", *self._proposed[slot], accepted),)
 
     def _count(self) -> Sequence[tuple[int, int]]:
-        """Count what was proposed to the verifier's steps; its own counts. Waits for the device."""
+        """Count what was proposed to the verifier's steps, and return its own counts. Waits for the device."""
         if self._draft is None or not self._proposed:
             return ()
         counts, size = self.verifier.counts, len(self.tree)
@@ -285,9 +285,8 @@ class TriForceProposer(Proposer):
         return room - len(self.tree) - 1  # the last step may write the keys of proposals beyond what is asked for
 
     def _agree(self, inputs: Mapping[int, WindowInput], *, refresh: bool) -> Mapping[int, WindowOutput]:
-        """Enqueue steps until at most half of the sequences have not reached their stops; what the window holds then.
-
-        So many steps at a time as that takes in any case.
+        """Enqueue steps until at most half of the sequences have not reached their stops, at a time as many as that
+        takes in any case; return what the window holds then.
         """
         ends, most = {slot: one.end for slot, one in inputs.items()}, self.tree.num_levels + 1
         while True:
