@@ -152,16 +152,11 @@ class LinkBench:
         host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda").fill_(1)
         return host, torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy_in(self, piece_bytes: int = _PIECE_BYTES) -> None:
-        """Enqueue the whole buffer to the device on the current stream, in copies of `piece_bytes`."""
-        source, target = self._in
+    def copy(self, piece_bytes: int = _PIECE_BYTES, *, back: bool = False) -> None:
+        """Enqueue the whole buffer to the device on the current stream, in copies of `piece_bytes`; or another one from
+        there to the host."""
+        target, source = self._back() if back else reversed(self._in)
         for to, piece in zip(target.split(piece_bytes), source.split(piece_bytes), strict=True):
-            to.copy_(piece, non_blocking=True)
-
-    def copy_back(self) -> None:
-        """Enqueue the whole of another buffer to the host on the current stream, piece by piece."""
-        target, source = self._back()
-        for to, piece in zip(target.split(_PIECE_BYTES), source.split(_PIECE_BYTES), strict=True):
             to.copy_(piece, non_blocking=True)
 
     def by_copy_mib(self, sizes_mib: Sequence[float], *, budget_s: float) -> tuple[dict[float, float], float]:
@@ -170,13 +165,13 @@ class LinkBench:
         rates = {}
         for size_mib in sizes_mib:
             assert size_mib * MIB <= self.nbytes, "a copy larger than the buffer"
-            seconds = _event_time_s(partial(self.copy_in, int(size_mib * MIB)), budget_s=budget_s)
+            seconds = _event_time_s(partial(self.copy, int(size_mib * MIB)), budget_s=budget_s)
             rates[size_mib] = self.nbytes / seconds / GB
         return rates, max(rates.values())
 
     def back_gbps(self, *, budget_s: float) -> float:
         """Measure device to host in GB/s."""
-        return self.nbytes / _event_time_s(self.copy_back, budget_s=budget_s) / GB
+        return self.nbytes / _event_time_s(partial(self.copy, back=True), budget_s=budget_s) / GB
 
     def both_gbps(self, *, budget_s: float) -> float:
         """Measure each direction in GB/s while both run, by the slower one."""
@@ -184,11 +179,11 @@ class LinkBench:
 
         def both() -> None:
             current = torch.cuda.current_stream(self.device)
-            for stream, copy in zip(streams, (self.copy_in, self.copy_back), strict=True):
+            for back, stream in enumerate(streams):
                 stream.wait_stream(current)
                 with torch.cuda.stream(stream):
                     for _ in range(4):  # the moment in which only one has begun must not count
-                        copy()
+                        self.copy(back=bool(back))
             for stream in streams:
                 current.wait_stream(stream)
 
@@ -225,10 +220,10 @@ def busy_link(bench: LinkBench) -> Iterator[Callable[[], tuple[int, float]]]:
         nonlocal arrived
         try:
             with _own_stream(bench.device) as waiter:
-                bench.copy_in()
+                bench.copy()
                 previous = waiter()
                 while not stop.is_set():
-                    bench.copy_in()  # the next ones wait in the queue while those before run
+                    bench.copy()  # the next ones wait in the queue while those before run
                     latest = waiter()
                     previous()
                     arrived = arrived[0] + bench.nbytes, time.perf_counter()

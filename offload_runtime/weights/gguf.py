@@ -202,11 +202,11 @@ def describe_gguf(path: Path) -> DescribedModel:
     header = read_gguf_header(path)
     config = model_config_from_json(config_from_gguf(header), str(path))
     stored_name = _stored_names(header, config)
-    found = {name: header.tensors.get(stored_name(name)) for name in checkpoint_tensors(config)}
-    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
-    for tensor in tensors.values():
-        _check_kind(tensor)
-    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    kinds = dict[str, str]()
+    for name in checkpoint_tensors(config):
+        if tensor := header.tensors.get(stored_name(name)):
+            _check_kind(tensor)
+            kinds[name] = tensor.dtype
     vocabulary = cache(partial(gguf_vocabulary, header.fields))
     return DescribedModel(config, torch.bfloat16, kinds=kinds, read_vocabulary=vocabulary)
 

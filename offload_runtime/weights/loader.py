@@ -139,14 +139,11 @@ def load_weights(
         CheckpointError: A file ended early.
         BudgetError: Not enough memory. Nothing stays allocated.
     """
-    started, onto, layers = time.perf_counter(), onto or {}, range(len(layout.layers))
-    arenas = {
-        layer: HostArena(
-            layout.block(layer).total_bytes, name="embedding and lm_head" if layer is None else f"layer {layer}"
-        )
-        for layer in (None, *layers)
-        if layer not in onto
-    }
+    started, onto = time.perf_counter(), onto or {}
+    names: dict[int | None, str] = {None: "embedding and lm_head"}
+    names |= {layer: f"layer {layer}" for layer in range(len(layout.layers))}
+    kept = {layer: name for layer, name in names.items() if layer not in onto}
+    arenas = {layer: HostArena(layout.block(layer).total_bytes, name=name) for layer, name in kept.items()}
     weights = HostWeights(source.config(), layout, arenas)
     left_bytes = math.inf if pinned_bytes is None else max(0, pinned_bytes - sum(arenas[one].nbytes for one in pin))
     try:
