@@ -241,9 +241,9 @@ def _difference(target: Vocabulary, draft: Vocabulary) -> str:
 
 def match_tensors(
     where: object, stored: Mapping[str, StoredTensor], config: ModelConfig,
-    check_dtype: Callable[[StoredTensor], None], stored_name: Callable[[str], str] = str,
+    check_dtype: Callable[[StoredTensor], None], stored_name: Callable[[str], str] = str, *, whole: bool,
 ) -> dict[str, StoredTensor]:  # fmt: skip
-    """Find every needed tensor, check its shape and dtype, and warn of others than known leftovers.
+    """Find the needed tensors, check their shapes and dtypes, and warn of others than known leftovers.
 
     Args:
         where: File or directory, for messages.
@@ -251,6 +251,7 @@ def match_tensors(
         config: Says which are needed.
         check_dtype: Refuses one that is stored in a way that is not read; asked about one of each way.
         stored_name: From transformers' name to the file's.
+        whole: Whether all have to be there; without it nothing is warned of.
 
     Returns:
         By transformers' name, in the order of `stored`.
@@ -260,7 +261,7 @@ def match_tensors(
     """
     destinations = checkpoint_tensors(config)
     needed = {stored_name(name): name for name in destinations}
-    missing = [name for name in needed if name not in stored]
+    missing = [name for name in needed if name not in stored and whole]
     if missing == ["lm_head.weight"]:
         raise CheckpointError(
             f"{where} has no lm_head.weight and its head is not tied: it was saved without its head, as a base model, "
@@ -279,7 +280,9 @@ def match_tensors(
                 "the weights belong to another configuration, download or convert them again"
             )
     surplus = [name for name in stored if name not in needed and not name.endswith(_LEFTOVERS)]
-    if surplus:  # transformers and llama.cpp leave such tensors out too, so the tokens still are the same as theirs
+    if (
+        surplus and whole
+    ):  # transformers and llama.cpp leave such tensors out too, so the tokens still are the same as theirs
         message = "%s holds %d tensors this model does not use (%s)"
         logging.getLogger(__name__).warning(message, where, len(surplus), shortened(surplus))
     for tensor in {tensor.dtype: tensor for tensor in found.values()}.values():

@@ -19,7 +19,7 @@ from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.formats import FORMATS, KINDS, format_of
 from offload_runtime.weights.gguf_header import (
@@ -30,7 +30,6 @@ from offload_runtime.weights.gguf_header import (
     supported_family,
 )
 from offload_runtime.weights.header import StoredTensor, damaged
-from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, gguf_vocabulary, special_ids
 
@@ -197,26 +196,13 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
     return stored_name
 
 
-def describe_gguf(path: Path) -> DescribedModel:
-    """Return what the header of a GGUF file says; errors as of `open_gguf`, but for missing tensors."""
-    header = read_gguf_header(path)
-    config = model_config_from_json(config_from_gguf(header), str(path))
-    stored_name = _stored_names(header, config)
-    kinds = dict[str, str]()
-    for name in checkpoint_tensors(config):
-        if tensor := header.tensors.get(stored_name(name)):
-            _check_kind(tensor)
-            kinds[name] = tensor.dtype
-    vocabulary = cache(partial(gguf_vocabulary, header.fields))
-    return DescribedModel(config, torch.bfloat16, kinds=kinds, read_vocabulary=vocabulary)
-
-
-def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
+def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSource:
     """Open and validate a GGUF file, to be computed in bf16: a quantised file has no dtype of its own.
 
     Args:
         path: The file.
         reference: What the user named.
+        whole: Whether all tensors have to be there: only a description is wanted of others.
 
     Raises:
         CheckpointError: Truncated, corrupt or incomplete.
@@ -227,7 +213,7 @@ def open_gguf(path: Path, *, reference: str) -> CheckpointSource:
     config = model_config_from_json(settings, str(path))
     fills, family = dict[str, Fill](), family_named(settings["model_type"])
     stored_name = _stored_names(header, config)
-    tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name)
+    tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name, whole=whole)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = family.gguf_interleaved and (".q_proj." in name or ".k_proj." in name)

@@ -24,7 +24,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import language_settings, model_config_from_json
-from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel, match_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (
     StoredTensor,
@@ -269,53 +269,44 @@ def _check_dtype(tensor: StoredTensor) -> None:
         )
 
 
-def describe_safetensors(directory: Path) -> DescribedModel:
-    """Return what `config.json` says, and the headers of the files that are there; errors as of `open_safetensors`, but
-    for missing weights."""
-    settings = _read_settings(directory)
-    config, quantisation, stored, _ = _language_model(directory, settings, whole=False)
-    embedding = stored.get(EMBEDDING)
-    if embedding is not None and embedding.dtype in FLOATS:
-        dtype = computed_dtype(embedding)
-    else:
-        name = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
-        dtype = _DTYPE_NAMES.get(name, torch.bfloat16)
-    said = {} if quantisation is None else quantisation.forms(config, dtype)
-    found = {name: tensor.form for name, tensor in stored.items() if isinstance(tensor, QuantisedTensor)}
-    forms = {name: form for name, form in said.items() if name not in stored} | found
-    return DescribedModel(config, dtype, kinds=forms, read_vocabulary=cache(partial(directory_vocabulary, directory)))
-
-
-def open_safetensors(directory: Path, *, reference: str) -> CheckpointSource:
+def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> CheckpointSource:
     """Open and validate a checkpoint of transformers.
 
     Args:
         directory: Holds `config.json` and `model.safetensors` or its index with shards.
         reference: What the user named.
+        whole: Whether the weights have to be there: only a description is wanted of others.
 
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
     settings = _read_settings(directory)
-    config, quantisation, stored, in_files = _language_model(directory, settings, whole=True)
+    config, quantisation, stored, in_files = _language_model(directory, settings, whole=whole)
     log = logging.getLogger(__name__)
+    warn = log.warning if whole else log.debug
     if "text_part_of" in settings:
-        log.warning("%s: only the text part of %s is run", reference, shown(settings["text_part_of"]))
+        warn("%s: only the text part of %s is run", reference, shown(settings["text_part_of"]))
     if (directory / _SINGLE).exists() and (directory / _INDEX).exists():
-        log.warning("%s: %s is used, and the index beside it is not", reference, _SINGLE)
+        warn("%s: %s is used, and the index beside it is not", reference, _SINGLE)
     if quantisation is not None and quantisation.activations:
         message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
-        log.warning(message, reference)
-    tensors = match_tensors(directory, stored, config, _check_dtype)
+        warn(message, reference)
+    tensors = match_tensors(directory, stored, config, _check_dtype, whole=whole)
     kinds = {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
-    if quantisation is not None and not kinds:
+    if whole and quantisation is not None and not kinds:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
     fills: dict[str, Fill] = {
         name: tensor.fill if isinstance(tensor, QuantisedTensor) else partial(fill_from_file, tensor)
         for name, tensor in tensors.items()
     }
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
-    generation, dtype = read_json(path) if path.exists() else None, computed_dtype(tensors[EMBEDDING])
+    generation = read_json(path) if path.exists() else None
+    stated = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+    embedding, dtype = tensors.get(EMBEDDING), _DTYPE_NAMES.get(stated, torch.bfloat16)
+    dtype = dtype if embedding is None else computed_dtype(embedding)
+    if quantisation is not None:
+        said = quantisation.forms(config, dtype)
+        kinds |= {name: form for name, form in said.items() if name not in stored}
     return CheckpointSource(
         config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files,
         read_vocabulary=cache(partial(directory_vocabulary, directory)),

@@ -13,7 +13,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,12 +183,15 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         UnsupportedArchitectureError: A model the decoder does not implement.
         HubError: The model could not be fetched.
     """
+    with _located(reference, CHECKPOINT_FILES) as path:
+        return _opened(path, str(reference), whole=True)
+
+
+def _opened(path: Path, reference: str, *, whole: bool) -> CheckpointSource:
     from offload_runtime.weights.gguf import open_gguf
     from offload_runtime.weights.safetensors import open_safetensors
 
-    name = str(reference)
-    with _located(reference, CHECKPOINT_FILES) as path:
-        return open_safetensors(path, reference=name) if path.is_dir() else open_gguf(path, reference=name)
+    return (open_safetensors if path.is_dir() else open_gguf)(path, reference=reference, whole=whole)
 
 
 def describe_model(reference: str | Path) -> DescribedModel:
@@ -203,19 +205,15 @@ def describe_model(reference: str | Path) -> DescribedModel:
     Raises:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
     """
-    from offload_runtime.weights.gguf import describe_gguf
-    from offload_runtime.weights.safetensors import describe_safetensors
+    from offload_runtime.weights.checkpoint import DescribedModel
 
     with _located(reference, CONFIGURATION_FILES) as path:
-        if not path.is_dir():
-            return describe_gguf(path)
-        found = describe_safetensors(path)
-    if Path(reference).expanduser().exists():
-        return found
-    repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
-    return replace(
-        found, read_vocabulary=cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
-    )
+        found = _opened(path, str(reference), whole=False)
+    vocabulary = found.read_vocabulary
+    if path.is_dir() and not Path(reference).expanduser().exists():
+        repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
+        vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
+    return DescribedModel(found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary)
 
 
 def refuse_early(reference: str | Path) -> None:
