@@ -35,7 +35,6 @@ from offload_runtime.weights.header import (
 )
 from offload_runtime.weights.quantised import (
     DTYPES,
-    Quantisation,
     QuantisedTensor,
     gather,
     quantisation_of,
@@ -242,25 +241,6 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _language_model(
-    directory: Path, settings: Mapping[str, Any], *, whole: bool
-) -> tuple[ModelConfig, Quantisation | None, dict[str, StoredTensor], tuple[StoredTensor, ...]]:
-    """Return the configuration, its quantisation, the language model's tensors by transformers' names, in which one
-    stands for all that is stored of a quantised matrix, and all tensors of the files, which with `whole` must all be
-    there."""
-    where, paths = str(directory), weight_files(directory)
-    config, quantisation = model_config_from_json(settings, where), quantisation_of(settings, where)
-    if whole:
-        _require_files(directory, paths)
-    in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
-    stored, config = with_head(renamed(where, in_files), config)
-    if quantisation is None:
-        refuse_unsaid(where, stored)
-    else:
-        stored = gather(stored, config, quantisation)
-    return config, quantisation, stored, tuple(in_files.values())
-
-
 def _check_dtype(tensor: StoredTensor) -> None:
     if tensor.dtype not in FLOATS and not isinstance(tensor, QuantisedTensor):
         raise CheckpointError(
@@ -280,8 +260,16 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-    settings = _read_settings(directory)
-    config, quantisation, stored, in_files = _language_model(directory, settings, whole=whole)
+    settings, where, paths = _read_settings(directory), str(directory), weight_files(directory)
+    config, quantisation = model_config_from_json(settings, where), quantisation_of(settings, where)
+    if whole:
+        _require_files(directory, paths)
+    in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
+    stored, config = with_head(renamed(where, in_files), config)
+    if quantisation is None:
+        refuse_unsaid(where, stored)
+    else:  # one stands for all that is stored of a quantised matrix
+        stored = gather(stored, config, quantisation)
     log = logging.getLogger(__name__)
     warn = log.warning if whole else log.debug
     if "text_part_of" in settings:
@@ -308,6 +296,6 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
         said = quantisation.forms(config, dtype)
         kinds |= {name: form for name, form in said.items() if name not in stored}
     return CheckpointSource(
-        config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=in_files,
+        config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=(*in_files.values(),),
         read_vocabulary=cache(partial(directory_vocabulary, directory)),
     )  # fmt: skip
