@@ -161,7 +161,7 @@ def machine_lines(machine: MachineProfile, config: RuntimeConfig, *, named: bool
 
 
 def refusal_lines(refusal: Refusal) -> list[str]:
-    """That it does not fit, and what would."""
+    """Say that it does not fit, and what would."""
     words = {"device memory": "VRAM", "host memory": "RAM"}
     short = [f"{format_bytes(nbytes)} of {words.get(name, name)}" for name, nbytes in refusal.short_bytes.items()]
     answer = f"Does not fit: {' and '.join(short)} short." if short else "Does not fit."

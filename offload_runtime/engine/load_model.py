@@ -139,7 +139,7 @@ class LoadedModel:
 
     @property
     def link_peak_gbps(self) -> float | None:
-        """Of all links together; None when nothing is streamed."""
+        """The bandwidth of all links together; None when nothing is streamed."""
         return sum(card.link_peak_gbps or 0.0 for card in self.cards) or None
 
     @property

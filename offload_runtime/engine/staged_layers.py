@@ -75,8 +75,8 @@ class StagedMemory:
 
 
 def locked_shares(weights: HostWeights, plan: ModelPlan) -> list[int | None]:
-    """Of each card's share of the loaded layers, the page-locked memory to plan by where the system has refused some,
-    so that no card is left without; None where it has locked all that was planned."""
+    """Return the page-locked memory to plan each card's share of the loaded layers by where the system has refused
+    some, so that no card is left without; None where it has locked all that was planned."""
     cards = plan.cards
     if not _refused(weights, plan.placement):
         return [None] * len(cards)

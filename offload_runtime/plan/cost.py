@@ -107,7 +107,7 @@ def _link(plan: RunPlan, machine: MachineProfile) -> float:
 
 
 def _launch_s(machine: MachineProfile) -> float:
-    """From kernel to kernel of a CUDA graph."""
+    """Return the seconds from kernel to kernel of a CUDA graph."""
     return (machine.graph_launch_us or _GRAPH_LAUNCH_US) * 1e-6
 
 
@@ -178,17 +178,17 @@ class PassTime:
 
     @property
     def copies_s(self) -> float:
-        """Until everything has arrived: staging and link work side by side."""
+        """Seconds until everything has arrived: staging and link work side by side."""
         return max(self.link_s, self.staging_s)
 
     @property
     def busy_s(self) -> float:
-        """Of the device and of who launches its work."""
+        """Seconds that the device works, or the host that launches its work, if that takes longer."""
         return max(self.compute_s, self.launch_s)
 
     @property
     def seconds(self) -> float:
-        """From pass to pass."""
+        """Seconds from pass to pass."""
         return max(self.copies_s, self.busy_s)
 
     @property
@@ -365,7 +365,7 @@ def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes
 
 
 def usual_acceptance(draft: ModelPlan | None) -> float:
-    """Of a draft's proposals at its full context; None stands for n-grams."""
+    """The share of a draft's proposals that is accepted at its full context; None stands for n-grams."""
     if draft is None:
         return USUAL_ACCEPTANCE["n-grams"]
     far = draft.cache == "streaming" and draft.context_tokens > _FAR_TOKENS

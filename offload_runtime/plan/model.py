@@ -95,7 +95,7 @@ class Placement:
 
 
 def all_resident(layers: Iterable[int]) -> Placement:
-    """Every one of some layers on the device, nothing streamed."""
+    """Place every one of some layers on the device."""
     return Placement(tuple(layers), tuple(layers))
 
 
@@ -175,7 +175,7 @@ class ModelPlan:
 
     @property
     def tree_positions(self) -> int:
-        """Of a draft that grows trees: places for what may become part of a sequence."""
+        """Places in the cache of a draft that grows trees for what may become part of a sequence."""
         return tree_positions(self.tree_nodes) if self.tree_nodes else 0
 
     # --- weights
@@ -186,11 +186,11 @@ class ModelPlan:
         return max(map(self.layout.layer_bytes.__getitem__, self.layers))
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
-        """Some packed layers."""
+        """Add up some packed layers."""
         return sum(map(self.layout.layer_bytes.__getitem__, layers))
 
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
-        """Some packed layers in host memory, which is given out in whole pages."""
+        """Add up some packed layers in host memory, which is given out in whole pages."""
         return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
 
     def scratch_bytes(self, device_type: str) -> int:
@@ -216,7 +216,7 @@ class ModelPlan:
 
     @cached_property
     def largest_kv_layer(self) -> tuple[int]:
-        """Of those that attend to everything, if there are any, the layer that keeps the most of a token."""
+        """The layer that keeps the most of a token, of those that attend to everything, if there are any."""
         layers = self.config.layers
         return (max(self.full_layers or self.layers, key=lambda layer: layers[layer].attention.kv_elements(1)),)
 
@@ -248,7 +248,7 @@ class ModelPlan:
         return self.reserved_kv_bytes(self.kv_layers_on_host)
 
     def open_kv_bytes(self, layers: Iterable[int]) -> int:
-        """On the device, of layers whose cache is on the host: their newest blocks."""
+        """The newest blocks of layers whose cache is on the host, which are on the device."""
         return self.batch * self.kv_bytes_of(layers, kv.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
 
     @property
@@ -374,7 +374,7 @@ class ModelPlan:
 
 
 def unmatched_kv_bytes(cards: Sequence[ModelPlan], length_tokens: int) -> list[int]:
-    """Of each of several cards that stream keys and values in turn, what its link could bring while it has to wait: for
+    """What the link of each of several cards that stream keys and values in turn could bring while it waits: for
     a layer that another streams more than it does, as far as its own ring has no room meanwhile."""
     streamed = [card.streamed_kv(length_tokens).values() for card in cards]
     most, largest = max(map(len, streamed)), max((nbytes for one in streamed for nbytes in one), default=0)

@@ -143,8 +143,8 @@ def _with_likely_draft(what: str, request: RuntimeConfig) -> Iterator[tuple[str,
 
 
 def _formats(request: RuntimeConfig, missing_bytes: int = 0) -> Iterator[tuple[str, RuntimeConfig]]:
-    """Of the smaller formats of the target the largest that spares what is missing, and the smallest, which a likely
-    draft is beside."""
+    """The request with the largest of the target's smaller formats that spares what is missing, and with the smallest,
+    by itself and with a likely draft."""
     formats = smaller_formats(request.target)
     most_bytes = request.target.layout(request.target.native_dtype).total_bytes - missing_bytes
     fitting = [one for one in formats if one[1] <= most_bytes] or formats[-1:]

@@ -191,8 +191,8 @@ def _tree_rooms(request: RuntimeConfig) -> list[int]:
 
 
 def _ways(plan: RunPlan) -> Iterator[RunPlan]:
-    """Every cache that the draft may get, with and without a retrieval verifier, and both places for the target's keys
-    and values; nothing is placed yet."""
+    """Yield every cache that the draft may get, with and without a retrieval verifier, and both places for the target's
+    keys and values; nothing is placed yet."""
     draft, mode, kv, nodes = plan.draft, plan.request.speculation.mode, plan.request.kv, plan.tree_room
     drafts = [draft]
     if draft is not None:
@@ -526,7 +526,7 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
 
 
 def _cannot_stage(least: Iterable[Placement], limit_bytes: int, name: str, transfer_bytes: int = 0) -> ShortageError:
-    """That not even the least rings of some cards can be page-locked, beside what rows pass through."""
+    """Say that not even the least rings of some cards can be page-locked, beside what rows pass through."""
     rings = [(one.h2d_ring.nbytes, one.d2h_ring.nbytes) for one in least]
     parts = model.merged(
         [

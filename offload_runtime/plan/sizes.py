@@ -58,7 +58,7 @@ class RunPlan:
 
     @property
     def num_cards(self) -> int:
-        """That the target's layers are dealt out to."""
+        """How many cards the target's layers are dealt out to."""
         return len(self.target.placements)
 
     @cached_property
@@ -77,7 +77,7 @@ class RunPlan:
 
     @property
     def placement(self) -> Placement:
-        """Of the target's layers."""
+        """Where the target's layers are."""
         return self.target.placement
 
     @property
@@ -160,12 +160,12 @@ class RunPlan:
 
     @property
     def verifier_bytes(self) -> int:
-        """Of a retrieval verifier: retrieved chunks, what they are chosen by, and what steps need but for graphs."""
+        """What a retrieval verifier takes but for graphs: chunks, what they are chosen by, and what steps need."""
         return sum(card.verifier_step_bytes + card.target.retrieved_bytes for card in self.cards)
 
     @property
     def verifier_step_bytes(self) -> int:
-        """Of these, on a card, the window and what a step computes on its way, of all sequences."""
+        """What of this is on a card for the window and what a step computes on its way, of all sequences."""
         target, rows = self.target, self.target.batch
         if self.request.proposed_by == "the draft":  # of the newest tokens as many as there are levels are written anew
             rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)
