@@ -156,14 +156,13 @@ def attend_sources_cpu(
     """CPU version of `attend_sources`; reads positions on the host."""
     state = AttentionState.empty(q)
     for source in sources:
-        own = rows if source.slots is None else replace(rows, slots=source.slots)
         if source.bounds is None:
-            attend_blocks_cpu(q, source.kv, own, source.blocks, state, params, num_keys=source.num_keys)
+            attend_blocks_cpu(q, source.kv, rows, source.blocks, state, params, num_keys=source.num_keys)
             continue
         for b, (first, num_keys) in enumerate(source.bounds.tolist()):
             row, blocks = slice(b, b + 1), range(first + source.blocks.start, first + source.blocks.stop)
             parts = ("positions", "slots", "committed", "ancestors")
-            one = replace(own, **{name: part[row] for name in parts if (part := getattr(own, name)) is not None})
+            one = replace(rows, **{name: part[row] for name in parts if (part := getattr(rows, name)) is not None})
             attend_blocks_cpu(q[row], source.kv, one, blocks, state[row], params, num_keys=num_keys)
     return finish_attention_cpu(q, state, params)
 
@@ -389,8 +388,8 @@ def attend_sources(
         q: [B, T, H, D], contiguous.
         sources: Hold keys and values in the dtype of `q`, finite as for `attention`; those without blocks count for
             nothing.
-        rows: The queries' positions, and batch rows where a source has none of its own. The slots of a tree are the
-            newest ones of the last source, at most 64 from `committed` on.
+        rows: The queries' positions and slots. The keys of a tree are the newest ones of the last source, at most 64
+            from `committed` on.
         params: The layer's, without a window.
 
     Returns:

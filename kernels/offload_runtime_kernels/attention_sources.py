@@ -35,14 +35,14 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @jit(
     do_not_specialize=(
-        "positions_ptr", "committed_ptr", "ancestors_ptr", "slots_a_ptr", "slots_b_ptr", "bounds_a_ptr",
+        "positions_ptr", "committed_ptr", "ancestors_ptr", "slots_ptr", "bounds_a_ptr",
         "bounds_b_ptr", "num_queries", "tiles_a", "tiles", "span", "first_a", "first_b", "limit_a", "limit_b",
         "first_block_a", "first_block_b", "blocks_a", "blocks_b", "sinks_ptr",
     )
 )  # fmt: skip
 def _sources_kernel(
-    q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, committed_ptr, ancestors_ptr, slots_a_ptr,
-    slots_b_ptr, bounds_a_ptr, bounds_b_ptr, num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b,
+    q_ptr, a_ptr, b_ptr, out_ptr, lse_ptr, positions_ptr, committed_ptr, ancestors_ptr, slots_ptr,
+    bounds_a_ptr, bounds_b_ptr, num_queries, tiles_a, tiles, span, first_a, first_b, limit_a, limit_b,
     first_block_a, first_block_b, blocks_a, blocks_b, scale_log2e, cap_log2e, sinks_ptr,
     a_stride_slot: "tl.int64", a_stride_block: "tl.int64", a_stride_value: "tl.int64",
     b_stride_slot: "tl.int64", b_stride_block: "tl.int64", b_stride_value: "tl.int64",
@@ -80,8 +80,9 @@ def _sources_kernel(
     if BOUNDED_B:
         first_b += tl.load(bounds_b_ptr + 2 * batch) * (BLOCK // TILE)
         limit_b = tl.load(bounds_b_ptr + 2 * batch + 1)
-    base_a = a_ptr + tl.load(slots_a_ptr + batch).to(tl.int64) * a_stride_slot + kv_head * (BLOCK * HEAD_DIM)
-    base_b = b_ptr + tl.load(slots_b_ptr + batch).to(tl.int64) * b_stride_slot + kv_head * (BLOCK * HEAD_DIM)
+    slot = tl.load(slots_ptr + batch).to(tl.int64)
+    base_a = a_ptr + slot * a_stride_slot + kv_head * (BLOCK * HEAD_DIM)
+    base_b = b_ptr + slot * b_stride_slot + kv_head * (BLOCK * HEAD_DIM)
 
     best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
@@ -247,8 +248,7 @@ def attend_sources_triton(
             q, a.source.kv.data, _checked(q, b.source.kv).data, partial[before:] if num_parts > 1 else out,
             lse[before:] if num_parts > 1 else out, rows.positions,
             *(rows.positions if part is None else part for part in (committed, ancestors)),
-            *(rows.slots if keys.source.slots is None else keys.source.slots for keys in (a, b)),
-            *(rows.slots if keys.source.bounds is None else keys.source.bounds for keys in (a, b)),
+            rows.slots, *(rows.slots if keys.source.bounds is None else keys.source.bounds for keys in (a, b)),
             num_queries, a.tiles, sum(keys.tiles for keys in pair), span, a.first, b.first,
             *(_NO_LIMIT if keys.source.num_keys is None else keys.source.num_keys for keys in (a, b)),
             *(keys.source.kv.first_block for keys in (a, b)), *(keys.source.kv.num_blocks for keys in (a, b)),

@@ -58,9 +58,8 @@ class AttentionParams:
 class KeySource:
     """One of several places that hold keys of the same queries.
 
-    `kv`: where they lie. `blocks`: absolute numbers of consecutive 256-token blocks in it that count; nothing is read
-    of the others. `num_keys`: positions from here on hold no key; None for no such limit. `sequences` [B] int32, on the
-    device: the queries' batch rows in `kv`; None for those of the query rows.
+    `kv`: where they lie, in the queries' slots. `blocks`: absolute numbers of consecutive 256-token blocks in it that
+    count; nothing is read of the others. `num_keys`: positions from here on hold no key; None for no such limit.
     `bounds` [B, 2] int32, contiguous, on the device: of each query's sequence the first of its blocks, from which
     `blocks` is then counted, and its own `num_keys`. None: the same for all.
     """
@@ -68,7 +67,6 @@ class KeySource:
     kv: KVBlocks
     blocks: range
     num_keys: int | None = None
-    slots: torch.Tensor | None = None
     bounds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -69,8 +69,7 @@ def _expected(case: AttentionCase, sources: Sequence[KeySource], rows: QueryRows
                 limit = position + 1 if source.num_keys is None else source.num_keys
                 end = min(position + 1, limit, source.blocks.stop * BLOCK_TOKENS)
                 places = int32(list(range(source.blocks.start * BLOCK_TOKENS, end)))
-                owner = (rows.slots if source.slots is None else source.slots)[b]
-                found.append(torch.stack(source.kv.at(owner, places)).double())  # [2, S, H_kv, D]
+                found.append(torch.stack(source.kv.at(rows.slots[b], places)).double())  # [2, S, H_kv, D]
             k, v = torch.cat(found, dim=1)
             if len(k):
                 q = case.q[b, t].double().unflatten(0, (k.shape[1], -1))  # [H_kv, G, D]
