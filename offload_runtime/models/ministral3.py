@@ -6,7 +6,7 @@ from typing import Any
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer, QueryGrowth
-from offload_runtime.models.reading import attention_of, decoder, mlp_of
+from offload_runtime.models.reading import attention_of, decoder, mlp_of, rope
 from offload_runtime.models.registry import Family
 
 _ROPE = {
@@ -16,18 +16,21 @@ _ROPE = {
 
 
 def _model(fields: Fields) -> ModelConfig:
-    stated = Fields(fields.where, fields.mapping("rope_parameters"))
+    parameters = fields.mapping("rope_parameters")
+    stated = Fields(fields.where, dict(parameters))
     beta, growth = stated.number("llama_4_scaling_beta", 0.0, at_least=0), None
+    parameters.pop("llama_4_scaling_beta", None)  # transformers' rotations do not know it
     if beta:
         growth = QueryGrowth(beta, stated.integer("original_max_position_embeddings"))
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
     attention = replace(attention_of(fields), window=window, query_growth=growth)
-    return decoder(fields, DecoderLayer(attention, mlp_of(fields)))
+    ropes = (rope(fields, attention.head_dim, parameters),)
+    return decoder(fields, DecoderLayer(attention, mlp_of(fields)), ropes=ropes)
 
 
-def _rope_of_gguf(fields: Fields, rope: dict[str, Any]) -> dict[str, Any]:
+def _rope_of_gguf(fields: Fields, stated: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp reads a logarithmic multiplier of this architecture alone, and how queries grow."""
-    found = {**rope, "llama_4_scaling_beta": fields.number("attention.temperature_scale", 0.0)}
+    found = {**stated, "llama_4_scaling_beta": fields.number("attention.temperature_scale", 0.0)}
     if multiplier := fields.number("rope.scaling.yarn_log_multiplier", 0.0):
         found |= {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": multiplier}
     return found

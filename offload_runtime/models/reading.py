@@ -214,4 +214,7 @@ def rope(
         lengths = (values.get(name), own.get(name), values["max_position_embeddings"])
         own[name] = next((length for length in lengths if length is not None), None)
     _check_rope_numbers(Fields(fields.where, own), rope_type, channels)
+    if rope_type == "longrope":  # what transformers takes too, but with a warning
+        ratio = fields.integer("max_position_embeddings") / own["original_max_position_embeddings"]
+        own.setdefault("factor", max(1.0, ratio))
     return Rope({**own, "rope_theta": float(own["rope_theta"])}, channels)  # an integer may be more than torch takes
