@@ -35,20 +35,20 @@ _OF_THE_PACKAGE = "tests/test_weights_gguf_rows.py::test_weights_are_those_of_th
 
 _IDENTITY = ("tests/test_verify.py::test_generations_are_those_of_plain_decoding",)
 _SAMPLING = "tests/test_sampling.py"
-_POSITIONS = "[start + 1 + depth for window, start in zip(windows, committed, strict=True) for depth in window.depths]"
+_POSITIONS = "[start + depth for tree, start in zip(trees, starts, strict=True) for depth in tree.depths]"
 _OTHER_POSITIONS = {
     "noise of the next position, which is plain decoding's too": _POSITIONS.replace("+ depth", "+ depth + 1"),
-    "noise of the place in the step": _POSITIONS.replace("start + 1 + depth", "depth"),
+    "noise of the place in the step": _POSITIONS.replace("start + depth", "depth"),
     "siblings of a tree have noise of their own":
-        _POSITIONS.replace("+ depth", "+ row").replace("depth in window.depths", "row, _ in enumerate(window.tokens)"),
+        _POSITIONS.replace("+ depth", "+ row").replace("depth in tree.depths", "row, _ in enumerate(tree.tokens)"),
 }  # fmt: skip
 
 MUTATIONS = (
     Mutation(
         "rollback: a cut on the device keeps a token too many",
         f"{_KV}/device.py",
-        "        self._lengths[slot] = length\n",
-        "        self._lengths[slot] = min(length + 1, self._lengths[slot])\n",
+        "self._lengths[slot] = length = self.keeps(slot, length)",
+        "self._lengths[slot] = length = min(self.keeps(slot, length) + 1, self._lengths[slot])",
         ("tests/test_cache_histories.py::test_a_cut_and_what_is_written_behind_it",),
     ),
     Mutation(
@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "slot reuse: a draft takes a new text for the one that held its slot before",
         "offload_runtime/runners/draft_kv.py",
-        'it only grows."""\n        self._agreed[slot] = 0',
-        'it only grows."""\n        self._agreed[slot] += 0',
+        'until the next one does."""\n        self._agreed[slot] = 0',
+        'until the next one does."""\n        self._agreed[slot] += 0',
         ("tests/test_scheduler.py::test_a_slot_that_is_used_again_is_as_good_as_new[chain]",),
     ),
     Mutation(
@@ -117,8 +117,8 @@ MUTATIONS = (
     Mutation(
         "position: nodes of a tree take the noise of the place before theirs",
         _TARGET,
-        "positions = [start + 1 + depth for",
-        "positions = [start + 1 + max(0, depth - 1) for",
+        "positions = [start + depth for",
+        "positions = [start + max(0, depth - 1) for",
         _IDENTITY,
     ),
     Mutation(
@@ -205,7 +205,7 @@ MUTATIONS = (
     ),
     Mutation(
         "penalties: what a pass brought is not counted by the next",
-        "offload_runtime/penalties.py",
+        "offload_runtime/sampling.py",
         "self._new_tokens[slot] += tokens[self._num_seen[slot] :]",
         "self._new_tokens[slot] += tokens[self._num_seen[slot] + 1 :]",
         ("tests/test_penalties.py::test_tokens_are_those_of_transformers_processors",),
@@ -213,8 +213,8 @@ MUTATIONS = (
     Mutation(
         "log-probabilities: those of the row before an accepted proposal's",
         _STEP,
-        "rows += [first + row for row in path]",
-        "rows += [first + max(0, row - 1) for row in path]",
+        "rows[slot] = [first, *(first + 1 + node for node in path)]",
+        "rows[slot] = [first, *(first + node for node in path)]",
         ("tests/test_logprobs.py::test_they_are_those_of_the_models_own_logits[ngram]",),
     ),
     Mutation(

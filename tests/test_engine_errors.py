@@ -116,14 +116,6 @@ class TestBeforeLoading:
                 {"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"},
                 "--speculation none",
             ),
-            (
-                {
-                    "speculation": SpeculationOptions("triforce", budget_tokens=64),
-                    "resident_layers": 2,
-                    "draft": "none",
-                },
-                "3 of 5 layers are streamed: drop --resident-layers",
-            ),
             ({"speculation": SpeculationOptions("triforce")}, "--draft none"),
             ({"speculation": SpeculationOptions("none"), "draft": "some/model"}, "idle"),
             ({"speculation": SpeculationOptions("chain"), "draft": "none"}, "--speculation none"),
@@ -133,16 +125,24 @@ class TestBeforeLoading:
     def test_values_that_make_no_sense(self, target: Path, options: dict[str, Any], word: str) -> None:
         refused(OptionError, target, word, **options)
 
+    def test_triforce_needs_all_layers_on_the_device(self, target: Path) -> None:
+        options = {
+            "speculation": SpeculationOptions("triforce", budget_tokens=64),
+            "resident_layers": 2,
+            "draft": "none",
+        }
+        refused(BudgetError, target, "3 of 5 layers would be streamed", "resident-layers auto it fits", **options)
+
     @pytest.mark.parametrize(
-        ("device", "word"),
+        ("device", "error", "word"),
         [
-            ("gpu", "cuda"),
-            ("mps", "cuda or cpu"),
-            ("cuda:99", "cuda:99" if torch.cuda.is_available() else "--device cpu"),
+            ("gpu", OptionError, "cuda"),
+            ("mps", OptionError, "cuda:N or cpu"),
+            ("cuda:99", DeviceError, "cuda:99" if torch.cuda.is_available() else "--device cpu"),
         ],
     )
-    def test_devices_that_are_not_there(self, target: Path, device: str, word: str) -> None:
-        refused(DeviceError, target, word, device=device)
+    def test_devices_that_are_not_there(self, target: Path, device: str, error: type[OffloadError], word: str) -> None:
+        refused(error, target, word, device=device)
 
 
 @pytest.mark.few(2)
