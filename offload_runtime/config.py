@@ -214,14 +214,10 @@ class RuntimeConfig:
             is_model = isinstance(value, str | Path) or hasattr(value, "config")
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
         validate(self)
-        self._check_devices()
-        self._check_proposals()
-
-    def _check_devices(self) -> None:
-        """Refuse names that are none, cards of different kinds, and limits of more or fewer cards than there are."""
-        names = self.devices
+        names = self.devices  # refuses those that are none, and cards of different kinds
         if self.device != "auto" and self.emulate is None:  # a machine that is played has its own number of cards
             self.vram_of_cards(len(names))
+        self._check_proposals()
 
     def _check_proposals(self) -> None:
         """Refuse a draft that the mode leaves out, or a mode without what it needs; then proposals that there is no
@@ -373,7 +369,8 @@ class ServerConfig:
     def allows_host(self, header: str) -> bool:
         """Return whether a Host header names this server. An address always does where all are listened at: only a name
         can be made to stand for another machine's."""
-        name = _host_of(header)
+        name = header.strip().lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]  # without the port
         if name in _LOOPBACK_NAMES | {self.host.lower()} | {host.lower() for host in self.allowed_hosts}:
             return True
         return getattr(_address(self.host), "is_unspecified", False) and _address(name) is not None
@@ -384,11 +381,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-def _host_of(header: str) -> str:
-    """Return the name in a Host header, without port and brackets."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]

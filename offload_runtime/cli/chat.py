@@ -142,7 +142,7 @@ class ChatSession:
         try:
             require_unicode("the line", text)  # a terminal may send anything
             if is_message:
-                return self._answer(self.conversation.say, text.removeprefix("/"))
+                return self.answer(self.conversation.say, text.removeprefix("/"))
             listing = f"known are {' '.join(COMMANDS)} (begin with // to send a message with a slash)"
             require(name in COMMANDS, f"unknown command {name}; {listing}")
             command = COMMANDS[name]
@@ -156,20 +156,7 @@ class ChatSession:
             terminal.error_line(error)
         return True
 
-    def regenerate(self) -> bool:
-        """Answer the last message anew, with noise that no answer had; returns as `take` does."""
-
-        def start(_: str, *, params: GenerationParams, **options: Any) -> TokenStream:
-            sampling = replace(params.sampling, noise_id=self.conversation.num_regenerated + 1)
-            reply = self.conversation.regenerate(replace(params, sampling=sampling), **options)
-            if sampling.temperature == 0:
-                same = "at temperature 0 the answer is always the same"
-                terminal.status_line(f"{same}: /set temperature 0.7 lets it differ")
-            return reply
-
-        return self._answer(start, "", stopped="the old one stays")
-
-    def _answer(
+    def answer(
         self, start: Callable[..., TokenStream], text: str, *, stopped: str = "the message was not kept"
     ) -> bool:
         """Stream one answer to stdout and its figures to stderr."""
@@ -245,7 +232,18 @@ def _system(session: ChatSession, argument: str) -> None:
 
 
 def _regenerate(session: ChatSession, argument: str) -> bool:
-    return session.regenerate()
+    """Answer the last message anew, with noise that no answer had."""
+    conversation = session.conversation
+
+    def start(_: str, *, params: GenerationParams, **options: Any) -> TokenStream:
+        sampling = replace(params.sampling, noise_id=conversation.num_regenerated + 1)
+        reply = conversation.regenerate(replace(params, sampling=sampling), **options)
+        if sampling.temperature == 0:
+            same = "at temperature 0 the answer is always the same"
+            terminal.status_line(f"{same}: /set temperature 0.7 lets it differ")
+        return reply
+
+    return session.answer(start, "", stopped="the old one stays")
 
 
 def _undo(session: ChatSession, argument: str) -> None:

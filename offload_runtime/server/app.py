@@ -254,7 +254,7 @@ class Service:
                 ):
                     yield _event(envelope.chunk(delta, with_sources=body.x_sources))
             status = 200
-            if body.includes_usage:
+            if body.stream_options is not None and body.stream_options.include_usage:
                 yield _event(envelope.usage_chunk(usage_of([endings[index] for index in range(count)], body.n)))
             yield {"data": "[DONE]"}
         except Exception as error:

@@ -249,11 +249,6 @@ class AnswerBody(_Options):
         """Return the seed, negative ones as the numbers that have their bits; a random one where there is none."""
         return secrets.randbelow(_SEEDS) if self.seed is None else self.seed % (1 << 64)
 
-    @property
-    def includes_usage(self) -> bool:
-        """Return whether a stream tells how many tokens there were."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     def template_options(self, runtime: Runtime) -> dict[str, Any]:
         """Return what the chat template is given beside the messages."""
         return {}
