@@ -10,16 +10,19 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from offload_runtime import Conversation, GenerationResult, Runtime
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import OptionError
+from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.models.rope import RopeTable
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import ARCHITECTURES, CONFIGURATIONS, NO_TOKENS, VOCABULARY, family_model, write_family
-from tests.helpers.models import all_logits
+from tests.helpers.models import all_logits, model_config_from_transformers
 
 OFTEN, ALL = 2, 30
 PROMPT, ANSWER = 70, 64
@@ -89,6 +92,39 @@ def test_the_text_part_of_what_reads_images_is_the_model(family: str, outer: str
     renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
     save_file({**renamed, "vision_tower.patch": torch.ones(2)}, tmp_path / "model.safetensors")
     _check(tmp_path, model, 3)
+
+
+OLD: dict[str, dict[str, Any]] = {
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 10000.0, "cache_implementation": "hybrid"},
+    "gemma3_text": {
+        "num_hidden_layers": 7, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 500000.0,
+        "rope_local_base_freq": 5000.0, "sliding_window_pattern": 3,
+    },
+    "glm4": {"partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+    "phi3": {
+        "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "max_position_embeddings": 1024,
+        "rope_scaling": {"type": "longrope", "long_factor": [3.0] * 12, "short_factor": [1.5] * 12},
+    },
+    "olmo3": {
+        "rope_theta": 500000, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2,
+                                               "original_max_position_embeddings": 64},
+    },
+    "granite": {"attention_multiplier": 0.01, "rope_scaling": None, "rope_theta": 1e7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OLD)
+def test_older_configurations_mean_what_transformers_makes_of_them(family: str) -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "head_dim": 32,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 17}  # fmt: skip
+    old = {"model_type": family, **sizes, **OLD[family]}
+    ours = model_config_from_json(old, "config.json")
+    theirs = model_config_from_transformers(transformers.AutoConfig.for_model(**json.loads(json.dumps(old))))
+    assert ours.layers == theirs.layers and ours.logits_cap == theirs.logits_cap
+    for length in (10, 200):
+        mine, other = (RopeTable(config, torch.device("cpu")) for config in (ours, theirs))
+        assert torch.equal(mine.frequencies(length), other.frequencies(length))
+        assert torch.equal(mine.scaling, other.scaling)
 
 
 COUNT = 8
