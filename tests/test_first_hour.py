@@ -55,8 +55,8 @@ def test_a_family_has_its_usual_draft(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({}, "1B such as Llama-3.2-1B-Instruct in Q8_0 (1.3 GB)"),
-        ({"vocab_size": 131072}, "1B of the same vocabulary (if any) in Q8_0 (1.3 GB)"),
+        ({}, "1B such as Llama-3.2-1B-Instruct (1.3 GB)"),
+        ({"vocab_size": 131072}, "1B of the same vocabulary (if any) (1.3 GB)"),
     ],
 )
 def test_the_note_and_the_gains_name_one_draft(tmp_path: Path, settings: dict[str, object], named: str) -> None:

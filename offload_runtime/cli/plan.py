@@ -116,6 +116,7 @@ def gain_lines(gains: Sequence[Change]) -> list[Table | str]:
     from offload_runtime.plan import rounded
 
     table = _table("for more", "tokens/s")
+    table.columns[0].no_wrap = False
     for gain in gains:
         table.add_row(gain.what, rounded(gain.tok_per_s))
     return ["", table] if gains else []
@@ -171,7 +172,7 @@ def refusal_lines(refusal: Refusal) -> list[str]:
 def _table(*columns: str, title: str | None = None, headed: bool = True) -> Table:
     """A table of figures, as narrow as can be: a terminal of 80 columns must not cut them off."""
     headers = [
-        Column(name, justify="left" if number == 0 or name == "bound by" else "right", no_wrap="," not in name)
+        Column(name, justify="left" if not number or name == "bound by" else "right", no_wrap="," not in name)
         for number, name in enumerate(columns)
     ]
     return Table(

@@ -19,7 +19,7 @@ from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
 from offload_runtime.plan.sizes import RunPlan, make_plan
 from offload_runtime.sizes import GB, format_bytes_up, parse_bytes
 from offload_runtime.weights import DescribedModel, FoundDraft, find_drafts, usual_draft
-from offload_runtime.weights.neighbours import MIXES, USUAL_MIX, stored_kinds
+from offload_runtime.weights.neighbours import MIXES, stored_kinds
 
 _ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 # Predictions are not exact enough to tell less than a tenth.
@@ -138,8 +138,7 @@ def _with_likely_draft(what: str, request: RuntimeConfig) -> Iterator[tuple[str,
     is_open = request.speculation.mode in ("auto", "chain") and request.draft == "ngram" and request.gamma is None
     if is_open and (draft := usual_draft(request.target)) is not None:
         nbytes = draft.model.layout(draft.model.native_dtype).total_bytes
-        about = f"{draft.size} {draft.example} in {USUAL_MIX} ({nbytes / GB:.1f} GB)"
-        yield f"{what}, {about}", replace(request, draft=draft.model)
+        yield f"{what}, {draft.size} {draft.example} ({nbytes / GB:.1f} GB)", replace(request, draft=draft.model)
 
 
 def _formats(request: RuntimeConfig, missing_bytes: int = 0) -> Iterator[tuple[str, RuntimeConfig]]:
