@@ -8,8 +8,9 @@ the others of its pass or on how many there are, except through the keys and val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -140,7 +141,7 @@ class Attention:
     Attributes:
         hidden_size: Channels of the residual stream, H.
         num_heads, num_kv_heads, head_dim: Query heads, heads of keys and values, channels of each, D.
-        eps, norm_offset: Of the norms, of the whole layer too; `rms_norm` says what they mean.
+        eps, norm_offset: Of all norms of the model, those around its blocks too; `rms_norm` says what they mean.
         scale: What the dot products of queries and keys are multiplied by; 0 stands for D ** -0.5.
         soft_cap: What logits are capped at softly, by a tanh; None leaves them.
         sinks: Whether each query head has a learnt logit that takes part in its softmax and has no value.
@@ -176,6 +177,11 @@ class Attention:
     def __post_init__(self) -> None:
         if not self.scale:
             object.__setattr__(self, "scale", float(self.head_dim**-0.5))
+
+    @cached_property
+    def normed(self) -> Callable[..., torch.Tensor]:
+        """`rms_norm` as all norms of the model are, of rows and a weight."""
+        return partial(rms_norm, eps=self.eps, offset=self.norm_offset)
 
     @property
     def q_size(self) -> int:
@@ -246,7 +252,7 @@ class Attention:
         elif self.qk_norm == "all":
             q, k, _ = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
             for name, part in (("q_norm", q), ("k_norm", k)):
-                rms_norm(part, weights[name].dense, self.eps, offset=self.norm_offset, out=part)
+                self.normed(part, weights[name].dense, out=part)
         shared = self.values_are_keys
         q = rope_store(qkv, rows.rope, cache.store(layer), self.rotation, norm, values_are_keys=shared)
         if self.query_growth is not None:
@@ -356,11 +362,10 @@ class DecoderLayer:
             rows: The pass.
             cache: Where keys and values live.
         """
-        (before, after, before_mlp, after_mlp), eps = self.norms, self.attention.eps
-        offset = self.attention.norm_offset
-        x = residual if before is None else rms_norm(residual, weights[before].dense, eps, offset=offset)
+        (before, after, before_mlp, after_mlp), normed = self.norms, self.attention.normed
+        x = residual if before is None else normed(residual, weights[before].dense)
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
-        x = residual if before_mlp is None else rms_norm(residual, weights[before_mlp].dense, eps, offset=offset)
+        x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
         self._add(residual, self.mlp.forward(x, weights), "down", after_mlp, weights)
         if self.scaled:
             residual.mul_(weights["layer_scalar"].dense)
@@ -370,8 +375,8 @@ class DecoderLayer:
         if norm is None and self.residual_multiplier == 1:
             weights[packed].linear(x, residual=residual)
             return
-        out, attention = weights[packed].linear(x), self.attention
+        out = weights[packed].linear(x)
         if norm is None:
             residual.add_(out.mul_(self.residual_multiplier))
         else:
-            rms_norm(out, weights[norm].dense, attention.eps, offset=attention.norm_offset, out=residual, add=True)
+            self.attention.normed(out, weights[norm].dense, out=residual, add=True)

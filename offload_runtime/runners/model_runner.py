@@ -18,7 +18,6 @@ import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
-from offload_runtime_kernels.rms_norm import rms_norm
 
 from offload_runtime.copy.queue import LayerStreamer
 from offload_runtime.core import Batch, BatchShape, TokenTree
@@ -106,10 +105,10 @@ class Decoder:
         self.embedding = shared["embedding"]
         self.lm_head = shared.get("lm_head", shared["embedding"])
         self.final_norm: torch.Tensor = shared["final_norm"].dense
+        self._normed = config.attention.normed
         self._multiplier = config.embedding_multiplier
         if config.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.final_norm.dtype).item()
-        self._eps, self._norm_offset = config.attention.eps, config.attention.norm_offset
         self.num_layers = config.num_layers
         self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
         self.in_blocks = self.partition.in_blocks
@@ -127,7 +126,7 @@ class Decoder:
         """Return the logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last
         layer."""
         own = self.config
-        logits = self.lm_head.linear(rms_norm(residual, self.final_norm, self._eps, offset=self._norm_offset))
+        logits = self.lm_head.linear(self._normed(residual, self.final_norm))
         if own.logits_divisor != 1:
             logits = logits.div_(own.logits_divisor)
         return logits if own.logits_cap is None else logits.div_(own.logits_cap).tanh_().mul_(own.logits_cap)
