@@ -206,7 +206,7 @@ def test_other_files_say_what_they_are(content: Any, words: str, plain: Path, tm
         ("deepseek2", lambda w: w.add_kv_lora_rank(512), "latent attention"),
         ("gemma3n", lambda w: w.add_uint32("gemma3n.embedding_length_per_layer_input", 256), "for each layer"),
         ("t5", lambda w: None, "encoder-decoder"),
-        ("cohere2", lambda w: None, "layers of another kind.*Qwen3-1.7B"),
+        ("bloom", lambda w: None, "layers of another kind.*Qwen3-1.7B"),
     ],
 )  # fmt: skip
 def test_what_is_no_model_of_ours_says_why(arch: str, fields: Fields, words: str, tmp_path: Path) -> None:
