@@ -79,6 +79,7 @@ def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -
     [
         ("gemma3_text", "Gemma3", "language_model.model."), ("gemma3_text", "Gemma3", "model.language_model."),
         ("gemma4_text", "Gemma4", "model.language_model."), ("ministral3", "Mistral3", "language_model.model."),
+        ("cohere2", "AyaVision", "language_model.model."),
     ],
 )  # fmt: skip
 def test_the_text_part_of_what_reads_images_is_the_model(family: str, outer: str, prefix: str, tmp_path: Path) -> None:

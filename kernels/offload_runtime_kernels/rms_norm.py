@@ -1,8 +1,8 @@
-"""RMSNorm:  normed = weight * (x / sqrt(mean(x^2) + eps)).
+"""RMSNorm:  normed = weight * (x / sqrt(mean(x^2) + eps)); of a row less its mean it is LayerNorm without a bias.
 
-The mean is taken in fp32. The normalised row is rounded to the model's dtype before the weight multiplies it, as in
-transformers' Llama; with an offset it is multiplied by offset + weight in fp32 and rounded once, as in Gemma (1) and
-OLMo (0). One program per row, so a row's bits do not depend on how many rows there are.
+Means are taken in fp32. The normalised row is rounded to the model's dtype before the weight multiplies it, as in
+transformers' Llama; with an offset it is multiplied by offset + weight in fp32 and rounded once, as in Gemma (1), OLMo
+and Cohere (0). One program per row, so a row's bits do not depend on how many rows there are.
 """
 
 import torch
@@ -11,10 +11,11 @@ from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, o
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None, *, centred: bool = False
 ) -> torch.Tensor:
     """Plain torch version of `rms_norm`, of any outer dimensions; without a weight it is one."""
-    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    norm = torch.nn.functional.layer_norm if centred else torch.nn.functional.rms_norm
+    normed = norm(x.float(), x.shape[-1:], eps=eps)
     if weight is None or offset is None:
         return normed.to(x.dtype) if weight is None else weight * normed.to(x.dtype)
     return (normed * (offset + weight.float())).to(x.dtype)
@@ -34,7 +35,7 @@ def weighted(normed, weight, offset, dtype, ROUNDS_FIRST: tl.constexpr):
 @jit
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_stride, out_stride, width, eps, offset,
-    BLOCK: tl.constexpr, ROUNDS_FIRST: tl.constexpr, ADDS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, CENTRED: tl.constexpr, ROUNDS_FIRST: tl.constexpr, ADDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -47,6 +48,8 @@ def _rms_norm_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     x32 = x.to(tl.float32)
+    if CENTRED:
+        x32 = tl.where(inside, x32 - tl.sum(x32, axis=0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / width + eps)
     normed = weighted(x32 * scale, weight, offset, x.dtype, ROUNDS_FIRST)
     if ADDS:
@@ -55,8 +58,8 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, out: torch.Tensor | None = None,
-    add: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, centred: bool = False,
+    out: torch.Tensor | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `rms_norm`."""
     rows, width = x.shape
@@ -66,15 +69,15 @@ def rms_norm_triton(
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(rows,)](
             x, weight, out, x.stride(0), out.stride(0), width, eps, offset or 0.0, BLOCK=block,
-            ROUNDS_FIRST=offset is None, ADDS=add, num_warps=min(16, max(1, block // 512)),
+            CENTRED=centred, ROUNDS_FIRST=offset is None, ADDS=add, num_warps=min(16, max(1, block // 512)),
             **overlap_options(x.device),
         )  # fmt: skip
     return out
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, out: torch.Tensor | None = None,
-    add: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, centred: bool = False,
+    out: torch.Tensor | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Normalise rows.
 
@@ -83,6 +86,7 @@ def rms_norm(
         weight: [H].
         eps: Added to the mean square.
         offset: Added to the weight, in fp32; None: the normalised row is rounded before the weight multiplies it.
+        centred: Whether each row's mean is taken off it first, as LayerNorm does.
         out: [N, H], of any row stride, written; it may be `x` itself. None: new memory.
         add: Whether the normed rows are added to what `out` has.
 
@@ -90,8 +94,8 @@ def rms_norm(
         [N, H] in the dtype of x: `out` where there is one.
     """
     if x.is_cuda:
-        return rms_norm_triton(x, weight, eps, offset=offset, out=out, add=add)
-    normed = rms_norm_reference(x, weight, eps, offset)
+        return rms_norm_triton(x, weight, eps, offset=offset, centred=centred, out=out, add=add)
+    normed = rms_norm_reference(x, weight, eps, offset, centred=centred)
     if out is None:
         return normed
     return out.add_(normed) if add else out.copy_(normed)

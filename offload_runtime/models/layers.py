@@ -141,7 +141,8 @@ class Attention:
     Attributes:
         hidden_size: Channels of the residual stream, H.
         num_heads, num_kv_heads, head_dim: Query heads, heads of keys and values, channels of each, D.
-        eps, norm_offset: Of all norms of the model, those around its blocks too; `rms_norm` says what they mean.
+        eps, norm_offset, norm_centred: Of all norms of the model, those around its blocks too; `rms_norm` says what
+            they mean. Norms of each head are never centred.
         scale: What the dot products of queries and keys are multiplied by; 0 stands for D ** -0.5.
         soft_cap: What logits are capped at softly, by a tanh; None leaves them.
         sinks: Whether each query head has a learnt logit that takes part in its softmax and has no value.
@@ -161,6 +162,7 @@ class Attention:
     head_dim: int
     eps: float
     norm_offset: float | None = None
+    norm_centred: bool = False
     scale: float = 0.0
     soft_cap: float | None = None
     sinks: bool = False
@@ -181,7 +183,7 @@ class Attention:
     @cached_property
     def normed(self) -> Callable[..., torch.Tensor]:
         """`rms_norm` as all norms of the model are, of rows and a weight."""
-        return partial(rms_norm, eps=self.eps, offset=self.norm_offset)
+        return partial(rms_norm, eps=self.eps, offset=self.norm_offset, centred=self.norm_centred)
 
     @property
     def q_size(self) -> int:
@@ -322,6 +324,7 @@ class DecoderLayer:
     Attributes:
         attention, mlp: The two blocks.
         norms: What is normed.
+        parallel: Whether the MLP reads what attention does, so that it has no norm of its own before it.
         residual_multiplier: What a block's result is multiplied by before it is added.
         scaled: Whether the layer ends by multiplying the residual stream by a learnt number.
     """
@@ -329,6 +332,7 @@ class DecoderLayer:
     attention: Attention
     mlp: GatedMLP
     norms: Norms = USUAL_NORMS
+    parallel: bool = False
     residual_multiplier: float = 1.0
     scaled: bool = False
 
@@ -365,7 +369,8 @@ class DecoderLayer:
         (before, after, before_mlp, after_mlp), normed = self.norms, self.attention.normed
         x = residual if before is None else normed(residual, weights[before].dense)
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
-        x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
+        if not self.parallel:
+            x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
         self._add(residual, self.mlp.forward(x, weights), "down", after_mlp, weights)
         if self.scaled:
             residual.mul_(weights["layer_scalar"].dense)

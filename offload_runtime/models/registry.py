@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemma2": ("Gemma2ForCausalLM", ("gemma2",)),
     "gemma3_text": ("Gemma3ForCausalLM", ("gemma3",)),
     "gemma4_text": ("Gemma4ForCausalLM", ("gemma4",)),
+    "cohere2": ("Cohere2ForCausalLM", ("cohere2",)),
     "glm4": ("Glm4ForCausalLM", ("glm4",)),
     "phi3": ("Phi3ForCausalLM", ("phi3",)),
     "ministral3": ("Ministral3ForCausalLM", ("mistral3",)),

@@ -13,8 +13,8 @@ from offload_runtime.errors import UnsupportedArchitectureError
 from offload_runtime.fields import Fields, shown
 
 _SUPPORTED = (
-    "Llama, Mistral, Ministral 3, Qwen2, Qwen2.5, Qwen3, Gemma 2 to 4, Phi-3 and Phi-4, GLM-4, Granite 3, OLMo 2 and "
-    "3 and SmolLM3 run"
+    "Llama, Mistral, Ministral 3, Qwen2, Qwen2.5, Qwen3, Gemma 2 to 4, Phi-3 and Phi-4, GLM-4, Cohere 2, Granite 3, "
+    "OLMo 2 and 3 and SmolLM3 run"
 )
 
 

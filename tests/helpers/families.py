@@ -134,6 +134,15 @@ def _glm4(draw: random.Random) -> Any:
     )
 
 
+def _cohere2(draw: random.Random) -> Any:
+    sizes = _plain_heads(_alike(draw)) | {"num_hidden_layers": 5, "tie_word_embeddings": True}
+    return transformers.Cohere2Config(
+        **sizes, layer_norm_eps=draw.choice((1e-5, 1e-2)), logit_scale=draw.choice((0.0625, 0.8)),
+        sliding_window=draw.choice((5, 40)), attention_bias=draw.random() < 0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": _theta(draw)},
+    )  # fmt: skip
+
+
 def _phi3(draw: random.Random) -> Any:
     sizes, share = _plain_heads(_alike(draw)), draw.choice((1.0, 0.75, 0.5))
     head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
@@ -172,13 +181,13 @@ def _gemma4_text(draw: random.Random) -> Any:
 CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "olmo2": _olmo2,
     "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
-    "glm4": _glm4, "phi3": _phi3, "ministral3": _ministral3,
+    "glm4": _glm4, "cohere2": _cohere2, "phi3": _phi3, "ministral3": _ministral3,
 }  # fmt: skip
 # llama.cpp's architectures of them.
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "olmo2": "olmo2",
     "olmo3": "olmo2", "granite": "granite", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4", "glm4": "glm4", "phi3": "phi3", "ministral3": "mistral3",
+    "gemma4_text": "gemma4", "glm4": "glm4", "cohere2": "cohere2", "phi3": "phi3", "ministral3": "mistral3",
 }  # fmt: skip
 
 
@@ -237,6 +246,9 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     elif family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif family == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     elif family in ("glm4", "phi3"):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
@@ -285,7 +297,10 @@ def write_family(
     writer.add_head_count(config.num_attention_heads)
     kv_heads = [layer.num_key_value_heads for layer in _layer_sizes(config)]
     writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "layer_norm_eps"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if getattr(_layer_sizes(config)[0], "head_dim", None):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -310,6 +325,7 @@ def write_family(
         name += ".weight" if name.endswith("layer_scalar") else ""
         quant = kind if values.ndim > 1 and values.shape[1] % 32 == 0 else F32
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored, f"llama.cpp's {arch} has no {name}"
         writer.add_tensor(stored, gguf.quantize(values, quant), raw_dtype=quant)
     for name, vector in vectors.items():
         writer.add_tensor(name, np.array(vector, dtype=np.float32))

@@ -11,12 +11,14 @@ from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poison
 EPS = 1e-5
 
 
-def _check(rows: int, width: int, *, dtype: torch.dtype, offset: float | None = None) -> None:
+def _check(
+    rows: int, width: int, *, dtype: torch.dtype, offset: float | None = None, centred: bool = False
+) -> None:  # fmt: skip
     x = random_tensor(rows, width, seed=1, dtype=dtype, scale=3.0)
     weight = random_tensor(width, seed=3, dtype=dtype)
-    expected, before = rms_norm_reference(x, weight, EPS, offset), x.clone()
+    expected, before = rms_norm_reference(x, weight, EPS, offset, centred=centred), x.clone()
     with poisoned_outputs():
-        normed = rms_norm_triton(x, weight, EPS, offset=offset)
+        normed = rms_norm_triton(x, weight, EPS, offset=offset, centred=centred)
     assert torch.equal(x, before)
     # Sums in another order and rsqrt move the normalised value across at most one rounding boundary, and the product
     # with the weight is rounded once more: three roundings between them, in fp32 a few more for the sum itself.
@@ -46,6 +48,14 @@ def test_it_adds_to_a_stream_and_norms_a_part_of_longer_rows_in_place() -> None:
         assert torch.equal(rows[:, :30], before[:, :30]) and torch.equal(rows[:, 70:], before[:, 70:])
 
 
+@pytest.mark.parametrize("width", [16, 77, 1030])
+def test_less_its_mean_a_row_is_normed_as_by_layer_norm(width: int) -> None:
+    x, weight = 5 + random_tensor(3, width, seed=1), random_tensor(width, seed=2)
+    expected = torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), eps=EPS)
+    for run in (rms_norm, rms_norm_triton):
+        assert_within(run(x, weight, EPS, offset=0.0, centred=True), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 def test_an_offset_is_added_in_fp32_and_rounded_once() -> None:
     x, weight = random_tensor(4, 64, seed=1, dtype=torch.bfloat16), random_tensor(64, seed=2, dtype=torch.bfloat16)
@@ -59,6 +69,7 @@ def test_an_offset_is_added_in_fp32_and_rounded_once() -> None:
 def test_matches_reference_in_half_precision(rows: int, width: int, dtype: torch.dtype) -> None:
     _check(rows, width, dtype=dtype)
     _check(rows, width, dtype=dtype, offset=1.0)
+    _check(rows, width, dtype=dtype, offset=0.0, centred=True)
 
 
 def test_eps_matters_for_a_tiny_row() -> None:
