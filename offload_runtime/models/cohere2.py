@@ -26,7 +26,8 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, float]:
-    return {"logit_scale": fields.number("logit_scale")}
+    eps = fields.number("attention.layer_norm_epsilon")
+    return {"layer_norm_eps": eps, "logit_scale": fields.number("logit_scale")}
 
 
 FAMILY = Family(

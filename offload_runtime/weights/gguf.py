@@ -62,7 +62,6 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
             "another model"
         )
     norm = "layer_norm" if "attention.layer_norm_epsilon" in fields else "layer_norm_rms"
-    eps = fields.number(f"attention.{norm}_epsilon")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -73,8 +72,7 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
         "head_dim": head_dim,
         "partial_rotary_factor": size("rope.dimension_count", head_dim, at_most=head_dim) / head_dim,
         "max_position_embeddings": size("context_length"),
-        "rms_norm_eps": eps,
-        "layer_norm_eps": eps,
+        "rms_norm_eps": fields.number(f"attention.{norm}_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 

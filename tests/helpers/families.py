@@ -137,7 +137,7 @@ def _glm4(draw: random.Random) -> Any:
 def _cohere2(draw: random.Random) -> Any:
     sizes = _plain_heads(_alike(draw)) | {"num_hidden_layers": 5, "tie_word_embeddings": True}
     return transformers.Cohere2Config(
-        **sizes, layer_norm_eps=draw.choice((1e-5, 1e-2)), logit_scale=draw.choice((0.0625, 0.8)),
+        **sizes, layer_norm_eps=draw.choice((1e-5, 1e-2)), logit_scale=draw.choice((0.25, 0.8)),
         sliding_window=draw.choice((5, 40)), attention_bias=draw.random() < 0.3,
         rope_parameters={"rope_type": "default", "rope_theta": _theta(draw)},
     )  # fmt: skip
