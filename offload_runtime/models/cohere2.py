@@ -17,11 +17,11 @@ def _model(fields: Fields) -> ModelConfig:
     eps = fields.number("layer_norm_eps", at_least=0, at_most=1)
     attention = replace(plain, eps=eps, norm_offset=0.0, norm_centred=True, qkv_bias=bias, o_bias=bias)
     layer = DecoderLayer(attention, mlp_of(fields), Norms(before_mlp=None), parallel=True)
-    period, turned = fields.integer("sliding_window_pattern", 4), rope(fields, plain.head_dim)
+    period, rotary = fields.integer("sliding_window_pattern", 4), rope(fields, plain.head_dim)
     slides = [bool((number + 1) % period) for number in range(num_layers(fields))]
     windows = windows_by_type(fields, slides, fields.integer("sliding_window"))
-    rotations = [None if window is None else turned.rotation(interleaved=True) for window in windows]
-    model = decoder(fields, layer, windows=windows, rotations=rotations, ropes=(turned,))
+    rotations = [None if window is None else rotary.rotation(interleaved=True) for window in windows]
+    model = decoder(fields, layer, windows=windows, rotations=rotations, ropes=(rotary,))
     return replace(model, logits_divisor=1 / fields.number("logit_scale", at_least=1e-9))
 
 

@@ -14,9 +14,9 @@ def _model(fields: Fields) -> ModelConfig:
         attention_of(fields),
         Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     )
-    turned = rope(fields, plain.head_dim, partial=True)
-    attention = replace(plain, qkv_bias=fields.flag("attention_bias"), rotation=turned.rotation(interleaved=True))
-    return decoder(fields, DecoderLayer(attention, replace(mlp_of(fields), fused=True), norms), ropes=(turned,))
+    rotary = rope(fields, plain.head_dim, partial=True)
+    attention = replace(plain, qkv_bias=fields.flag("attention_bias"), rotation=rotary.rotation(interleaved=True))
+    return decoder(fields, DecoderLayer(attention, replace(mlp_of(fields), fused=True), norms), ropes=(rotary,))
 
 
 FAMILY = Family(

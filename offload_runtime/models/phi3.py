@@ -16,10 +16,10 @@ def _model(fields: Fields) -> ModelConfig:
             stated[name] = "longrope"
     original = "original_max_position_embeddings"
     stated.setdefault(original, fields.integer(original, 4096))
-    turned = rope(fields, plain.head_dim, stated, types=("default", "longrope"), partial=True)
+    rotary = rope(fields, plain.head_dim, stated, types=("default", "longrope"), partial=True)
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
-    attention = replace(plain, fused=True, window=window, rotation=turned.rotation())
-    return decoder(fields, DecoderLayer(attention, replace(mlp_of(fields), fused=True)), ropes=(turned,))
+    attention = replace(plain, fused=True, window=window, rotation=rotary.rotation())
+    return decoder(fields, DecoderLayer(attention, replace(mlp_of(fields), fused=True)), ropes=(rotary,))
 
 
 FAMILY = Family(

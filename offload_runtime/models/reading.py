@@ -33,7 +33,8 @@ def num_layers(fields: Fields) -> int:
 
 
 def attention_of(fields: Fields) -> Attention:
-    """Attention of the usual sizes, all of whose channels are rotated."""
+    """Attention of the usual sizes, all of whose channels are rotated, with Llama's norms, of `rms_norm_eps`, and no
+    biases."""
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden // num_heads, at_least=4, at_most=_MOST_HEAD_DIM)
     if head_dim % 2:

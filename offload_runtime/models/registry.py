@@ -63,10 +63,11 @@ class Family:
         defaults: transformers' values for what a file leaves out, where they differ from those of all.
         text_sizes: What configurations of text parts leave out, which were saved as differences from these.
         of_gguf: From the metadata of a GGUF file about the model, and the names of its tensors, to what a `config.json`
-            would say besides the sizes.
+            would say besides what `config_from_gguf` reads of all files: sizes, epsilon, window and which layers slide,
+            biases, rotation.
         rope_of_gguf: The same of what all files say of rotations; None where llama.cpp reads no more of them.
-        gguf_interleaved: Whether llama.cpp rotates neighbouring channels, so that its converter has interleaved the
-            rows of queries and keys.
+        gguf_interleaved: Whether llama.cpp rotates neighbouring channels and transformers halves, so that its converter
+            has interleaved the rows of queries and keys.
         gguf_norm_shift: What that has added to the weights of norms.
     """
 

@@ -183,15 +183,14 @@ CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
     "glm4": _glm4, "cohere2": _cohere2, "phi3": _phi3, "ministral3": _ministral3,
 }  # fmt: skip
-# llama.cpp's architectures of them.
-ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "olmo2": "olmo2",
-    "olmo3": "olmo2", "granite": "granite", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4", "glm4": "glm4", "cohere2": "cohere2", "phi3": "phi3", "ministral3": "mistral3",
+# llama.cpp's architectures of them, most of which have the same name.
+ARCHITECTURES = {family: family for family in CONFIGURATIONS} | {
+    "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
 }  # fmt: skip
 
 
-INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3")  # what llama.cpp rotates by neighbours
+# What llama.cpp rotates by neighbouring channels, and transformers by halves.
+INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3")
 
 
 def family_model(family: str, seed: int, **changes: Any) -> Any:
