@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from offload_runtime.copy import CopyEngine, StagingCopyEngine, StagingWriteEngine, make_copy_engine
+from offload_runtime.copy import CopyEngine, make_copy_engine
 from offload_runtime.copy.queue import CardRing, LayerStreamer
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import num_blocks
-from offload_runtime.memory import DeviceBudget, HostArena, PageableMemory, Registrar
+from offload_runtime.memory import DeviceBudget, Registrar
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
@@ -53,26 +53,12 @@ CHUNK_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class StagedKV:
-    """Layers whose host memory is pageable, and the page-locked pieces that they cross on both ways, 4 KiB each."""
-
-    layers: tuple[int, ...]
-    pieces: int = 2
-    piece_bytes: int = 4096
-    threads: int = 2
-
-
-@dataclass(frozen=True)
 class HostKV:
-    """A KV cache in host memory: slots of its ring on the link, blocks in a slot, the layers that stay, and who locks
-    its memory, by default what there is for the device."""
+    """A KV cache in host memory: buffers of its ring on the link, and the layers that stay on the device."""
 
     buffers: int = 2
-    piece_blocks: int = 1
     resident_layers: tuple[int, ...] = ()
     window_tokens: int = 40
-    staged: StagedKV | None = None
-    registrar: Any = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +68,12 @@ class Assembled:
     runner: ModelRunner
     engine: CopyEngine
     weights: HostWeights
-    rings: tuple[HostArena, ...] = ()
-    writeback: CopyEngine | None = None  # of a KV cache in host memory
 
     def close(self) -> None:
         """End the copy engine and unlock the weights."""
         self.engine.close()
         self.runner.cache.close()
         self.weights.close()
-        for ring in self.rings:
-            ring.close()
 
 
 def _copy_weight(weight: torch.Tensor, out: torch.Tensor, _: Staging | None = None) -> None:
@@ -123,7 +105,6 @@ def make_runner(
     batch: int = 3,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
-    engine: CopyEngine | None = None,
     host_kv: HostKV | None = None,
     layout: ModelLayout | None = None,
 ) -> Assembled:
@@ -131,14 +112,13 @@ def make_runner(
 
     Args:
         model: An opened checkpoint, or a transformers model.
-        slots: Slots of the ring; 0 keeps every layer resident.
+        buffers: Those of the ring; 0 keeps every layer resident.
         resident: Layers that stay on the device when there is a ring; by default none.
         chunk_tokens: Pieces that a prompt is worked on in.
         capacity_tokens: Of the cache, per sequence.
         batch: Sequences of the cache.
         device: Where to compute.
         dtype: Of weights, activations and cache.
-        engine: The copy queue; by default a plain one of the device.
         host_kv: Keeps the KV cache in host memory.
         layout: How the weights are stored; by default plainly.
     """
@@ -147,28 +127,21 @@ def make_runner(
     registrar = Registrar() if device.type == "cuda" else None
     weights = load_weights(source, layout or ModelLayout.of(source.config(), dtype), pin=pin, registrar=registrar)
     config = weights.config
-    engine = engine or make_copy_engine(device)
+    engine = make_copy_engine(device)
     layout, buffer_bytes = weights.layout, max(weights.layout.layer_bytes)
     layers = [weights.block(index) for index in range(config.num_layers)]
     assert buffers or resident is None, "without a ring every layer is resident"
     staying = tuple(range(config.num_layers)) if not buffers else resident or ()
     budget, kv_buffers = DeviceBudget(device, None), []
-    rings: list[HostArena] = []
-    writeback: CopyEngine | None = None
     cache: DeviceKVCache | HostKVCache
     if host_kv is None:
         cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget])
     else:
-        piece_bytes = host_kv.piece_blocks * block_bytes(config, dtype, 0)
-        workspace_bytes = num_blocks(capacity_tokens) * block_bytes(config, dtype, 0)
-        locking, writeback = BlockLocking(host_kv.registrar or registrar), make_copy_engine(device)
-        if host_kv.staged is not None:
-            locking = BlockLocking(registrar, PageableMemory(), host_kv.staged.layers)
-            rings = _staging_rings(host_kv.staged, locking)
-            engine, writeback = _staged_queues(host_kv.staged, locking, rings, engine, writeback)
+        piece_bytes = block_bytes(config, dtype, 0)
+        workspace_bytes = num_blocks(capacity_tokens) * piece_bytes
         cache = HostKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
-            cards=[HostKVCard(budget, writeback, locking, piece_bytes, workspace_bytes)],
+            cards=[HostKVCard(budget, make_copy_engine(device), BlockLocking(registrar), piece_bytes, workspace_bytes)],
             resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_buffers = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.buffers)]
@@ -186,26 +159,4 @@ def make_runner(
     shared = layout.shared.views(weights.block(None).to(device), scratch)
     rope = RopeTable(config, device)
     runner = ModelRunner(Decoder(config, shared), streamer, cache, rope, chunk_tokens)
-    return Assembled(runner, engine, weights, tuple(rings), writeback)
-
-
-def _staging_rings(staged: StagedKV, locking: BlockLocking) -> list[HostArena]:
-    """Memory of the pieces of both ways, page-locked where that is needed."""
-    rings = [HostArena(staged.pieces * staged.piece_bytes, name=f"a ring {way}") for way in ("h2d", "d2h")]
-    for ring in rings:
-        if locking.registrar is not None:
-            ring.pin(locking.registrar)
-    return rings
-
-
-def _staged_queues(
-    staged: StagedKV, locking: BlockLocking, rings: list[HostArena], engine: CopyEngine, writeback: CopyEngine
-) -> tuple[CopyEngine, CopyEngine]:
-    """The queues of both ways over `engine` and `writeback`."""
-    assert locking.pageable is not None
-    h2d_ring, d2h_ring = (list(ring.buffer.view(staged.pieces, -1)) for ring in rings)
-    threads = staged.threads
-    return (
-        StagingCopyEngine(engine, h2d_ring, locking.pageable, num_threads=threads),
-        StagingWriteEngine(writeback, d2h_ring, locking.pageable, num_threads=threads),
-    )
+    return Assembled(runner, engine, weights)

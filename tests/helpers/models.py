@@ -159,29 +159,6 @@ def cached_logits(model: Any, pieces: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.stack(logits)
 
 
-@torch.no_grad()
-def tree_logits(
-    model: Any, prompt: Sequence[int], tokens: Sequence[int], parents: Sequence[int], *, window: int | None = None
-) -> torch.Tensor:
-    """transformers' logits of a tree behind a prompt, through a dense 4D mask: [nodes, V] fp32."""
-    length = len(prompt) + len(tokens)
-    seen = torch.ones(length, length).tril().bool()
-    positions = list(range(len(prompt)))
-    for node, parent in enumerate(parents):
-        row = len(prompt) + node
-        above = len(prompt) + parent if parent >= 0 else len(prompt) - 1
-        seen[row] = seen[above]
-        seen[row, row] = True
-        positions.append(positions[above] + 1)
-    position = torch.tensor(positions)
-    if window is not None:
-        seen &= position[None, :] > position[:, None] - window
-    mask = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
-    ids = torch.tensor([[*prompt, *tokens]])
-    out = model(ids, attention_mask=mask, position_ids=position[None], use_cache=False)
-    return out.logits[0, len(prompt) :]
-
-
 def rows_of(destination: Destination, views: Mapping[str, Weight]) -> torch.Tensor:
     """What a checkpoint tensor has become, out of the weights of its block."""
     return views[destination.packed].dense[destination.row_start : destination.row_end]
