@@ -15,7 +15,7 @@ from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import OptionError
 from offload_runtime.runners import Decoder, ModelRunner
 from offload_runtime.weights import Weight
-from tests.helpers.engine import PROMPT, load, one_thread, raising, without_host_memory  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
 COUNT = 32
 

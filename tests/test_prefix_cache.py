@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +145,6 @@ def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: 
         tasks = make_tasks(7, seed=len(way))
         expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
         check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
-
-
-@pytest.fixture(scope="module")
-def plain(target: Path) -> Callable[[int], tuple[list[Task], list[Seen]]]:
-    """By a seed many tasks, and what each leaves alone in a runtime where nobody proposes: the same in all others."""
-
-    @cache
-    def of(seed: int) -> tuple[list[Task], list[Seen]]:
-        tasks = make_tasks(30, seed)
-        with loaded(target, **WAYS["plain"], kv="gpu") as runtime:
-            return tasks, [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
-
-    return of
 
 
 @pytest.mark.gpu

@@ -160,12 +160,6 @@ def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
     return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
 
 
-@pytest.fixture(scope="module")
-def expected(source: CheckpointSource) -> list[list[int]]:
-    with Runtime.load(source, device="cpu", dtype="bf16", draft="none") as runtime:
-        return tokens_of(runtime)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_on_a_gpu_are_those_of_plain_weights(source: CheckpointSource, way: str) -> None:

@@ -222,12 +222,6 @@ def _fits(plan: Callable[[], object]) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def expected(decoded: CheckpointSource) -> list[list[int]]:
-    with Runtime.load(decoded, device="cpu", draft="none") as runtime:
-        return tokens_of(runtime)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_on_a_gpu_are_those_of_the_decoded_file(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,13 +39,13 @@ CONTEXT_TOKENS = 512
 NUM_LAYERS = 5
 
 
-def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE, like SmolLM2's, that knows a few words and can write everything."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     return PreTrainedTokenizerFast(
@@ -72,9 +71,7 @@ def write_checkpoint(
     *,
     seed: int = 0,
     num_layers: int = NUM_LAYERS,
-    vocab_size: int = 320,
     context: int = CONTEXT_TOKENS,
-    num_kv_heads: int = 2,
     hidden_size: int = 48,
     window: int | None = None,
 ) -> Path:
@@ -83,10 +80,10 @@ def write_checkpoint(
 
     Large matrices and a small embedding: the default initialisation gives a model that repeats one token.
     """
-    tokenizer = byte_level_tokenizer(vocab_size)
+    tokenizer = byte_level_tokenizer()
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": num_kv_heads,
+        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": context, "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": tokenizer.bos_token_id, "tie_word_embeddings": False,
     }  # fmt: skip
@@ -125,12 +122,6 @@ def load(target: Path, **options: Any) -> Iterator[Runtime]:
 def refuse_weights(stage: str, done_bytes: int, total_bytes: int) -> None:
     """As `on_progress`: nothing may be read."""
     raise AssertionError(f"{stage} were read before the mistake was seen")
-
-
-def without_host_memory(patch: pytest.MonkeyPatch) -> None:
-    """The machine has none left."""
-    full = psutil.virtual_memory()._replace(available=0)
-    patch.setattr(psutil, "virtual_memory", lambda: full)
 
 
 def raising(error: BaseException, *, after: int, then: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,27 +16,12 @@ REFUSED = 2  # CUDA's code for memory that cannot be had
 
 
 class LimitedRegistrar:
-    """Locks up to `most_bytes`, and refuses some calls whatever they ask for.
+    """Locks up to `most_bytes` at once; `real` locks in truth, and None only pretends."""
 
-    Args:
-        most_bytes: Locked at once.
-        refuse_calls: Which to refuse, counted from 0.
-        shrink_bytes: By so much the limit drops with the first refusal: others want memory as well.
-        real: Who locks in truth; None only pretends.
-    """
-
-    def __init__(
-        self, most_bytes: int, *, refuse_calls: Collection[int] = (), shrink_bytes: int = 0,
-        real: Registrar | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, most_bytes: int, *, real: Registrar | None = None) -> None:
         self.locked: dict[int, int] = {}
         self.most_locked_bytes = 0
-        self.num_calls = 0
-        self.locked_when_refused: list[int] = []
-        self._most_bytes = most_bytes
-        self._refuse_calls = refuse_calls
-        self._shrink_bytes = shrink_bytes
-        self._real = real
+        self._most_bytes, self._real = most_bytes, real
 
     @property
     def locked_bytes(self) -> int:
@@ -44,13 +29,10 @@ class LimitedRegistrar:
         return sum(self.locked.values())
 
     def register(self, address: int, nbytes: int) -> int:
-        self.num_calls += 1
         assert address % 4096 == 0 and nbytes % 4096 == 0 and nbytes > 0
         for start, size in self.locked.items():
             assert address + nbytes <= start or start + size <= address, "locked twice"
-        if self.num_calls - 1 in self._refuse_calls or self.locked_bytes + nbytes > self._most_bytes:
-            self.locked_when_refused.append(self.locked_bytes)
-            self._most_bytes -= self._shrink_bytes if len(self.locked_when_refused) == 1 else 0
+        if self.locked_bytes + nbytes > self._most_bytes:
             return REFUSED
         if self._real is not None:
             assert self._real.register(address, nbytes) == 0
