@@ -51,10 +51,6 @@ def assert_same(runtime: Runtime, expected: list[list[int]], **options: Any) -> 
     return [result.stats.tokens_per_pass for result in results]
 
 
-def test_no_speculation_is_one_token_a_pass(speculative: Runtime, expected: list[list[int]]) -> None:
-    assert assert_same(speculative, expected, speculate=False) == [1.0, 1.0, 1.0]
-
-
 def test_ngram_lookup_saves_passes_where_the_text_repeats(plain: Runtime, target: Path) -> None:
     prompt = [5, 6, 7, 8] * 6
     with load(target) as runtime:
@@ -126,28 +122,10 @@ def test_figures_add_up(speculative: Runtime) -> None:
     assert stats.link_gbps * 1e9 / stats.tok_per_s == pytest.approx(bytes_per_token)
     assert stats.peak_vram_bytes == speculative.engine.budgets[0].reserved_bytes
     assert stats.pinned_bytes == 0
-    assert list(stats.to_dict()) == [
-        "prompt_tokens", "new_tokens", "time_to_first_token_s", "tok_per_s", "passes", "tokens_per_pass",
-        "bytes_per_pass", "link_gbps", "link_peak_gbps", "stall_s", "peak_vram_bytes", "pinned_bytes",
-        "acceptance", "measured_s_per_pass", "predicted_s_per_pass", "emulated", "pageable_bytes",
-        "link_idle_share", "hidden_draft_share",
-        "accepted_by_depth", "accepted_by_source", "windows", "kept_tokens",
-    ]  # fmt: skip
     assert stats.measured_s_per_pass == pytest.approx(stats.bytes_per_pass / stats.link_gbps / 1e9)
     assert (stats.predicted_s_per_pass, stats.emulated) == (None, None)
     assert stats.link_idle_share is not None and 0 < stats.link_idle_share < 1
     assert stats.hidden_draft_share is None  # known with a trace only
-
-
-def test_the_ledger_has_every_part_once(target: Path, draft: Path) -> None:
-    with load(target, draft=draft, resident_layers=2) as runtime:
-        reserved = runtime.engine.budgets[0].reservations
-        parts = [f"{name}: {part}" for name in ("draft", "target") for part in ("embedding and head", "KV cache")]
-        assert sorted(reserved) == sorted(
-            ["workspace", *parts, "target: ring", "target: resident layers", "draft: resident layers"]
-        )
-        layer_bytes = runtime.engine.target.weights.layout.layer_bytes[0]
-        assert (reserved["target: ring"], reserved["target: resident layers"]) == (3 * layer_bytes, 2 * layer_bytes)
 
 
 def test_progress_of_loading_and_of_the_prompt(target: Path, draft: Path) -> None:

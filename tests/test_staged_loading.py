@@ -15,8 +15,6 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.memory import Registrar
 from offload_runtime.plan import (
     RunPlan,
-    common_figures,
-    pass_time,
 )
 from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sizes import format_bytes
@@ -95,32 +93,6 @@ def test_a_system_that_locks_nothing_is_told_so(target: Path) -> None:
         load_locked_by(registrar, target, resident_layers=0)
     with pytest.raises(BudgetError, match=r"refuses to page-lock even .* and take --kv gpu"):
         load_locked_by(registrar, target, resident_layers=0, kv="host")
-    assert not registrar.locked
-
-
-@pytest.mark.few(3)
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("resident", [0, 3, 9])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
-def test_a_limit_is_kept_from_the_beginning(
-    target: Path, layer_bytes: int, expected: list[int], share: float, resident: int
-) -> None:
-    streamed = NUM_LAYERS - resident
-    least = 2 * ring_shape(layer_bytes).piece_bytes
-    limit = max(least, round(share * streamed) * layer_bytes)
-    registrar = LimitedRegistrar(limit)
-    with load_locked_by(registrar, target, resident_layers=resident, pinned=limit) as runtime:
-        assert list(tokens_of(runtime)) == expected
-        assert runtime.plan.pinned_bytes == registrar.locked_bytes <= limit
-        assert registrar.most_locked_bytes <= limit
-        parts = {part.name: part.nbytes for part in runtime.plan.host}
-        assert parts.get("streamed layers", 0) + parts.get("staged layers", 0) == streamed * layer_bytes
-        assert (not staged_of(runtime)) == (limit >= streamed * layer_bytes)
-        if share == 0:
-            assert len(staged_of(runtime)) == streamed
-        predicted = pass_time(runtime.plan, common_figures(), length_tokens=20, rows=1)
-        assert predicted.bytes_streamed == runtime.engine.target.runner.streamer.bytes_per_pass
-        assert predicted.staged_bytes * streamed == predicted.bytes_streamed * len(staged_of(runtime))
     assert not registrar.locked
 
 

@@ -122,15 +122,6 @@ def test_prefill_does_not_read_tiles_behind_the_sliding_window() -> None:
     assert_within(out, case.expected(rows, 20), atol=1e-5 * case.largest_value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [0, 100])
-def test_prefill_of_more_queries_than_a_program_takes(start: int) -> None:
-    rows = chain_rows((start,), (75,))
-    case = AttentionCase.random(batch=1, num_queries=75, num_kv_heads=2, group=3, head_dim=16, capacity=180)
-    _check(case, rows, prefill=True)
-    _check(case, rows, window=33, prefill=True)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 6, 70])
 @pytest.mark.parametrize("committed", [(5, 60), (300, 250), (0, 256)])
@@ -140,19 +131,6 @@ def test_tree_matches_reference(committed: tuple[int, int], window: int | None) 
         batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
     )
     _check(case, rows, window=window)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("committed", [5, 61, 254])
-def test_path_through_a_tree_equals_the_chain(committed: int) -> None:
-    position_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
-    case = AttentionCase.random(batch=1, num_queries=9, num_kv_heads=2, group=3, head_dim=16, capacity=280)
-    out = _run(case, tree_rows(TREE_PARENTS, (committed,), position_order=position_order))
-    for leaf in (4, 7, 8):
-        path = tree_path(TREE_PARENTS, leaf)
-        chain = chain_of_path(case, path, committed, [committed + position_order[node] for node in path])
-        chain_out = _run(chain, chain_rows((committed,), (len(path),)))
-        assert_within(out[:, path], chain_out, atol=1e-5)
 
 
 # From here on: bitwise equality on the GPU in bf16, which is what makes speculation exact.
@@ -205,15 +183,6 @@ def test_bits_of_a_path_do_not_depend_on_the_tree(committed: int) -> None:
         chain = chain_of_path(case, path, committed, [committed + position_order[n] for n in path])
         chain_out = _run(chain, chain_rows((committed,), (len(path),)))
         assert torch.equal(out[:, path], chain_out), f"node {node}, depth {len(path)}"
-
-
-@pytest.mark.gpu
-def test_bits_of_a_tree_do_not_depend_on_a_batch_mate_with_fewer_tokens() -> None:
-    case = _big_case(len(TREE_PARENTS), batch=2)
-    alone = AttentionCase(case.q[:1], case.kv)
-    expected = _run(alone, tree_rows(TREE_PARENTS, (700,)))
-    for mate in (0, 256, 1300):
-        assert torch.equal(_run(case, tree_rows(TREE_PARENTS, (700, mate)))[:1], expected)
 
 
 def _check_windows_of(case: AttentionCase, widths: tuple[int, ...], window: int | None, *, step: int = 1) -> None:
