@@ -25,7 +25,7 @@ from offload_runtime.weights import DescribedModel, describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
 
 ONE = replace(load_profile("rtx4090"), ram_bytes=400 * GB, pinnable_bytes=None)
-TWO, THREE = replace(ONE, gpus=2), replace(ONE, gpus=3)
+TWO = replace(ONE, gpus=2)
 
 
 def model(name: str) -> DescribedModel:

@@ -47,7 +47,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.helpers.kernel_conditions import SHARED_BYTES
 
-BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+BF16, FP16, FP32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 # Query heads, KV heads and head dim.
 HEADS = {
     "llama-3-8b": (32, 8, 128),

@@ -39,13 +39,13 @@ CONTEXT_TOKENS = 512
 NUM_LAYERS = 5
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     """A byte-level BPE, like SmolLM2's, that knows a few words and can write everything."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     return PreTrainedTokenizerFast(
