@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
@@ -464,6 +464,7 @@ def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reo
     recent=st.integers(2, 200),
     steps=st.lists(st.tuples(st.sampled_from(["grow", "cut", "jump"]), st.integers(0, 300)), max_size=20),
 )
+@example(sinks=4, recent=2, steps=[("grow", 300)] * 3)  # blocks are let go of
 def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: list[tuple[str, int]]) -> None:
     """Sinks and recent tokens stand where `kept_positions` says, at indices without a gap."""
     cache = StreamingDraftCache(
