@@ -202,6 +202,7 @@ FORMATS = {
         Integers(_bits(0, 0, 4, 64), _bits(1, 0, 2, 32), offset=32), d=Half(3, 0),
         scale=Integers(_bits(2, 0, 8, _BYTES), offset=128, flip=128),
     ),
+    "TQ2_0": BlockFormat(256, 66, 256, ((0, 64), (64, 2)), Integers(_bits(0, 0, 2, 32), offset=1), d=Half(1, 0)),
     "IQ4_NL": BlockFormat(32, 18, 32, ((2, 16), (0, 2)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0), coded=True),
     "IQ4_XS": BlockFormat(
         256, 136, 32, ((8, 128), (0, 8)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0),
