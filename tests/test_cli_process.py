@@ -128,12 +128,6 @@ def test_so_is_whatever_else_it_refuses(target: Path, arguments: list[str], word
     assert_one_line(result.exit_code, result.stdout, result.stderr, words)
 
 
-@pytest.mark.parametrize("words", [["frob"], ["--foo"]])
-def test_an_unknown_command_is_one_line(words: list[str]) -> None:
-    result = CliRunner().invoke(app, words)
-    assert_one_line(result.exit_code, result.stdout, result.stderr, "offload-runtime --help lists the options")
-
-
 def test_without_a_command_the_help_is_shown() -> None:
     assert "verify" in CliRunner().invoke(app, []).stdout
 

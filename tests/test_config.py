@@ -66,17 +66,6 @@ def test_sampling_that_makes_no_sense(values: dict[str, Any]) -> None:
         SamplingParams(**values)
 
 
-@pytest.mark.parametrize("logprobs", [-1, 21])
-def test_log_probabilities_of_0_to_20(logprobs: int) -> None:
-    with pytest.raises(OptionError, match=rf"logprobs must be in \[0, 20\], not {logprobs}"):
-        GenerationParams(logprobs=logprobs)
-
-
-def test_keys_and_values_lie_on_the_device_or_the_host() -> None:
-    with pytest.raises(OptionError, match="kv must be auto, gpu or host, not 'disk'"):
-        RuntimeConfig("a model", kv="disk")
-
-
 @pytest.mark.parametrize(
     "context", ["long", [4096], 1.5, True, "1.5", "128KB", "0", "9" * 5000, float("nan"), float("inf")]
 )
@@ -119,25 +108,6 @@ def test_values_of_the_wrong_type(options: Any, values: dict[str, Any], words: s
     needed = {"target": "a model"} if options is RuntimeConfig else {}
     with pytest.raises(OptionError, match=words):
         options(**{**needed, **values})
-
-
-def test_sampling_knows_what_it_is() -> None:
-    assert SamplingParams().greedy and not SamplingParams().filtered
-    assert not SamplingParams(temperature=0.5, seed=(1 << 64) - 1).greedy
-    for filters in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}):
-        assert SamplingParams(temperature=1.0, **filters).filtered
-        assert SamplingParams(temperature=0.0, **filters).greedy
-    for penalty in ({"presence_penalty": 1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}):
-        assert SamplingParams(**penalty).penalised
-    assert not SamplingParams(0.8, top_k=3, logit_bias={5: 1.0}).penalised
-
-
-@pytest.mark.parametrize(
-    "values", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"gamma": 0}, {"stop": ("a", "")}], ids=str
-)
-def test_generation_that_makes_no_sense(values: dict[str, Any]) -> None:
-    with pytest.raises(OptionError):
-        GenerationParams(**values)
 
 
 @pytest.mark.parametrize(

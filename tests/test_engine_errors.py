@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from offload_runtime.errors import (
     NumericalError,
     OffloadError,
     OptionError,
-    UnsupportedArchitectureError,
 )
 from offload_runtime.sizes import parse_bytes
 from tests.helpers.engine import (
@@ -52,10 +50,6 @@ def refused(kind: type[OffloadError], target: str | Path, *words: str, **options
 class TestBeforeLoading:
     """Mistakes that are seen without reading weights."""
 
-    def test_no_such_directory(self, tmp_path: Path) -> None:
-        refused(CheckpointError, tmp_path / "nowhere", "nowhere does not exist", "directory with safetensors")
-        refused(CheckpointError, tmp_path, "config.json")
-
     def test_a_truncated_file_says_what_is_missing(self, copy: Path) -> None:
         weights = copy / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
@@ -65,12 +59,6 @@ class TestBeforeLoading:
         weights = copy / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-8])
         refused(CheckpointError, target, "truncated", draft=copy)
-
-    def test_an_unknown_architecture_names_the_known_ones(self, copy: Path) -> None:
-        config = json.loads((copy / "config.json").read_text())
-        config.update(architectures=["GPT2LMHeadModel"], model_type="gpt2")
-        (copy / "config.json").write_text(json.dumps(config))
-        refused(UnsupportedArchitectureError, copy, "GPT2LMHeadModel", "Llama", "Qwen3")
 
     def test_a_context_longer_than_the_model(self, target: Path) -> None:
         refused(ContextLengthError, target, "513", "512", "--context", context=CONTEXT_TOKENS + 1)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ours_runtime
 import pytest
 import torch
-from common import options_from, peer_parser
 from offload_runtime_kernels.coded_bf16 import CodedRow, encode_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS
-from ours_runtime import OurOptions, Singles
 from widening.shapes import WideShape, shape_named
 from widening.stored import STORED, random_blocks, stored_llama
 
@@ -86,22 +83,3 @@ def test_shapes_whose_rows_are_no_whole_blocks_take_smaller_ones_or_are_refused(
         model("q8_0", WideShape(64, 48, 1, 4, 2, 16))
     with pytest.raises(OptionError, match="--stored 'q7' is not known"):
         model("q7")
-
-
-@pytest.mark.slow
-def test_a_script_decides_how_many_tokens_a_pass_gives() -> None:
-    given = ["--shape", "tiny", "--layers", "2", "--stored", "q4_k_m", "--device", "cpu", "--dtype", "fp32"]
-    given += ["--prompt-tokens", "6", "--new-tokens", "10", "--warmup-new-tokens", "2", "--repeats", "1"]
-    options = options_from(peer_parser("").parse_args([*given, "--vram", "all"]))
-    own = OurOptions("none", "auto", None, None, "gpu", weights="stored")
-    found = ours_runtime.measure(options, own, Singles((1, 4), 1, (2, 3), 4))
-    assert [(row["window_tokens"], row["predicted_s"]) for row in found["windows"]] == [(1, None), (4, None)]
-    assert [row["tokens_per_pass"] for row in found["scripted"]] == [2, 3]
-    assert all(row["identical_to_plain"] for row in found["scripted"])
-    weights = found["weights"]
-    head_bytes = 256 * format_of("Q8_0").row_bytes(64)
-    assert weights["read_bytes_per_pass"] == weights["streamed_bytes_per_pass"] + head_bytes
-    assert set(weights["bytes_by_kind"]) == {"F32", "Q5_0", "Q8_0"}
-    assert weights["streamed_bytes_per_pass"] == found["bytes_per_pass"] > weights["streamed_elements"] / 2
-    with pytest.raises(OptionError, match="--scripted 9 needs 10 --new-tokens and wider windows"):
-        ours_runtime.measure(options, own, Singles((), 1, (9,), 4))

@@ -12,7 +12,6 @@ import torch
 
 from offload_runtime.copy import CopyEngine
 from offload_runtime.copy.queue import CardRing, CudaCopyEngine, LayerStreamer, LayerViews, ThreadCopyEngine
-from offload_runtime.errors import CopyError
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine
 
@@ -161,24 +160,6 @@ def test_reads_of_an_interrupted_pass_are_recorded_before_its_slot_is_filled_aga
         with pytest.raises(_InterruptedError):
             _interrupt(streamer, at)
         assert _run_pass(streamer) == list(range(7))
-
-
-def test_a_failing_copy_raises_and_stays_raised() -> None:
-    copies = 0
-
-    def fail_on_the_fourth() -> None:
-        nonlocal copies
-        copies += 1
-        if copies == 4:
-            raise OSError("the link is gone")
-
-    engine = ThreadCopyEngine(pace=before_each_copy(fail_on_the_fourth))
-    streamer = _streamer(engine)
-    with pytest.raises(CopyError, match="the link is gone"):
-        _run_pass(streamer)
-    with pytest.raises(CopyError, match="load the runtime again"):
-        _run_pass(streamer)
-    engine.close()
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,6 @@ def test_rope_scaling_of_older_configs_is_standardised():
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("linear", 3.0, 5e5)
 
 
-def test_other_architectures_are_refused_with_the_supported_ones():
-    with pytest.raises(UnsupportedArchitectureError, match=r"(?s)gpt2.*Llama.*SmolLM3"):
-        model_config_from_transformers(transformers.GPT2Config())
-    classifier = tiny("Llama", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(UnsupportedArchitectureError, match="LlamaForSequenceClassification"):
-        model_config_from_transformers(classifier)
-
-
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
