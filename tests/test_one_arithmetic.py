@@ -110,7 +110,8 @@ def interrupted_and_repeated(runner: ModelRunner, slot: int) -> torch.Tensor:
     prefill(runner, slot, TOKENS[:KEPT])
     with pytest.raises(KeyboardInterrupt):
         prefill(runner, slot, TOKENS[KEPT:], stop)
-    runner.cache.truncate(slot, KEPT)
+    assert runner.cache.length(slot) == KEPT
+    verify(runner, {slot: BEHIND})
     return prefill(runner, slot, TOKENS[KEPT:])
 
 
