@@ -98,10 +98,3 @@ def test_rotations_of_what_is_accepted_are_finite(tmp_path: Path) -> None:
         table = RopeTable(config, torch.device("cpu"))
         cos, sin = table.angles(torch.tensor([0, 1, 4095], dtype=torch.int32), table.frequencies(4096))
         assert torch.isfinite(cos).all() and torch.isfinite(sin).all()
-
-
-def test_neither_a_file_nor_a_model_of_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        describe_model(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        describe_model(tmp_path)

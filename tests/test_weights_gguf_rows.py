@@ -26,10 +26,9 @@ from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from offload_runtime.weights.encoding import Encoding
 from offload_runtime.weights.formats import GgufBlocks
-from tests.helpers.assembly import first_layers, make_runner, prefill, verify
+from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import load_plain, random_tokens, rows_of
-from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import made_up_machine
 from tests.test_weights_gguf import write
 
@@ -268,24 +267,14 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path, scale: float, de
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_real_model_gives_the_logits_and_tokens_of_its_decoded_copy() -> None:
-    """SmolLM2-135M in Q4_1, with an embedding in Q8_0: whole, and of its first layers resident, streamed and staged."""
+    """SmolLM2-135M in Q4_1, with an embedding in Q8_0."""
     source = open_checkpoint(fetch_demo_model())
     copy = replace(source, kinds={})
     assert source.layout(FP32).total_bytes < 0.2 * copy.layout(FP32).total_bytes
     assert torch.equal(*(logits(each, buffers=0, resident=None) for each in (source, copy)))
-    source = first_layers(source, 6)
-    copy, layout = replace(source, kinds={}), source.layout(FP32)
-    whole = logits(copy, buffers=0, resident=None)
-    assert torch.equal(logits(source, buffers=2, resident=None), whole)
-    asked = {"max_new_tokens": 5, "temperature": 0.0}
-    with Runtime.load(copy, device="cpu", context=512, draft="none") as runtime:
-        tokens = runtime.generate("The capital of France is", **asked).tokens
-    loaded: dict[str, Any] = {"device": "cpu", "context": 512, "weights": "stored"}
-    for options in ({"draft": "none"}, {"resident_layers": 3}, {"weights": "auto"}):
-        with Runtime.load(source, **{**loaded, **options}) as runtime:
-            assert ("Q4_1" in runtime.load_report) == ("weights" not in options)
-            assert runtime.generate("The capital of France is", **asked).tokens == tokens
-    registrar = LimitedRegistrar(3 * layout.layer_bytes[0])
-    with load_locked_by(registrar, source, resident_layers=0, context=512, weights="stored") as runtime:
-        assert runtime.engine.target.placement.staged_layers
-        assert runtime.generate("The capital of France is", **asked).tokens == tokens
+    answers = []
+    for options in ({"weights": "decoded"}, {"weights": "stored", "resident_layers": 3}):
+        with Runtime.load(source, device="cpu", context=512, draft="none", **options) as runtime:
+            assert ("Q4_1" in runtime.load_report) == (len(options) > 1)
+            answers.append(runtime.generate("The capital of France is", max_new_tokens=5, temperature=0.0).tokens)
+    assert answers[0] == answers[1]

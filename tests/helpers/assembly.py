@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,14 +85,6 @@ def in_memory(hf_model: Any) -> CheckpointSource:
     config, weights = model_config_from_transformers(hf_model.config), hf_model.state_dict()
     fills = {name: partial(_copy_weight, weights[name]) for name in checkpoint_tensors(config)}
     return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
-
-
-def first_layers(source: CheckpointSource, count: int) -> CheckpointSource:
-    """A model of a checkpoint's first layers, its embedding and its head."""
-    whole = source.config()
-    config = replace(whole, layers=whole.layers[:count])
-    fills = {name: source.fills[name] for name in source.fills if name in checkpoint_tensors(config)}
-    return replace(source, model_config=config, fills=fills)
 
 
 def make_runner(
