@@ -66,6 +66,8 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
     ratio = 0.0 if form.m is None else -float(unit.mean() / decoded(0.0, 1.0).mean())
     scale = _STD / float(decoded(1.0, ratio).std())
     spread = torch.rand(count, generator=generator) + 0.5
+    if form.m is None and float(unit.mean()) > float(unit.std()) / 4:  # ternary numbers, stored as -1 to 2
+        spread[::2] *= -1
     for at, number in zip(form.file_halves, (scale, scale * ratio), strict=False):
         put(at, number * spread)
     return blocks
