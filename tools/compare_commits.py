@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import harness
-from harness import Check, emit
+from harness import Check, emit, write_unfinished
 
 _HERE = Path(__file__).resolve().parent.parent
 _PATHS = (".", "kernels", "tools", "tools/peers")
@@ -107,7 +107,9 @@ def main() -> int:
         default=(),
         help="two equal GPUs, like 0,1: both trees run at once, and change places in every turn",
     )
-    parser.add_argument("--timeout", type=float, default=200.0, help="seconds for one run")
+    parser.add_argument(
+        "--timeout", type=float, default=200.0, help="seconds for one run, in which kernels are compiled anew"
+    )
     for name in ("source", "text", "code", "delta", "target"):
         parser.add_argument(f"--{name}", default="", help="of the benchmarks")
     options = parser.parse_args()
@@ -132,6 +134,7 @@ def main() -> int:
                         found[path][name].append(figure(report, path))
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     checks.append(Check(f"{case} failed in {name}: {error}", 1, 0, at_least=False))
+                    print(checks[-1], flush=True)
         for path, figures in found.items():
             if not (figures["base"] and figures["ours"]):
                 continue
@@ -140,8 +143,8 @@ def main() -> int:
             rows.append({"case": case, "figure": path, **figures, "times_base": speed})
             checks.append(Check(f"{case} {path} {figures}, times base", speed, 0.98, at_least=True))
             print(checks[-1], flush=True)
+        write_unfinished({"benchmark": "commits", "rows": rows}, options.out)
     emit({"benchmark": "commits", "rows": rows, "checks": [one.as_dict() for one in checks]}, options.out)
-    print(*(one for one in checks if not one.holds), sep="\n", file=sys.stderr)
     return 0 if all(one.holds for one in checks) else 1
 
 
